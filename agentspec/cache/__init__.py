@@ -1,0 +1,16 @@
+"""What to draft from: suffix trees over running requests, their sessions and their tenant. No torch, no vLLM."""
+
+from agentspec.cache.policy import DraftPolicy
+from agentspec.cache.suffix_cache import SuffixCache, native_available
+from agentspec.cache.types import SOURCES, CacheStats, Draft, FinishedTurn, StepDrafts
+
+__all__ = [
+    "SOURCES",
+    "CacheStats",
+    "Draft",
+    "DraftPolicy",
+    "FinishedTurn",
+    "StepDrafts",
+    "SuffixCache",
+    "native_available",
+]

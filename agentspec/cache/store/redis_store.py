@@ -1,0 +1,261 @@
+"""A store on a Redis server, shared by several replicas.
+
+Keys, all with one hash tag, so that a cluster keeps a namespace on one node::
+
+    {prefix:namespace}:log          stream, one reference an entry: s = session
+    {prefix:namespace}:s:SESSION    stream, one record an entry: p = payload; ids as in the log
+    {prefix:namespace}:sessions     set of session ids
+    {prefix:namespace}:w:WRITER     number of the last batch that this writer has appended; expires
+
+The log gives the order and is what another replica follows. Payloads lie in their session's own key, so that a
+session's memory is really returned when it is removed. An append is one script, hence all or nothing, and is
+recognised when it is sent again because its answer was lost. What is stored is as durable as the server is set to be
+(``appendonly yes`` survives the server's kill -9).
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.retry import Retry
+
+from agentspec.cache.store.base import Entry, check_namespace, check_newest
+from agentspec.errors import InvalidInputError, StoreError, StoreUnavailableError
+
+SOCKET_TIMEOUT = 0.25
+"""Seconds, to connect and to read."""
+_PAGE = 128
+_WRITER_EXPIRY_MS = 3_600_000
+
+# KEYS: log, sessions, writer, one stream a session; ARGV: batch, expiry, then (index into KEYS, session, payload)...
+_APPEND = """
+if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
+for i = 3, #ARGV, 3 do
+  local id = redis.call('XADD', KEYS[1], '*', 's', ARGV[i + 1])
+  redis.call('XADD', KEYS[tonumber(ARGV[i])], id, 'p', ARGV[i + 2])
+  redis.call('SADD', KEYS[2], ARGV[i + 1])
+end
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+# KEYS: log, sessions, the session's stream; ARGV: session, page. One page a call keeps each call short.
+_REMOVE = """
+local page = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', ARGV[2])
+for _, entry in ipairs(page) do
+  redis.call('XDEL', KEYS[1], entry[1])
+  redis.call('XDEL', KEYS[3], entry[1])
+end
+if #page == 0 then
+  redis.call('DEL', KEYS[3])
+  redis.call('SREM', KEYS[2], ARGV[1])
+end
+return #page
+"""
+
+# replies that end by themselves or by the operator's hand, while the URL is right
+_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+
+_Id = tuple[int, int]
+_Row = tuple[bytes, dict[bytes, bytes]]
+
+
+class RedisStore:
+    """A Store on a Redis server. The connection is made by the first call, so the server may come later.
+
+    ``url`` is what redis-py takes; ``shown`` is how errors name it. ``secret`` is blotted out of every message.
+    """
+
+    def __init__(
+        self, url: str, *, shown: str, secret: str | None = None, prefix: str = "agentspec", **options: Any
+    ) -> None:
+        self._shown = shown
+        self._secret = secret
+        self._prefix = prefix
+        self._client = redis.Redis.from_url(
+            url,
+            socket_timeout=SOCKET_TIMEOUT,
+            socket_connect_timeout=SOCKET_TIMEOUT,
+            # one more try, for pooled connections that died with a restarted server
+            retry=Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, (redis.ConnectionError,)),
+            **options,
+        )
+        self._execute: Callable[..., Any] = self._client.execute_command
+        self._append = self._client.register_script(_APPEND)
+        self._remove = self._client.register_script(_REMOVE)
+        self._writer = uuid.uuid4().hex
+        self._number = 0
+        self._append_lock = threading.Lock()
+        self._unsure: tuple[str, list[tuple[str, bytes]]] | None = None
+        self._closed = False
+
+    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
+        tag = self._tag(namespace)
+        batch = list(entries)
+        if not batch:
+            return
+        keys = [f"{tag}:log", f"{tag}:sessions", f"{tag}:w:{self._writer}"]
+        places: dict[str, int] = {}
+        arguments: list[int | str | bytes] = []
+        for session, payload in batch:
+            if session not in places:
+                keys.append(f"{tag}:s:{session}")
+                places[session] = len(keys)
+            arguments += (places[session], session, payload)
+        with self._append_lock:
+            # A batch whose answer was lost keeps its number, so that the server knows it if it has it.
+            if self._unsure != (namespace, batch):
+                self._number += 1
+            self._unsure = (namespace, batch)
+            with self._explained():
+                self._append(keys=keys, args=[self._number, _WRITER_EXPIRY_MS, *arguments])
+            self._unsure = None
+
+    def read(
+        self,
+        namespace: str,
+        *,
+        session: str | None = None,
+        after: str | None = None,
+        newest: int | None = None,
+    ) -> Iterator[Entry]:
+        tag = self._tag(namespace)
+        low, limit = _following(_parse_id(after)), check_newest(newest)
+        return self._pages(tag, session, low, limit)
+
+    def sessions(self, namespace: str) -> list[str]:
+        tag = self._tag(namespace)
+        with self._explained():
+            members: set[bytes] = self._execute("SMEMBERS", f"{tag}:sessions")
+        return sorted(member.decode() for member in members)
+
+    def remove_session(self, namespace: str, session: str) -> int:
+        tag = self._tag(namespace)
+        keys = [f"{tag}:log", f"{tag}:sessions", f"{tag}:s:{session}"]
+        removed = 0
+        while True:
+            with self._explained():
+                page = int(self._remove(keys=keys, args=[session, _PAGE]))
+            if page == 0:
+                return removed
+            removed += page
+
+    def ping(self) -> None:
+        with self._explained():
+            self._execute("PING")
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.close()
+
+    def _pages(self, tag: str, session: str | None, low: _Id, newest: int | None) -> Iterator[Entry]:
+        key = f"{tag}:log" if session is None else f"{tag}:s:{session}"
+        last = self._command("XREVRANGE", key, "+", _id(low), "COUNT", 1)
+        if not last or newest == 0:
+            return
+        high = last[0][0].decode()
+        if newest is not None:
+            low = self._start_of(newest, key, high, low)
+        while True:
+            rows = self._command("XRANGE", key, _id(low), high, "COUNT", _PAGE)
+            if session is None:
+                yield from self._follow(tag, rows)
+            else:
+                for number, fields in rows:
+                    yield Entry(_cursor(number), session, fields[b"p"])
+            if len(rows) < _PAGE:
+                return
+            low = _following(_split(rows[-1][0]))
+
+    def _follow(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
+        """The records that a page of the log refers to: one range a session, as its entries lie within the page."""
+        spans: dict[bytes, list[bytes]] = {}
+        for number, fields in references:
+            spans.setdefault(fields[b"s"], []).append(number)
+        with self._explained():
+            pipeline: Any = self._client.pipeline(transaction=False)
+            for session, numbers in spans.items():
+                pipeline.execute_command("XRANGE", f"{tag}:s:{session.decode()}", numbers[0], numbers[-1])
+            answers: list[list[_Row]] = pipeline.execute()
+        payloads = {number: fields[b"p"] for rows in answers for number, fields in rows}
+        for number, fields in references:
+            if number in payloads:  # else the session has been removed or has expired
+                yield Entry(_cursor(number), fields[b"s"].decode(), payloads[number])
+
+    def _start_of(self, newest: int, key: str, high: str, low: _Id) -> _Id:
+        """The id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
+        left, end = newest, high
+        while True:
+            rows = self._command("XREVRANGE", key, end, _id(low), "COUNT", min(left, _PAGE))
+            if len(rows) < min(left, _PAGE):
+                return low
+            left -= len(rows)
+            if left == 0:
+                return _split(rows[-1][0])
+            end = "(" + rows[-1][0].decode()
+
+    def _command(self, *command: str | int) -> list[_Row]:
+        with self._explained():
+            rows: list[_Row] = self._execute(*command)
+            return rows
+
+    def _tag(self, namespace: str) -> str:
+        return f"{{{self._prefix}:{check_namespace(namespace)}}}"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """redis-py's errors as ours, without the password (a server may quote the command that it refused)."""
+        if self._closed:
+            raise StoreError(f"{self._shown}: the store is closed")
+        try:
+            yield
+        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+            raise StoreError(f"{self._explain(error)}; check user and password in the store URL") from None
+        except ResponseError as error:
+            passing = str(error).startswith(_PASSING) or type(error).__name__ in ("OutOfMemoryError", "ReadOnlyError")
+            raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
+        except (RedisError, OSError) as error:
+            raise StoreUnavailableError(self._explain(error)) from None
+
+    def _explain(self, error: Exception) -> str:
+        text = " ".join(islice(str(error).split(), 60))
+        return f"{self._shown}: {text.replace(self._secret, '***') if self._secret else text}"
+
+
+def _split(number: bytes) -> _Id:
+    milliseconds, _, count = number.partition(b"-")
+    return int(milliseconds), int(count)
+
+
+def _id(number: _Id) -> str:
+    return f"{number[0]}-{number[1]}"
+
+
+def _cursor(number: bytes) -> str:
+    milliseconds, count = _split(number)
+    return f"{milliseconds:020d}-{count:020d}"
+
+
+def _following(number: _Id) -> _Id:
+    return number[0], number[1] + 1
+
+
+def _parse_id(cursor: str | None) -> _Id:
+    if cursor is None:
+        return 0, 0
+    milliseconds, _, count = cursor.partition("-")
+    if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
+        raise InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")
+    return int(milliseconds), int(count)

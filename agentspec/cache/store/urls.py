@@ -1,0 +1,107 @@
+"""Store URLs: which database, and nothing of its password in what is shown."""
+
+import re
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from agentspec.cache.store.base import Store
+from agentspec.cache.store.memory import MemoryStore
+from agentspec.cache.store.redis_store import RedisStore
+from agentspec.cache.store.sqlite import SQLiteStore
+from agentspec.errors import StoreURLError
+
+FORMS = (
+    "sqlite:///relative/path.db, sqlite:////absolute/path.db, sqlite:///~/path.db, "
+    "redis://[user:password@]host[:port][/db][?prefix=NAME], rediss://… (TLS), unix:///path/to/socket[?db=N], memory://"
+)
+"""What a store URL may look like, for messages."""
+
+_TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
+_OPTIONS = {"redis": frozenset({"prefix"}), "rediss": _TLS_OPTIONS | {"prefix"}, "unix": frozenset({"prefix", "db"})}
+_PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+def open_store(url: str) -> Store:
+    """The store that ``url`` names; a missing SQLite file and its folders are created, Redis is not contacted yet.
+
+    Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
+    StoreVersionError, StoreError and StoreUnavailableError.
+    """
+    if not isinstance(url, str):
+        raise StoreURLError(f"store URL: a string expected, got {type(url).__name__}; supported are {FORMS}")
+    scheme = url.partition(":")[0].lower()
+    if scheme == "sqlite":
+        return SQLiteStore(_sqlite_path(url))
+    if scheme in _OPTIONS:
+        return _open_redis(url, scheme)
+    if url == "memory://":
+        return MemoryStore()
+    raise _refused(url, "unknown kind of store")
+
+
+def redact(url: str) -> str:
+    """``url`` fit to be shown: user and password, and whatever stands in the query, are blotted out."""
+    if url.lower().startswith("sqlite:"):
+        return url  # a path, in which @ and ? mean nothing
+    # to the last @ of all, so that a password with an unescaped / ? or @ in it goes as a whole
+    before, found, after = url.rpartition("@")
+    if found:
+        scheme, slashes, _ = before.partition("//")
+        url = (scheme + slashes if slashes else "") + "***@" + after
+    shown, query, _ = url.partition("?")
+    return shown + ("?…" if query else "")
+
+
+def _refused(url: str, why: str) -> StoreURLError:
+    return StoreURLError(f"store URL {redact(url)!r}: {why}; supported are {FORMS}")
+
+
+def _sqlite_path(url: str) -> Path:
+    _, _, path = url.partition(":///")
+    if not path or path.endswith("/"):
+        raise _refused(url, "no file named; three slashes and a path are needed")
+    if path == ":memory:":
+        raise _refused(url, "SQLite's in-memory database is not supported; use memory://")
+    if "\x00" in path:
+        raise _refused(url, "the path holds a NUL character")
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # no such user's home
+        raise _refused(url, str(error)) from None
+
+
+def _open_redis(url: str, scheme: str) -> Store:
+    try:
+        parts = urlsplit(url)
+        host, _port = parts.hostname, parts.port
+    except ValueError as error:
+        why = "the port is not a number between 0 and 65535" if "ort" in str(error) else "malformed address"
+        raise _refused(url, why) from None
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
+    options = _redis_options(url, scheme, parts)
+    if scheme == "unix":
+        if not parts.path or host:
+            raise _refused(url, "three slashes and the path of a socket are needed")
+        database = options.pop("db", "0")
+    else:
+        if not host:
+            raise _refused(url, "no host named")
+        database = parts.path.strip("/") or "0"
+    if not (database.isascii() and database.isdigit()):
+        raise _refused(url, f"the database is a number, such as 0, not {database!r}")
+    prefix = options.pop("prefix", "agentspec")
+    if not _PREFIX.fullmatch(prefix):
+        raise _refused(url, "prefix takes 1 to 64 letters, digits and . _ : -")
+    bare = parts._replace(query="", fragment="", path=parts.path if scheme == "unix" else "").geturl()
+    secret = unquote(parts.password) if parts.password else None
+    return RedisStore(bare, shown=redact(url), secret=secret, prefix=prefix, db=int(database), **options)
+
+
+def _redis_options(url: str, scheme: str, parts: SplitResult) -> dict[str, str]:
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options:
+        if name not in _OPTIONS[scheme]:
+            known = ", ".join(sorted(_OPTIONS[scheme]))
+            raise _refused(url, f"unknown option {name!r} after '?', known are {known}")
+    return options

@@ -1,0 +1,283 @@
+"""Records on their way to the store, in the background."""
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from agentspec.cache.store.base import Store, check_namespace
+from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.codec import encode
+from agentspec.cache.store.records import Record, TurnRecord
+from agentspec.errors import InvalidInputError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_OVERHEAD = 256  # bytes of a queued record beside its tokens, roughly
+_BATCH_BYTES = 4 << 20
+_CLOSING_DELAY = 0.05
+_MAX_GAPS = 100_000  # sessions remembered to have lost a turn; forgetting them costs some wrong drafts
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStats:
+    """Counts since the start. Every record put is in exactly one of persisted, dropped, refused and queued."""
+
+    persisted: int
+    """Records that the store has acknowledged."""
+    dropped: int
+    """Records given up for want of room, or at close."""
+    refused: int
+    """Records that could not be encoded, or that the store will never take."""
+    failed: int
+    """Appends that failed; their records stay queued."""
+    queued: int
+    queued_bytes: int
+    state: State
+
+    def as_dict(self) -> dict[str, int | str]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    number: int
+    record: Record
+    size: int
+
+
+class BackgroundWriter:
+    """Appends records to a store from a thread of its own.
+
+    ``put`` never blocks and never raises. While the store is away, records wait, up to ``max_entries`` and
+    ``max_bytes``; beyond that the oldest go, and are counted. The loss is logged once, and so is the recovery.
+    The store stays the caller's, to be closed after this.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        *,
+        max_bytes: int = 64 << 20,
+        max_entries: int = 16_384,
+        batch_entries: int = 256,
+        batch_seconds: float = 0.02,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self._store = store
+        self._namespace = check_namespace(namespace)
+        self._max_bytes, self._max_entries = max_bytes, max_entries
+        self._batch_entries, self._batch_seconds = batch_entries, batch_seconds
+        self._breaker = breaker or CircuitBreaker()
+        self._queue: deque[_Item] = deque()
+        self._in_flight: list[_Item] = []
+        self._bytes = 0
+        self._limit = batch_entries
+        self._number = self._persisted = self._dropped = self._refused = self._failed = 0
+        self._gaps: set[str] = set()
+        self._overflowing = self._hurry = self._refusal_logged = False
+        self._deadline: float | None = None
+        lock = threading.Lock()  # held for moments only, never while the store is called
+        self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
+        self._thread = threading.Thread(target=self._run, name="agentspec-store-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, record: Record) -> None:
+        """Queue ``record``. Its arrays must not change afterwards."""
+        size = _size(record)
+        with self._work:
+            self._number += 1
+            if self._deadline is not None:
+                self._dropped += 1
+                return
+            self._queue.append(_Item(self._number, record, size))
+            self._bytes += size
+            self._trim()
+            if len(self._queue) in (1, self._batch_entries):
+                self._work.notify()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything put before this call has left the queue; False if ``timeout`` seconds were not enough.
+
+        What left it is in ``stats``: written, or counted as dropped or refused.
+        """
+        with self._work:
+            target = self._number
+            self._hurry = True
+            self._work.notify()
+            return self._settled.wait_for(lambda: self._oldest() > target, timeout)
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Write what is queued, for at most ``timeout`` seconds, and stop. What is left is counted as dropped."""
+        with self._work:
+            if self._deadline is None:
+                self._deadline = time.monotonic() + timeout
+            self._work.notify()
+        self._thread.join(timeout + 0.5)
+        if self._thread.is_alive():
+            logger.warning("agentspec: the store did not answer in time; %d records unwritten", self.stats().queued)
+        atexit.unregister(self.close)
+
+    def stats(self) -> WriterStats:
+        """Figures of this moment."""
+        with self._work:
+            return WriterStats(
+                persisted=self._persisted,
+                dropped=self._dropped,
+                refused=self._refused,
+                failed=self._failed,
+                queued=len(self._queue) + len(self._in_flight),
+                queued_bytes=self._bytes,
+                state=self._breaker.state,
+            )
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            self._write(batch)
+        with self._work:
+            left = len(self._queue)
+            while self._queue:
+                self._drop_oldest()
+            self._settled.notify_all()
+        if left:
+            logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
+
+    def _next_batch(self) -> list[_Item]:
+        """Wait for records, for more of them, and for the breaker. Empty: there is nothing more to do."""
+        with self._work:
+            self._work.wait_for(lambda: self._queue or self._closing())
+            self._work.wait_for(
+                lambda: len(self._queue) >= self._batch_entries or self._hurry or self._closing(), self._batch_seconds
+            )
+            while not self._closing() and not self._breaker.allow():
+                self._work.wait(self._breaker.wait())
+            self._work.wait_for(self._closing, self._breaker.wait())
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                return []
+            room = _BATCH_BYTES
+            while self._queue and len(self._in_flight) < self._limit and room > 0:
+                room -= self._queue[0].size
+                self._in_flight.append(self._queue.popleft())
+            return list(self._in_flight)
+
+    def _write(self, batch: list[_Item]) -> None:
+        with self._work:
+            before, self._gaps = self._gaps, set()
+        gaps = set(before)
+        try:
+            entries = [entry for item in batch if (entry := self._encode(item.record, gaps)) is not None]
+            if entries:
+                self._store.append(self._namespace, entries)
+            else:
+                self._store.ping()  # the breaker may be waiting for an answer
+        except Exception as error:  # whatever a store may raise: this thread must live
+            self._keep(batch, before, error)
+            return
+        recovered = self._breaker.success()
+        with self._work:
+            self._persisted += len(entries)
+            self._refused += len(batch) - len(entries)
+            self._limit = self._batch_entries
+            self._gaps |= gaps
+            self._leave(batch)
+            left, dropped = len(self._queue), self._dropped
+        if recovered:
+            logger.warning(
+                "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
+            )
+
+    def _encode(self, record: Record, gaps: set[str]) -> tuple[str, bytes] | None:
+        """The record as a store's entry, or None if it cannot be one. ``gaps``: sessions that have just lost a turn."""
+        try:
+            if isinstance(record, TurnRecord) and record.session in gaps:
+                record = replace(record, gap=True)
+            payload = encode(record)
+        except InvalidInputError as error:
+            if not self._refusal_logged:
+                self._refusal_logged = True
+                logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
+            gaps.add(record.session)
+            return None
+        gaps.discard(record.session)
+        return record.session, payload
+
+    def _keep(self, batch: list[_Item], gaps: set[str], error: Exception) -> None:
+        """Put a batch that failed back. One that will never be taken is narrowed down to the record at fault."""
+        passing = isinstance(error, StoreUnavailableError)
+        with self._work:
+            self._failed += 1
+            self._gaps |= gaps
+            if len(batch) == 1 and not passing:
+                self._refused += 1
+                self._gaps.add(batch[0].record.session)
+                self._leave(batch)
+            else:
+                # the same records again, so that a store can tell a batch that it already has
+                self._limit = len(batch) if passing else len(batch) // 2
+                self._queue.extendleft(reversed(batch))
+                self._in_flight.clear()
+                self._trim()
+            queued, closing = len(self._queue), self._closing()
+        if self._breaker.failure():
+            logger.warning(
+                "agentspec: the store is lost (%s); %d records wait, decoding goes on without it", error, queued
+            )
+        if closing:
+            time.sleep(_CLOSING_DELAY)
+
+    def _leave(self, batch: list[_Item]) -> None:
+        self._bytes -= sum(item.size for item in batch)
+        self._in_flight.clear()
+        if not self._queue:
+            self._hurry = self._overflowing = False
+        self._settled.notify_all()
+
+    def _trim(self) -> None:
+        if self._bytes <= self._max_bytes and len(self._queue) + len(self._in_flight) <= self._max_entries:
+            return
+        while self._queue and (
+            self._bytes > self._max_bytes or len(self._queue) + len(self._in_flight) > self._max_entries
+        ):
+            self._drop_oldest()
+        self._settled.notify_all()
+        if not self._overflowing:
+            self._overflowing = True
+            logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
+
+    def _drop_oldest(self) -> None:
+        item = self._queue.popleft()
+        self._bytes -= item.size
+        self._dropped += 1
+        if len(self._gaps) >= _MAX_GAPS:
+            self._gaps.clear()
+        self._gaps.add(item.record.session)
+
+    def _closing(self) -> bool:
+        return self._deadline is not None
+
+    def _oldest(self) -> int:
+        waiting = self._in_flight or self._queue
+        return waiting[0].number if waiting else self._number + 1
+
+
+def _size(record: Record) -> int:
+    if isinstance(record, TurnRecord):
+        return _OVERHEAD + record.prompt_tail.nbytes + record.response.nbytes
+    return _OVERHEAD + _rough_size(record.message)
+
+
+def _rough_size(value: Any) -> int:
+    """About the bytes that a JSON-able value takes when packed."""
+    if isinstance(value, str):
+        return 5 + len(value)
+    if isinstance(value, dict):
+        return 5 + sum(_rough_size(key) + _rough_size(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return 5 + sum(map(_rough_size, value))
+    return 9

@@ -1,0 +1,62 @@
+"""Checking what callers hand in, before anything changes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.types import Int32Array
+from agentspec.errors import InvalidInputError, InvalidTokenError
+
+TokenIds = NDArray[np.integer] | Sequence[int]
+
+MAX_VOCAB = 2**31
+
+
+def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
+    """`values` as a C-contiguous int32 array; raises InvalidTokenError naming the first position that is illegal."""
+    array = values if isinstance(values, np.ndarray) else _from_sequence(values, name)
+    if array.ndim != 1:
+        raise InvalidTokenError(f"{name}: token ids must be one-dimensional, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise InvalidTokenError(f"{name}: token ids must be integers, got dtype {array.dtype}")
+    if len(array) and (int(array.min()) < 0 or int(array.max()) >= vocab_size):
+        at = int(np.flatnonzero((array < 0) | (array >= vocab_size))[0])
+        raise InvalidTokenError(f"{name}[{at}] is {int(array[at])}: token ids must be from 0 to {vocab_size - 1}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise InvalidTokenError(f"{name}: give an int32 array or a sequence of int, not {type(values).__name__}")
+    for kind in set(map(type, values)):
+        if kind is bool or not issubclass(kind, (int, np.integer)):
+            at = next(i for i, value in enumerate(values) if type(value) is kind)
+            raise InvalidTokenError(f"{name}[{at}] is {values[at]!r}: token ids must be integers")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        at = next(i for i, value in enumerate(values) if not -(2**63) <= int(value) < 2**63)
+        raise InvalidTokenError(f"{name}[{at}] is {values[at]}: token ids must be below 2**31") from None
+
+
+def as_int32(values: NDArray[np.integer] | Sequence[int], name: str, length: int) -> Int32Array:
+    """A row of `length` small numbers as int32 [length]; raises InvalidInputError otherwise."""
+    array = np.asarray(values) if length else np.asarray(values, dtype=np.int32)
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
+    """The engine's token array and which part of it each request has; raises InvalidInputError."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
+        raise InvalidInputError("tokens: give the engine's token array, int32 [rows, columns]")
+    if not tokens.flags.c_contiguous:
+        raise InvalidInputError("tokens: the array must be C-contiguous; it is read in place, not copied")
+    if not len(rows):
+        return
+    if rows.min() < 0 or rows.max() >= tokens.shape[0]:
+        raise InvalidInputError(f"rows: indices must be from 0 to {tokens.shape[0] - 1}, got {rows.tolist()}")
+    if lengths.min() < 0 or lengths.max() > tokens.shape[1]:
+        raise InvalidInputError(f"lengths: must be from 0 to {tokens.shape[1]}, got {lengths.tolist()}")

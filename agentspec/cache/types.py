@@ -1,0 +1,87 @@
+"""The plain data that goes into and comes out of `SuffixCache`."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOURCES = ("request", "session", "global")
+"""Where a drafted token can come from; the index is the value in every `sources` array."""
+
+Int32Array = NDArray[np.int32]
+UInt8Array = NDArray[np.uint8]
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One request's draft of k tokens.
+
+    token_ids: int32 [k]. probabilities: float32 [k], the chance that the token is accepted given that those before
+    it are. sources: uint8 [k], indices of SOURCES. source: name of the first token's source, "" where k is 0.
+    match_length: tokens of context that the first token's source matched, counted up to 256.
+    """
+
+    token_ids: Int32Array
+    probabilities: Float32Array
+    sources: UInt8Array
+    match_length: int
+
+    @property
+    def source(self) -> str:
+        return SOURCES[int(self.sources[0])] if len(self.sources) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of a step's n requests, and how their previous drafts fared.
+
+    token_ids: int32 [total]; request i has token_ids[offsets[i]:offsets[i + 1]]. offsets: int32 [n + 1].
+    sources: uint8 [total]. probabilities: float32 [total]. match_lengths: int32 [n].
+    accepted, drafted: int32 [n, len(SOURCES)], tokens of the previous draft that were accepted, and verified at all.
+    """
+
+    token_ids: Int32Array
+    offsets: Int32Array
+    sources: UInt8Array
+    probabilities: Float32Array
+    match_lengths: Int32Array
+    accepted: Int32Array
+    drafted: Int32Array
+
+    def lists(self) -> list[list[int]]:
+        """The drafts as one list of token ids a request."""
+        tokens: list[int] = self.token_ids.tolist()
+        bounds: list[int] = self.offsets.tolist()
+        return [tokens[begin:end] for begin, end in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTurn:
+    """What one finished request adds to its session: all that is needed to rebuild the trees.
+
+    kept: tokens at the start of the session's previous context that this prompt repeats, so that the prompt is
+    previous_context[:kept] + prompt_tail. prompt_tail, response: int32 arrays. Without a session, kept is 0 and
+    prompt_tail is only the end of the prompt.
+    """
+
+    tenant: str | None
+    session: str | None
+    kept: int
+    prompt_tail: Int32Array
+    response: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """tokens: held for sessions and tenants (what `max_tokens` limits). bytes: of all indexes, running requests
+    included. pending: tokens that are held but not indexed yet. native: whether the compiled core is in use."""
+
+    tokens: int
+    bytes: int
+    sessions: int
+    requests: int
+    tenants: int
+    pending: int
+    native: bool

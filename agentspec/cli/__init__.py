@@ -1,0 +1,5 @@
+"""The command line: one file a command."""
+
+from agentspec.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,35 @@
+"""``agentspec``: the program that the package installs."""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from agentspec.cli import serve
+from agentspec.errors import AgentSpecError
+
+app = typer.Typer(
+    name="agentspec",
+    help="Speculative decoding for LLM agents: drafts from the session's own history, on vLLM, losslessly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+serve.add_to(app)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from agentspec import __version__
+
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line that names the remedy, not a traceback."""
+    try:
+        app()
+    except AgentSpecError as error:
+        Console(stderr=True).print(f"[bold red]agentspec:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)

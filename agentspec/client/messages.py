@@ -1,0 +1,83 @@
+"""Messages as plain dicts: what callers pass in, what the history keeps, what is sent back to the server."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from openai.types.chat import ChatCompletionMessage
+
+from agentspec.errors import InvalidInputError
+
+MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
+"""One chat message: a dict as the API takes it, or the OpenAI client's own message object."""
+
+Content: TypeAlias = str | MessageLike | Sequence[MessageLike]
+"""What chat() takes: a string (one user message), one message, or several."""
+
+
+def as_messages(content: Content) -> list[dict[str, Any]]:
+    """Fresh plain dicts, one a message; later changes to the caller's objects do not reach them.
+
+    Raises InvalidInputError when `content` is none of the forms of `Content`.
+    """
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    if isinstance(content, Mapping | ChatCompletionMessage):
+        return [as_message(content)]
+    if isinstance(content, Sequence) and content:
+        return [as_message(item) for item in content]
+    raise InvalidInputError(
+        f"content: a string, a message or a non-empty list of messages is needed, not {_shown(content)}"
+    )
+
+
+def as_message(message: object) -> dict[str, Any]:
+    """One message as a fresh plain dict; InvalidInputError when it has no role."""
+    if isinstance(message, ChatCompletionMessage):
+        return assistant_message(message)
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidInputError(
+            f"message: a dict with a 'role' is needed, not {_shown(message)};"
+            ' content parts go inside one: {"role": "user", "content": [...]}'
+        )
+    return copy.deepcopy(dict(message))
+
+
+def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
+    """The model's message in the form in which it is sent back.
+
+    Only what the API defines for a request is kept: servers that check their input refuse the rest
+    (annotations, reasoning text, nulls), and the reply's `raw` has it all.
+    """
+    kept: dict[str, Any] = {"role": "assistant"}
+    if message.content is not None:
+        kept["content"] = message.content
+    elif not message.tool_calls:  # the API wants the field then
+        kept["content"] = None if message.refusal else ""
+    if message.refusal:
+        kept["refusal"] = message.refusal
+    if message.audio is not None:
+        kept["audio"] = {"id": message.audio.id}
+    if message.tool_calls:
+        kept["tool_calls"] = [_tool_call(call.model_dump(exclude_none=True)) for call in message.tool_calls]
+    return kept
+
+
+def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
+    """A tool's answer to the call with this id."""
+    if not isinstance(tool_call_id, str) or not tool_call_id:
+        raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    kind = call.get("type") or "function"
+    body = {key: value for key, value in call[kind].items() if key in ("name", "arguments", "input")}
+    return {"id": call["id"], "type": kind, kind: body}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,157 @@
+"""Where a client keeps its sessions' messages, so that a later process can go on with them.
+
+Messages do not depend on the model that wrote them, so one namespace serves every server and model. Writing
+happens in the store's background writer. A store that fails costs persistence only: it is logged once, and
+the call it happened in goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentspec.cache.store import BackgroundWriter, MessageRecord, Store, decode, namespace, open_store
+from agentspec.errors import RecordError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 2.0
+NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
+
+
+class SessionLog(Protocol):
+    """What a Conversation needs of persistence."""
+
+    def read(self, session: str) -> list[dict[str, Any]] | None:
+        """The session's messages, oldest first; None when they could not be read. May block."""
+
+    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Keep these messages; never blocks, never raises."""
+
+    def remove(self, session: str) -> None:
+        """Forget the session; blocks until it is gone, StoreError if it cannot be removed."""
+
+    def close(self) -> None:
+        """Write out what is queued."""
+
+
+class NoLog:
+    """Keeps nothing: for `store=None`."""
+
+    def read(self, session: str) -> list[dict[str, Any]] | None:
+        return []
+
+    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
+        pass
+
+    def remove(self, session: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StoreLog:
+    """Keeps messages in a store, which is opened when it is first needed."""
+
+    def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True) -> None:
+        self._open = store if callable(store) else None
+        self._store = None if callable(store) else store
+        self._owned = owned
+        self._lock = threading.Lock()
+        self._writer: BackgroundWriter | None = None
+        self._broken = False
+
+    def read(self, session: str) -> list[dict[str, Any]] | None:
+        opened = self._opened()
+        if opened is None:
+            return None
+        store, writer = opened
+        writer.flush(FLUSH_TIMEOUT_S)  # this process may have just written the session that it now resumes
+        messages, skipped = [], 0
+        try:
+            for entry in store.read(NAMESPACE, session=session):
+                try:
+                    record = decode(entry.payload)
+                except RecordError:
+                    skipped += 1
+                    continue
+                if isinstance(record, MessageRecord):
+                    messages.append(record.message)
+        except Exception as error:
+            logger.warning("agentspec: session %r could not be read and is in memory only here: %s", session, error)
+            return None
+        if skipped:
+            logger.warning(
+                "agentspec: session %r: %d stored messages are unreadable and were skipped", session, skipped
+            )
+        return messages
+
+    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
+        opened = self._opened()
+        if opened is not None:
+            for message in messages:
+                opened[1].put(MessageRecord(session, message, time.time()))
+
+    def remove(self, session: str) -> None:
+        opened = self._opened()
+        if opened is not None:
+            store, writer = opened
+            if not writer.flush(FLUSH_TIMEOUT_S):  # what is still queued would come back after the removal
+                raise StoreUnavailableError(f"session {session!r}: the store does not answer; try again later")
+            store.remove_session(NAMESPACE, session)
+
+    def close(self) -> None:
+        with self._lock:
+            store, writer = self._store, self._writer
+            self._store = self._writer = None
+            self._broken = True
+        if writer is not None:
+            writer.close(FLUSH_TIMEOUT_S)
+        if store is not None and self._owned:
+            store.close()
+
+    def _opened(self) -> tuple[Store, BackgroundWriter] | None:
+        with self._lock:
+            if self._writer is None and not self._broken:
+                try:
+                    if self._store is None and self._open is not None:
+                        self._store = self._open()
+                    if self._store is not None:
+                        self._writer = BackgroundWriter(self._store, NAMESPACE)
+                except Exception as error:
+                    self._broken = True
+                    logger.warning(
+                        "agentspec: the session store cannot be opened, sessions are in memory only: %s", error
+                    )
+            if self._store is None or self._writer is None:
+                return None
+            return self._store, self._writer
+
+
+def open_log(store: str | Store | None) -> NoLog | StoreLog:
+    """The log for a client's `store` option.
+
+    A store that was named must open now (StoreURLError, StoreError); the one that is there by default, in the
+    user's data directory, is opened when the first session needs it.
+    """
+    if store is None:
+        return NoLog()
+    if store == "auto":
+        return StoreLog(lambda: open_store(default_store_url()))
+    if not isinstance(store, str):
+        return StoreLog(store, owned=False)
+    return StoreLog(open_store(store))
+
+
+def default_store_url() -> str:
+    """sessions.db in agentspec's folder of the user's data directory (XDG_DATA_HOME), made if need be."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    folder = Path(base) / "agentspec"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are nobody else's business
+    return f"sqlite:///{folder / 'sessions.db'}"

@@ -1,0 +1,60 @@
+"""``/v1/agentspec``: what the extension did, over HTTP. Under ``/v1``, so that vLLM's ``--api-key`` guards it.
+
+``GET /v1/agentspec``                 version and whether drafting is on: how clients recognise the extension
+``GET /v1/agentspec/stats``           counters, tree sizes, state of the store, one object an engine
+``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+
+from agentspec import __version__
+from agentspec.server_ext.vllm_adapter import RPC_METHOD, uses_agentspec
+
+router = APIRouter(prefix="/v1/agentspec")
+
+
+class AgentSpecEndpoints:
+    """vLLM's endpoint plugin (entry point group ``vllm.endpoint_plugins``)."""
+
+    name = "agentspec"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the way to the engine."""
+        state.agentspec_engine = engine_client
+
+
+@router.get("")
+async def info(request: Request) -> dict[str, Any]:
+    """The extension's version, and whether this engine drafts with it."""
+    engine = request.app.state.agentspec_engine
+    return {"agentspec": __version__, "drafting": engine is not None and uses_agentspec(engine.vllm_config)}
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Counters since start; one entry an engine core that holds trees."""
+    return {"engines": await _ask(request, "stats")}
+
+
+@router.get("/requests/{request_id}")
+async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
+    """Figures of one request; 404 when it is not known (any more)."""
+    for answer in await _ask(request, "request", request_id):
+        return answer
+    raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")
+
+
+async def _ask(request: Request, *args: str) -> list[dict[str, Any]]:
+    engine = request.app.state.agentspec_engine
+    if engine is None or not uses_agentspec(engine.vllm_config):
+        raise HTTPException(status_code=404, detail="this engine does not draft with agentspec")
+    answers = await engine.collective_rpc(RPC_METHOD, timeout=5.0, args=args)
+    return [answer for answer in answers if answer is not None]

@@ -1,0 +1,118 @@
+"""What a finished turn becomes in the store, and stored turns in the trees.
+
+The store is only ever touched by the background writer and loader; everything here returns at once, except
+``warm_up``, which is called before the engine serves.
+"""
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from agentspec.cache import FinishedTurn, SuffixCache
+from agentspec.cache.store import BackgroundLoader, BackgroundWriter, Store, TurnRecord
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_PER_STEP = 16_384
+"""Stored tokens put into the trees in one decode step at most, so that a large load cannot stall it."""
+
+
+class Persistence:
+    """Between the trees of one engine and one namespace of the store."""
+
+    def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
+        self._tenant = tenant
+        self._preload = preload
+        self._store = store
+        self._writer = BackgroundWriter(store, namespace)
+        self._loader = BackgroundLoader(store, namespace)
+        self._arrived: deque[TurnRecord] = deque()
+        self._own: set[str] = set()  # sessions with turns finished here: older records would come out of order
+        self._restored = 0
+        self._refused = 0
+
+    def save(self, turn: FinishedTurn) -> None:
+        """Queue a finished turn for the store. A turn that nobody could ever read again is not written."""
+        if turn.session is None and turn.tenant is None:
+            return
+        if turn.session is not None:
+            self._own.add(turn.session)
+        self._writer.put(
+            TurnRecord(
+                session=turn.session or "",
+                kept=turn.kept,
+                prompt_tail=turn.prompt_tail,
+                response=turn.response,
+                created=time.time(),
+            )
+        )
+
+    def want(self, cache: SuffixCache, session: str) -> None:
+        """Ask for a session's stored turns if the trees don't have them."""
+        if session not in self._own and not cache.has_session(self._tenant, session):
+            self._loader.request(session)
+
+    def deliver(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
+        """Put turns that have arrived into the trees, about ``budget`` tokens at most. Returns how many turns."""
+        for batch in self._loader.poll():
+            self._arrived.extend(batch)
+        count = 0
+        while self._arrived and budget > 0:
+            record = self._arrived.popleft()
+            budget -= len(record.prompt_tail) + len(record.response)
+            count += self._restore(cache, record)
+        return count
+
+    def warm_up(self, cache: SuffixCache, timeout: float) -> int:
+        """Load the newest stored turns before serving; waits ``timeout`` seconds at most. Returns how many."""
+        if self._preload == 0:
+            return 0
+        self._loader.preload(newest=self._preload)
+        deadline = time.monotonic() + timeout
+        count, pending = 0, True
+        while pending and time.monotonic() < deadline:
+            time.sleep(0.002)
+            pending = self._loader.is_pending(None)  # before the delivery, which then has all
+            count += self.deliver(cache, budget=1 << 62)
+        if pending:
+            logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
+        cache.catch_up()
+        return count
+
+    def stats(self) -> dict[str, Any]:
+        """State of the writer and the loader, as JSON."""
+        return {
+            "writer": self._writer.stats().as_dict(),
+            "loader": self._loader.stats().as_dict(),
+            "restored": self._restored,
+            "refused": self._refused,
+        }
+
+    def close(self) -> None:
+        """Write what is queued, then close the store."""
+        self._writer.close()
+        self._loader.close()
+        self._store.close()
+
+    def _restore(self, cache: SuffixCache, record: TurnRecord) -> int:
+        session = record.session or None
+        if session in self._own:
+            return 0
+        try:
+            cache.restore(
+                FinishedTurn(
+                    tenant=self._tenant,
+                    session=session,
+                    kept=record.kept,
+                    prompt_tail=record.prompt_tail,
+                    response=record.response,
+                )
+            )
+        except Exception as error:  # e.g. a token that this model does not have
+            self._refused += 1
+            if self._refused == 1:
+                logger.warning("agentspec: a stored turn cannot be used and is skipped: %s", error)
+            return 0
+        self._restored += 1
+        return 1

@@ -1,0 +1,28 @@
+"""vLLM's general plugin: loaded in the API server, the engine core and every worker. Loading twice is harmless.
+
+It makes the session id reach the engine, adds the worker method behind ``/v1/agentspec``, and mends one defect of
+vLLM's CPU build. It changes nothing for a server that was started without agentspec's proposer.
+"""
+
+import logging
+
+from agentspec.errors import UnsupportedEngineError
+
+logger = logging.getLogger("vllm.agentspec")
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``."""
+    import vllm
+
+    from agentspec.server_ext import vllm_adapter
+
+    try:
+        vllm_adapter.check_version(vllm.__version__)
+    except UnsupportedEngineError as error:
+        # Without agentspec's proposer this vLLM is none of our business; with it, the proposer raises the same.
+        logger.debug("agentspec stays out: %s", error)
+        return
+    vllm_adapter.carry_session_ids()
+    vllm_adapter.add_worker_rpc()
+    vllm_adapter.mend_cpu_sampling()

@@ -1,0 +1,228 @@
+"""Step -> drafts. Needs neither vLLM nor torch: the adapter gives plain data and takes plain lists.
+
+One call a step for the whole batch. Whatever fails here costs drafts and is counted, never the request.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache import SOURCES, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.metrics import Metrics, RequestFigures
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.recorder import Recorder
+from agentspec.server_ext.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request seen for the first time. ``prompt``: token ids [P]."""
+
+    request_id: str
+    prompt: Sequence[int]
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step: ``n`` rows that have just been given verified tokens."""
+
+    started: Sequence[NewRequest]
+    request_ids: Sequence[str]
+    """[n]"""
+    tokens: Int32
+    """[R, L] the engine's token array, prompt and verified output of each row; read in place"""
+    rows: Int32
+    """[n] which row of ``tokens``"""
+    lengths: Int32
+    """[n] how many tokens of it are valid"""
+    room: Int32
+    """[n] how many tokens may be drafted"""
+    scheduled: Int32
+    """[n] how many tokens of the previous draft were really verified"""
+
+
+@dataclass(slots=True)
+class _Running:
+    identity: Identity
+    figures: RequestFigures
+    length: int
+    source: str | None = None
+    ns: int = 0
+
+
+class Proposer:
+    """Feeds the trees with verified tokens, asks them for drafts, keeps figures, hands finished turns on."""
+
+    def __init__(self, settings: Settings, persistence: Persistence, vocab_size: int, max_draft: int) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.cache = SuffixCache(
+            max_tokens=settings.max_tokens,
+            policy=DraftPolicy(cost=settings.cost, max_draft=max_draft),
+            vocab_size=vocab_size,
+            native=settings.native,
+        )
+        self._persistence = persistence
+        self._recorder = Recorder(settings.record) if settings.record else None
+        self._running: dict[str, _Running] = {}
+        self._given_up: set[str] = set()  # running requests that failed here once: no more drafts for them
+        self._steps = 0
+        self._logged_error = False
+
+    def warm_up(self) -> int:
+        """Read stored turns into the trees, for at most ``preload_timeout`` seconds. Returns how many came."""
+        return self._persistence.warm_up(self.cache, self.settings.preload_timeout)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was given to ``propose`` before (and has not finished)."""
+        return request_id in self._running or request_id in self._given_up
+
+    def propose(self, step: Step) -> list[list[int]]:
+        """Drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises."""
+        if not self.settings.enabled:
+            return [[] for _ in step.request_ids]
+        try:
+            return self._propose(step)
+        except Exception as error:  # drafts are optional, the request is not
+            self._count_error("propose", error)
+            for request_id in step.request_ids:
+                self._forget(request_id)
+            return [[] for _ in step.request_ids]
+
+    def finish(self, request_id: str, output_limit: int | None = None) -> None:
+        """The engine is done with the request: its response stays in the trees and goes to the store.
+
+        ``output_limit``: tokens of the response that the engine really returned. Never raises.
+        """
+        self._given_up.discard(request_id)
+        if self._running.pop(request_id, None) is None:
+            return
+        try:
+            turn = self.cache.finish(request_id, output_limit=output_limit)
+            if turn is not None:
+                self._persistence.save(turn)
+        except Exception as error:
+            self._count_error("finish", error)
+        self.metrics.counters["finished"] += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, tree sizes and the store's state, as JSON."""
+        tree = self.cache.stats()
+        return {
+            "steps": self._steps,
+            "running": len(self._running),
+            "counters": dict(self.metrics.counters),
+            "cache": {name: getattr(tree, name) for name in tree.__slots__},
+            "store": self._persistence.stats(),
+        }
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self._persistence.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _propose(self, step: Step) -> list[list[int]]:
+        self._persistence.deliver(self.cache)
+        for new in step.started:
+            self._start(new)
+        running = [self._running.get(request_id) for request_id in step.request_ids]
+        known = [i for i, entry in enumerate(running) if entry is not None]
+        if len(known) < len(running):
+            return self._propose_known(step, known)
+        if not known:
+            return []
+        begin = time.perf_counter_ns()
+        drafts = self.cache.step(step.request_ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled)
+        ns = (time.perf_counter_ns() - begin) // len(known)
+        self._account(step, drafts, ns)
+        return drafts.lists()
+
+    def _propose_known(self, step: Step, known: Sequence[int]) -> list[list[int]]:
+        """The same for a batch with rows that were given up after an error: those get no draft."""
+        pick = np.asarray(known, dtype=np.int64)
+        some = Step(
+            started=(),
+            request_ids=[step.request_ids[i] for i in known],
+            tokens=step.tokens,
+            rows=step.rows[pick],
+            lengths=step.lengths[pick],
+            room=step.room[pick],
+            scheduled=step.scheduled[pick],
+        )
+        result: list[list[int]] = [[] for _ in step.request_ids]
+        for i, draft in zip(known, self._propose(some), strict=True):
+            result[i] = draft
+        return result
+
+    def _start(self, new: NewRequest) -> None:
+        identity = new.identity
+        try:
+            self.cache.start(
+                new.request_id,
+                new.prompt,
+                session=identity.session,
+                group=identity.group,
+                tenant=identity.tenant,
+            )
+        except Exception as error:  # one odd request must not cost the others their drafts
+            self._count_error("start", error)
+            self._given_up.add(new.request_id)
+            return
+        self._running[new.request_id] = _Running(
+            identity, self.metrics.begin(new.request_id, identity.session), len(new.prompt)
+        )
+        self.metrics.counters["started"] += 1
+        if identity.session is not None:
+            self._persistence.want(self.cache, identity.session)
+
+    def _account(self, step: Step, drafts: StepDrafts, ns: int) -> None:
+        self._steps += 1
+        offsets = drafts.offsets.tolist()
+        lengths = step.lengths.tolist()
+        for i, request_id in enumerate(step.request_ids):
+            running = self._running[request_id]
+            added = lengths[i] - running.length
+            drafted, accepted = self.metrics.judged(running.figures, added, drafts.drafted[i], drafts.accepted[i])
+            if self._recorder is not None:
+                self._recorder.add(
+                    {
+                        "step": self._steps,
+                        "request": request_id,
+                        "session": running.identity.session,
+                        "source": running.source if drafted else None,
+                        "drafted": drafted,
+                        "accepted": accepted,
+                        "tokens": added,
+                        "ns": running.ns,
+                    }
+                )
+            running.length = lengths[i]
+            running.ns = ns
+            begin, end = offsets[i], offsets[i + 1]
+            running.source = SOURCES[drafts.sources[begin]] if end > begin else None
+
+    def _forget(self, request_id: str) -> None:
+        self._given_up.add(request_id)
+        if self._running.pop(request_id, None) is not None:
+            try:
+                self.cache.abort(request_id)
+            except Exception:
+                logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
+
+    def _count_error(self, where: str, error: Exception) -> None:
+        self.metrics.counters[f"errors_{where}"] += 1
+        if not self._logged_error:  # once: the counter tells the rest
+            self._logged_error = True
+            logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)

@@ -1,0 +1,102 @@
+"""What a server operator can set.
+
+Settings come from ``--additional-config '{"agentspec": {...}}'``; vLLM prints that at start, so whatever holds a
+secret (the store URL with its password) can be given by the environment instead, which wins: ``AGENTSPEC_STORE``,
+``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from agentspec.cache.identifiers import check_session_id
+from agentspec.errors import ConfigurationError
+
+MAX_DRAFT_LIMIT = 128
+"""vLLM's rejection sampler verifies at most this many draft tokens a request and step."""
+
+_ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
+
+
+def data_dir() -> Path:
+    """The user's data folder for agentspec (XDG base directory convention)."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "agentspec"
+
+
+def default_store() -> str:
+    """The embedded default: one SQLite file in the user's data folder."""
+    return f"sqlite:///{data_dir() / 'server.db'}"
+
+
+class Settings(BaseModel):
+    """Settings of the server extension. Unknown names are refused, so that a typo cannot pass unnoticed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+    """False: the proposer is installed but never drafts (the inert baseline)."""
+    tenant: str | None = None
+    """Whose server this is. Without one, sessions are private and there is no global tree."""
+    store: str = Field(default_factory=default_store)
+    """``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
+    max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)
+    """Budget of all trees together, in tokens (about 32 bytes each)."""
+    preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
+    """How many of the newest stored turns are read into the trees at start."""
+    preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
+    """Seconds that the start waits for them at most; the rest arrives while serving."""
+    cost: float = Field(default=0.02, gt=0.0, le=1.0)
+    """Price of verifying one more draft token, as a share of a decode step."""
+    record: str | None = None
+    """File for the step-by-step record (JSON lines); None: not written."""
+    native: bool | None = None
+    """True: refuse to run without the compiled core. False: pure Python. None: compiled if present."""
+
+    @field_validator("tenant")
+    @classmethod
+    def _printable(cls, value: str | None) -> str | None:
+        return None if value is None else check_session_id(value)
+
+
+def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from vLLM's ``additional_config`` value and the environment.
+
+    Raises ConfigurationError that names the field and what it may be.
+    """
+    section = config.get("agentspec", {}) if isinstance(config, Mapping) else {}
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {section!r}")
+    values: dict[str, Any] = dict(section)
+    for field, variable in _ENVIRONMENT.items():
+        if environ.get(variable):
+            values[field] = environ[variable]
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise ConfigurationError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"]) or "agentspec"
+        if item["type"] == "extra_forbidden":
+            names = ", ".join(sorted(Settings.model_fields))
+            lines.append(f"agentspec setting {field!r} is not known; known are: {names}")
+        else:
+            lines.append(f"agentspec setting {field!r}: {item['msg']} (got {item['input']!r})")
+    return "; ".join(lines)
+
+
+def check_draft_limit(value: int | None) -> int:
+    """``num_speculative_tokens`` as a usable draft limit. Raises ConfigurationError naming the range."""
+    if value is None or not 1 <= value <= MAX_DRAFT_LIMIT:
+        raise ConfigurationError(
+            f"num_speculative_tokens must be between 1 and {MAX_DRAFT_LIMIT}, got {value}; "
+            "it bounds the draft length, 8 to 16 suits a CPU and 16 to 64 a GPU"
+        )
+    return value

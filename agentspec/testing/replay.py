@@ -1,0 +1,243 @@
+"""Forced-token replay: recorded agent runs as end-to-end measurements on real vLLM.
+
+The target's choice at each position is the recorded response's token; forward pass, scheduler, proposer and
+verification are vLLM's own. What a method drafts and how much of it is right is therefore what it would have
+been for the model that wrote the record, on any model shape, random weights included:
+
+    calls = [Call("run-1", prompt, response), ...]
+    with ReplayEngine(method="none") as plain, ReplayEngine(method="agentspec") as ours:
+        results = compare({"none": plain, "agentspec": ours}, calls, batch=8)
+
+The engine's output is checked against the record, token by token. Times are those of the model shape that ran:
+a tiny model makes drafting look expensive and verification cheap, compared with a large one.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+from agentspec.testing.replay_model import write_model
+from agentspec.testing.replay_types import (
+    DEFAULT_MAX_DRAFT,
+    METHODS,
+    NGRAM_MAX,
+    NGRAM_MIN,
+    Call,
+    EngineSpec,
+    ModelShape,
+    ReplayError,
+    ReplayResult,
+    speculative_config,
+)
+from agentspec.testing.replay_worker import serve
+
+__all__ = [
+    "METHODS",
+    "NGRAM_MAX",
+    "NGRAM_MIN",
+    "Call",
+    "ModelShape",
+    "ReplayEngine",
+    "ReplayError",
+    "ReplayResult",
+    "compare",
+    "fitting_length",
+]
+
+
+class ReplayEngine:
+    """A vLLM engine in a process of its own that replays calls. Use as a context manager, or ``close()`` it.
+
+    ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a
+    run. ``settings``: agentspec's settings (default: a memory store and a tenant). ``async_scheduling``: off for
+    every method, so that they can be compared; None leaves it to vLLM. Starting takes about a minute and goes on
+    in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str = "agentspec",
+        model: str | Path | None = None,
+        shape: ModelShape | None = None,
+        max_model_len: int = 8_192,
+        max_batch: int = 8,
+        max_draft: int = DEFAULT_MAX_DRAFT,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        async_scheduling: bool | None = False,
+    ) -> None:
+        speculative_config(method, max_draft)  # an unknown name shows now
+        if max_batch < 1:
+            raise ConfigurationError(f"max_batch must be at least 1, got {max_batch}")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if model is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="agentspec-replay-")
+            write_model(self._folder.name, shape or ModelShape(), max_model_len)
+        self.spec = EngineSpec(
+            method=method,
+            model=str(model) if self._folder is None else self._folder.name,
+            random_weights=model is None,
+            max_model_len=max_model_len,
+            max_batch=max_batch,
+            max_draft=max_draft,
+            settings={"store": "memory://", "tenant": "replay"} if settings is None else dict(settings),
+            seed=seed,
+            async_scheduling=async_scheduling,
+        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self.spec), name=f"replay-{method}", daemon=True)
+        with _environment(method):
+            self._process.start()
+        theirs.close()
+        self._info: dict[str, Any] | None = None
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Return when the engine has started: its ``vllm`` version, ``device`` and ``async_scheduling``.
+
+        Raises ReplayError if it could not start.
+        """
+        if self._info is None:
+            self._info = dict(self._receive())
+        return self._info
+
+    def run(self, calls: Iterable[Call], batch: int = 1) -> ReplayResult:
+        """Replay ``calls`` with ``batch`` requests in flight; the engine keeps what it learned from earlier runs.
+
+        A free slot takes the next call whose session is not running, so that a session's turns stay in order.
+        Raises ReplayError when an output is not the recorded one, ConfigurationError for a call that does not fit.
+        """
+        self.begin(calls, batch)
+        return self.advance(None)
+
+    def begin(self, calls: Iterable[Call], batch: int = 1) -> None:
+        """Hand over the calls; ``advance`` then runs them piece by piece. Errors as in ``run``."""
+        calls = list(calls)
+        if not 1 <= batch <= self.spec.max_batch:
+            raise ConfigurationError(f"batch must be between 1 and {self.spec.max_batch}, got {batch}")
+        for number, call in enumerate(calls):
+            self._check(number, call)
+        self._ask("begin", calls, batch)
+
+    def advance(self, calls: int | None) -> ReplayResult:
+        """Run until ``calls`` more of them have finished (None: all). What is in flight stays so, paused.
+
+        Returns the figures of this piece; ``calls == 0`` in it means that nothing was left.
+        """
+        result: ReplayResult = self._ask("advance", calls)
+        return result
+
+    def close(self) -> None:
+        """End the process and remove the model folder."""
+        self._pipe.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> "ReplayEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, number: int, call: Call) -> None:
+        if len(call.prompt) == 0 or len(call.response) == 0:
+            raise ConfigurationError(f"call {number} of session {call.session}: empty prompt or response")
+        length = len(call.prompt) + len(call.response)
+        if length > self.spec.max_model_len:
+            raise ConfigurationError(
+                f"call {number} of session {call.session}: {length} tokens do not fit into max_model_len="
+                f"{self.spec.max_model_len}; leave it out or raise max_model_len"
+            )
+
+    def _ask(self, *command: Any) -> Any:
+        self.wait_ready()
+        self._pipe.send(command)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            self._process.join(timeout=5)
+            raise ReplayError(
+                f"the engine process of method {self.spec.method} ended (exit code {self._process.exitcode})"
+            ) from None
+        if kind == "error":
+            raise ReplayError(f"method {self.spec.method}: {value}")
+        return value
+
+
+def compare(
+    engines: Mapping[str, ReplayEngine],
+    calls: Sequence[Call],
+    *,
+    batch: int = 1,
+    chunk: int | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> dict[str, ReplayResult]:
+    """Run the same calls on every engine, taking turns: ``chunk`` calls each (default: twice the batch).
+
+    Requests in flight wait, paused, while the others have their turn, so slots never run empty. ``progress`` is
+    told the engine's name and how many calls it has finished. Raises what ``ReplayEngine.run`` raises.
+    """
+    size = chunk or 2 * batch
+    for engine in engines.values():
+        engine.wait_ready()
+        engine.begin(calls, batch)
+    results = {name: ReplayResult() for name in engines}
+    left = dict(engines)
+    while left:
+        for name, engine in list(left.items()):
+            piece = engine.advance(size)
+            results[name] += piece
+            if progress is not None:
+                progress(name, results[name].calls)
+            if piece.calls < size:
+                del left[name]
+    return results
+
+
+def fitting_length(calls: Iterable[Call], max_draft: int = DEFAULT_MAX_DRAFT) -> int:
+    """A ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
+    longest = max((len(call.prompt) + len(call.response) for call in calls), default=1)
+    return longest + 2 * max_draft + 2
+
+
+@contextmanager
+def _environment(method: str) -> Iterator[None]:
+    """The environment of a worker: set around its start, because some of it must be there before its libraries."""
+    before = dict(os.environ)
+    for name in [name for name in before if name.startswith("AGENTSPEC_")]:
+        del os.environ[name]  # a store or tenant of the user's must not get into a measurement
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine core in the worker: it runs only when stepped
+        VLLM_USE_V2_MODEL_RUNNER="0",  # the V2 runner takes no foreign drafter
+        VLLM_PLUGINS="agentspec" if method == "agentspec" else "",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    for name, value in (
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("KMP_BLOCKTIME", "1"),  # waiting threads must not spin while another engine has its turn
+        ("OMP_WAIT_POLICY", "PASSIVE"),
+    ):
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,126 @@
+"""Plain data of the replay: what goes into an engine, and what is counted. Needs neither vLLM nor torch."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.errors import AgentSpecError, ConfigurationError
+
+Int32 = NDArray[np.int32]
+
+DEFAULT_MAX_DRAFT = 16
+NGRAM_MIN, NGRAM_MAX = 2, 5
+"""Lengths of the n-grams that vLLM's own ``ngram`` method looks up: the usual small window."""
+
+
+class ReplayError(AgentSpecError):
+    """A replay that cannot be trusted: other tokens than recorded, an error in the extension, a dead engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1."""
+
+    session: str
+    prompt: Int32
+    response: Int32
+    group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A Llama model with random weights. ``heads`` divides ``hidden``; every size is a count."""
+
+    vocab_size: int = 131_072
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that a worker process needs to start its engine."""
+
+    method: str
+    model: str
+    random_weights: bool
+    max_model_len: int
+    max_batch: int
+    max_draft: int
+    settings: Mapping[str, Any]
+    seed: int
+    async_scheduling: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay did. Every method is counted alike, in vLLM's model runner.
+
+    ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
+    prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` those that were right and
+    returned, ``seconds`` the wall-clock time inside the engine.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+    decode_seconds: tuple[float, ...] = ()
+    """Duration of each engine step in which all slots decoded and nothing was prefilled."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean acceptance length, bonus token included; 0 before the first step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens of all requests per second, prefill included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __add__(self, other: "ReplayResult") -> "ReplayResult":
+        """Both together."""
+        return ReplayResult(
+            calls=self.calls + other.calls,
+            tokens=self.tokens + other.tokens,
+            steps=self.steps + other.steps,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            seconds=self.seconds + other.seconds,
+            accepted_by_source=dict(Counter(self.accepted_by_source) + Counter(other.accepted_by_source)),
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+        )
+
+
+def speculative_config(method: str, max_draft: int) -> dict[str, Any] | None:
+    """vLLM's ``speculative_config`` for a method. Raises ConfigurationError for a name that is not in METHODS."""
+    if method == "none":
+        return None
+    if method == "ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": max_draft,
+            "prompt_lookup_min": NGRAM_MIN,
+            "prompt_lookup_max": NGRAM_MAX,
+        }
+    if method == "agentspec":
+        from agentspec.server_ext.vllm_launch import PROPOSER_PATH
+
+        return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
+    raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
+
+
+METHODS = ("none", "ngram", "agentspec")
+"""``none``: one token a step. ``ngram``: vLLM's own prompt lookup. ``agentspec``: this package's extension."""

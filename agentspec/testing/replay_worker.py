@@ -1,0 +1,215 @@
+"""The worker process of one replay engine: vLLM in-process, driven step by step over a pipe.
+
+Between two commands nothing runs here, so that several engines can take turns on one machine.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agentspec.testing.replay_hook import REPLAY_KEY, StepRecord, install_replay
+from agentspec.testing.replay_types import Call, EngineSpec, ReplayError, ReplayResult, speculative_config
+
+_WARM_UP = Call("agentspec-warm-up", prompt=range(16), response=range(16, 24))  # type: ignore[arg-type]
+
+
+def serve(pipe: Connection, spec: EngineSpec) -> None:
+    """Answer commands until the pipe closes: ("begin", calls, batch) and ("advance", calls or None).
+
+    Every answer is ("ok", value) or ("error", text). The first one, the engine's info, comes unasked when it is ready.
+    """
+    import os
+
+    os.dup2(2, 1)  # vLLM logs to stdout, which belongs to the caller
+    replay: Replay | None = None
+    engine: Engine | None = None
+    while True:
+        try:
+            if engine is None:
+                engine = Engine(spec)
+                pipe.send(("ok", engine.info()))
+            name, *args = pipe.recv()
+            if name == "begin":
+                replay = Replay(engine, *args)
+                pipe.send(("ok", None))
+            elif replay is not None:
+                pipe.send(("ok", replay.advance(*args)))
+        except EOFError:
+            return
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+            if engine is None:
+                return
+
+
+class Engine:
+    """A vLLM engine in this process that plays recorded responses."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        self.spec = spec
+        self.records: list[StepRecord] = []
+        self.calls = 0
+        install_replay(self.records.append)
+        options: dict[str, Any] = {}
+        if spec.method == "agentspec":
+            options["additional_config"] = {"agentspec": dict(spec.settings)}
+        self.llm = LLM(
+            model=spec.model,
+            load_format="dummy" if spec.random_weights else "auto",
+            skip_tokenizer_init=True,
+            dtype="float32" if current_platform.is_cpu() else "bfloat16",
+            enforce_eager=True,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_batch,
+            speculative_config=speculative_config(spec.method, spec.max_draft),
+            async_scheduling=spec.async_scheduling,
+            gpu_memory_utilization=0.2,
+            seed=spec.seed,
+            disable_log_stats=True,
+            **options,
+        )
+        Replay(self, [_WARM_UP], 1).advance(None)
+
+    def info(self) -> dict[str, Any]:
+        """What this engine turned out to be."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        scheduler = self.llm.llm_engine.vllm_config.scheduler_config
+        return {
+            "vllm": vllm.__version__,
+            "device": current_platform.device_type,
+            "async_scheduling": bool(scheduler.async_scheduling),
+        }
+
+    def add(self, call: Call) -> tuple[str, str]:
+        """Start a call. Returns its id in outputs, and the engine's own id for it."""
+        from vllm import SamplingParams
+
+        extra: dict[str, Any] = {REPLAY_KEY: [int(token) for token in call.response], "session_id": call.session}
+        if call.group is not None:
+            extra["group_id"] = call.group
+        params = SamplingParams(
+            temperature=0.0, max_tokens=len(call.response), ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        self.calls += 1
+        request_id = f"replay-{self.calls}"
+        prompt = {"prompt_token_ids": [int(token) for token in call.prompt]}
+        return request_id, self.llm.llm_engine.add_request(request_id, prompt, params)
+
+    def accepted_by_source(self, request_id: str) -> dict[str, int]:
+        """The extension's own figures of a finished request; empty for other methods.
+
+        Raises ReplayError when the extension met an error: it cost drafts, so the measurement means nothing.
+        """
+        if self.spec.method != "agentspec":
+            return {}
+        from agentspec.server_ext.vllm_adapter import worker_rpc
+
+        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id))
+        (stats,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("stats",))
+        errors = {name: n for name, n in stats["counters"].items() if name.startswith("errors")}
+        if errors:
+            raise ReplayError(f"the extension met errors, see its log: {errors}")
+        return {} if figures is None else dict(figures["accepted_by_source"])
+
+
+@dataclass(slots=True)
+class _Running:
+    request_id: str
+    call: Call
+    produced: int = 0
+
+
+class Replay:
+    """``batch`` slots working through ``calls`` in their order; a session's calls never overlap."""
+
+    def __init__(self, engine: Engine, calls: Sequence[Call], batch: int) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._pending = deque(calls)
+        self._running: dict[str, _Running] = {}
+
+    def advance(self, calls: int | None) -> ReplayResult:
+        """Step until that many more calls have finished (None: all); the others stay in flight."""
+        total = ReplayResult()
+        times: list[float] = []
+        sources: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        done = 0
+        begin = time.perf_counter()
+        while calls is None or done < calls:
+            self._fill()
+            if not self._running:
+                break
+            full = len(self._running) == self._batch
+            step_begin = time.perf_counter()
+            outputs = self._engine.llm.llm_engine.step()
+            elapsed = time.perf_counter() - step_begin
+            for record in self._engine.records:
+                self._count(record, counts)
+                if full and len(record.sampled) == self._batch and not record.prefills:
+                    times.append(elapsed)
+            self._engine.records.clear()
+            for output in outputs:
+                if output.finished:
+                    done += 1
+                    sources.update(self._finish(output))
+        return total + ReplayResult(
+            calls=done,
+            tokens=counts["tokens"],
+            steps=counts["steps"],
+            drafted=counts["drafted"],
+            accepted=counts["accepted"],
+            seconds=time.perf_counter() - begin,
+            accepted_by_source=dict(sources),
+            decode_seconds=tuple(times),
+        )
+
+    def _fill(self) -> None:
+        busy = {running.call.session for running in self._running.values()}
+        while len(self._running) < self._batch:
+            at = next((i for i, call in enumerate(self._pending) if call.session not in busy), None)
+            if at is None:
+                return
+            call = self._pending[at]
+            del self._pending[at]
+            busy.add(call.session)
+            request_id, engine_id = self._engine.add(call)
+            self._running[engine_id] = _Running(request_id, call)
+
+    def _count(self, record: StepRecord, counts: Counter[str]) -> None:
+        for engine_id, sampled, drafted in zip(record.request_ids, record.sampled, record.drafted, strict=True):
+            running = self._running.get(engine_id)
+            if running is None:
+                continue
+            kept = min(sampled, len(running.call.response) - running.produced)
+            if kept <= 0:  # asynchronous scheduling runs one step past the end
+                continue
+            running.produced += kept
+            counts["tokens"] += kept
+            counts["steps"] += 1
+            counts["drafted"] += drafted
+            counts["accepted"] += min(sampled - 1, kept)
+
+    def _finish(self, output: Any) -> dict[str, int]:
+        engine_id = next(key for key, r in self._running.items() if r.request_id == output.request_id)
+        running = self._running.pop(engine_id)
+        tokens = list(output.outputs[0].token_ids)
+        wanted = [int(token) for token in running.call.response]
+        if tokens != wanted:
+            at = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), len(tokens))
+            raise ReplayError(
+                f"method {self._engine.spec.method}, session {running.call.session}: output differs from the record "
+                f"at token {at} ({len(tokens)} tokens, {len(wanted)} recorded)"
+            )
+        return self._engine.accepted_by_source(running.request_id)

@@ -1,0 +1,158 @@
+"""A real model server for tests and demos: ``vllm serve``, with or without the extension, on a free local port."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agentspec.errors import AgentSpecError
+
+CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
+"""Options that suit vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class ServerFailedError(AgentSpecError):
+    """The server did not come up, or died; the message ends with the last lines of its log."""
+
+
+class ModelServer:
+    """``agentspec serve`` (or plain ``vllm serve``) as a child process.
+
+    ``agentspec=False`` starts vLLM with no trace of the extension: its plugins are not loaded.
+    Use as a context manager, or call ``start`` (or ``launch`` and ``wait``) and ``stop``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        agentspec: bool = True,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        name: str = "model",
+        log: Path | None = None,
+    ) -> None:
+        self.model = str(model)
+        self.agentspec = agentspec
+        self.name = name
+        self.port = free_port()
+        self.log = log or Path(tempfile.mkdtemp(prefix="agentspec-")) / "server.log"
+        self._options = list(options)
+        self._environment = {**CPU_ENVIRONMENT, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The OpenAI API's address."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def launch(self) -> None:
+        """Start the process and return at once."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self._environment}
+        if not self.agentspec:
+            environment["VLLM_PLUGINS"] = ""
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # so that a signal reaches the engine's processes too
+            )
+
+    def wait(self, timeout: float = 300.0, tick: Callable[[float], None] | None = None) -> None:
+        """Wait until the server answers; ``tick`` is called with the seconds waited. Raises ServerFailedError."""
+        start = time.monotonic()
+        while time.monotonic() - start < timeout:
+            if self._process is None or self._process.poll() is not None:
+                raise ServerFailedError(f"the {self.name} server died while starting\n{self.tail()}")
+            try:
+                self.get("/health", timeout=2.0)
+                return
+            except (OSError, ValueError):
+                pass
+            if tick is not None:
+                tick(time.monotonic() - start)
+            time.sleep(0.25)
+        self.stop()
+        raise ServerFailedError(f"the {self.name} server did not answer in {timeout:.0f} s\n{self.tail()}")
+
+    def start(self, timeout: float = 300.0) -> None:
+        """Launch and wait."""
+        self.launch()
+        self.wait(timeout)
+
+    def stop(self, timeout: float = 20.0) -> None:
+        """End the server in the orderly way, by force if that takes too long."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of the server and of its engine processes."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def text(self, path: str, timeout: float = 10.0) -> str:
+        """GET of a path on the server's root. Raises OSError when it does not answer or answers with an error."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
+            return str(response.read().decode())
+
+    def get(self, path: str, timeout: float = 10.0) -> Any:
+        """The same as parsed JSON, or None for an empty answer."""
+        body = self.text(path, timeout)
+        return json.loads(body) if body else None
+
+    def stats(self) -> dict[str, Any]:
+        """``/v1/agentspec/stats`` of the first engine."""
+        engines: list[dict[str, Any]] = self.get("/v1/agentspec/stats")["engines"]
+        return engines[0]
+
+    def tail(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return "(no log)"
+
+    def _command(self) -> list[str]:
+        served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
+        program = ["agentspec.cli"] if self.agentspec else ["agentspec.testing.plain_vllm"]
+        return [sys.executable, "-m", *program, "serve", self.model, *served, *CPU_OPTIONS, *self._options]
+
+    def __enter__(self) -> "ModelServer":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,196 @@
+"""What the extension costs when it has nothing to offer: a decode step with it and without it, in one run.
+
+    python benchmarks/overhead.py [--model DIR] [--json]
+
+Requests of tokens that never repeat, so that no draft is ever made, are played on three engines that take turns:
+vLLM with the extension, vLLM without it, and vLLM without it and with its default for asynchronous scheduling
+(which every drafter outside vLLM switches off; the CPU build never uses it, so there the third engine is the
+second one again and shows the noise of the measurement). The time is that of LLMEngine.step() while every slot
+decodes. The ratio is the median over the rounds of the medians of one round.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.testing.replay import Call, ModelShape, ReplayEngine
+
+TARGET = 1.03
+"""The extension may cost at most 3 % of a decode step."""
+
+WITH, WITHOUT, DEFAULT = "agentspec", "none", "none, default scheduling"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows = measure(options)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except AgentSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_table(rows)
+    return 0
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One object a batch size. Raises ConfigurationError for a vocabulary too small for the token streams."""
+    shape = ModelShape(hidden=options.hidden, layers=options.layers, heads=max(1, options.hidden // 32))
+    vocabulary = shape.vocab_size if options.model is None else _vocabulary(options.model)
+    streams = _Streams(vocabulary, options.prompt, options.response, options.seed)
+    needed = (options.rounds + 1) * sum(options.batch)
+    tenant = "idle" if needed <= streams.distinct else None
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                ReplayEngine(
+                    method=method,
+                    model=options.model,
+                    shape=shape,
+                    max_model_len=options.prompt + options.response + 64,
+                    max_batch=max(options.batch),
+                    max_draft=options.max_draft,
+                    settings={"store": "memory://", "tenant": tenant},
+                    async_scheduling=asynchronous,
+                )
+            )
+            for name, method, asynchronous in (
+                (WITH, "agentspec", False),
+                (WITHOUT, "none", False),
+                (DEFAULT, "none", None),
+            )
+        }
+        print("starting three engines, a minute or two", file=sys.stderr, flush=True)
+        default_async = [engine.wait_ready()["async_scheduling"] for engine in engines.values()][-1]
+        model = "random weights" if options.model is None else str(options.model)
+        return [
+            {"model": model, "tenant": tenant is not None, "default_async_scheduling": default_async}
+            | _measure_batch(engines, streams, batch, options.rounds)
+            for batch in options.batch
+        ]
+
+
+def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", batch: int, rounds: int) -> dict[str, Any]:
+    medians: dict[str, list[float]] = {name: [] for name in engines}
+    drafted = 0
+    names = list(engines)
+    for number in range(rounds + 1):
+        calls = streams.calls(batch)
+        for name in names:
+            result = engines[name].run(calls, batch)
+            drafted += result.drafted
+            if number:  # the first round warms up
+                medians[name].append(statistics.median(result.decode_seconds))
+        names = names[1:] + names[:1]  # nobody always comes after the same one
+    print(f"batch {batch}: {rounds} rounds done", file=sys.stderr, flush=True)
+
+    def ratio(a: str, b: str) -> float:
+        return round(statistics.median(x / y for x, y in zip(medians[a], medians[b], strict=True)), 4)
+
+    return {
+        "batch": batch,
+        "rounds": rounds,
+        "drafted": drafted,
+        "ms_with": round(1e3 * statistics.median(medians[WITH]), 3),
+        "ms_without": round(1e3 * statistics.median(medians[WITHOUT]), 3),
+        "ms_default": round(1e3 * statistics.median(medians[DEFAULT]), 3),
+        "ratio": ratio(WITH, WITHOUT),
+        "ratio_to_default": ratio(WITH, DEFAULT),
+        "ratio_of_both_without": ratio(DEFAULT, WITHOUT),
+        "target": TARGET,
+        "met": max(ratio(WITH, WITHOUT), ratio(WITH, DEFAULT)) <= TARGET,
+    }
+
+
+class _Streams:
+    """Calls whose tokens never repeat: in the whole run while the vocabulary lasts, else within a request."""
+
+    def __init__(self, vocabulary: int, prompt: int, response: int, seed: int) -> None:
+        self._length, self._prompt = prompt + response, prompt
+        if vocabulary - 3 < self._length:
+            raise ConfigurationError(
+                f"--prompt {prompt} and --response {response} need {self._length} different tokens, and the model's "
+                f"vocabulary has {vocabulary}; make them shorter"
+            )
+        self._random = np.random.default_rng(seed)
+        self._tokens = np.arange(3, vocabulary, dtype=np.int32)  # not the special tokens at the front
+        self._blocks = self._shuffled()
+        self._count = 0
+        self.distinct = len(self._tokens) // self._length
+
+    def calls(self, count: int) -> list[Call]:
+        """The next ``count`` calls, each of a session of its own."""
+        result = []
+        for _ in range(count):
+            block = next(self._blocks)
+            self._count += 1
+            result.append(Call(f"idle-{self._count}", block[: self._prompt], block[self._prompt :]))
+        return result
+
+    def _shuffled(self) -> Iterator[np.ndarray[Any, np.dtype[np.int32]]]:
+        while True:
+            order = self._random.permutation(self._tokens)
+            for begin in range(0, len(order) - self._length + 1, self._length):
+                yield order[begin : begin + self._length]
+
+
+def _vocabulary(model: Path) -> int:
+    try:
+        return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"--model {model}: no config.json with a vocab_size ({error})") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", help="a model folder (default: a small Llama with random weights)")
+    add("--hidden", type=int, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
+    add("--layers", type=int, default=2, help="its layers (%(default)s)")
+    add("--batch", type=int, nargs="+", default=[1, 8], metavar="B", help="batch sizes (1 8)")
+    add("--rounds", type=int, default=24, help="turns of each engine (%(default)s)")
+    add("--prompt", type=int, default=256, help="tokens of a prompt (%(default)s)")
+    add("--response", type=int, default=64, help="tokens of a response (%(default)s)")
+    add("--max-draft", type=int, default=16, metavar="K", help="agentspec's draft limit (%(default)s)")
+    add("--seed", type=int, default=0, help="of the token streams (%(default)s)")
+    add("--json", action="store_true", help="print a JSON list, one object a batch size, instead of a table")
+    return parser
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"idle extension, ms per decode step ({rows[0]['model']})")
+    for name in ("batch", "with", "without", "ratio", "default scheduling", "ratio", "target", "met"):
+        table.add_column(name, justify="right")
+    for item in rows:
+        table.add_row(
+            str(item["batch"]),
+            f"{item['ms_with']:.3f}",
+            f"{item['ms_without']:.3f}",
+            f"{item['ratio']:.3f}",
+            f"{item['ms_default']:.3f}",
+            f"{item['ratio_to_default']:.3f}",
+            f"<= {item['target']:.2f}",
+            "yes" if item["met"] else "no",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""``python -m demo``: the agent on real vLLM, with and without agentspec, and a restart in the middle.
+
+Writes ``demo_results/``: ``summary.json``, ``steps.jsonl`` (the step-by-step record), the servers' logs and the
+token logs (``server.db``) that the restarted server reads.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from agentspec import AgentClient
+from agentspec.testing.server import ModelServer, ServerFailedError
+from demo.agent import Agent
+from demo.report import Pair, print_table, write_summary
+from demo.tasks import FIRST_HELD_OUT_SEED, make_task
+
+HERE = Path(__file__).resolve().parent
+OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "8")
+
+
+def main() -> int:
+    """Run the demo; 0 when every text was identical and the restarted server drafted from restored trees."""
+    arguments = _arguments()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    results = Path(arguments.out)
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir(parents=True)
+    plain = ModelServer(HERE / "model", agentspec=False, options=OPTIONS, name="demo", log=results / "plain.log")
+    fast = ModelServer(
+        HERE / "model",
+        options=(*OPTIONS, "--tenant", "demo", "--record", str(results / "steps.jsonl")),
+        environment={"AGENTSPEC_STORE": f"sqlite:///{(results / 'server.db').resolve()}"},
+        name="demo",
+        log=results / "agentspec.log",
+    )
+    try:
+        _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
+        pairs = _run(console, plain, fast, arguments.sessions)
+    except ServerFailedError as error:
+        console.print(f"[bold red]{error}")
+        return 1
+    finally:
+        plain.stop()
+        fast.stop()
+    print_table(pairs, console)
+    figures = write_summary(pairs, results / "summary.json")
+    console.print(
+        f"speed-up [bold]{figures['speedup']:.2f}x[/], mean acceptance length "
+        f"{figures['mean_acceptance_length']:.2f}, texts identical: {figures['identical']}, tokens accepted from "
+        f"restored trees in the first turn after the restart: {figures['accepted_after_restart']}"
+    )
+    console.print(f"written: {results}/summary.json, {results}/steps.jsonl")
+    return 0 if figures["identical"] and figures["accepted_after_restart"] > 0 else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--sessions", type=int, default=6, help="how many functions the agent asks for (default 6)")
+    parser.add_argument("--out", default="demo_results", help="folder for the results (default demo_results)")
+    arguments = parser.parse_args()
+    if arguments.sessions < 2:
+        parser.error("--sessions must be at least 2: the restart lies between the first and the last")
+    return arguments
+
+
+def _start(console: Console, what: str, *servers: ModelServer) -> None:
+    start = time.monotonic()
+    with console.status(f"{what} ...") as status:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait(tick=lambda _: status.update(f"{what} ... {time.monotonic() - start:.0f} s"))
+    console.print(f"{what}: {time.monotonic() - start:.0f} s")
+
+
+def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int) -> list[Pair]:
+    """All sessions, each turn first without and then with agentspec; the restart falls inside the middle one."""
+    pairs: list[Pair] = []
+    with (
+        AgentClient(base_url=plain.base_url, model="demo", api_key="none", store="memory://") as slow_client,
+        AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as fast_client,
+    ):
+        for client in (slow_client, fast_client):  # the first call of a server pays for lazy set-up
+            client.chat("Hello.", max_tokens=8)
+        restarted = False
+        for number in range(sessions):
+            task = make_task(FIRST_HELD_OUT_SEED + number)
+            name = f"session-{number + 1}"
+            one, other = Agent(task, slow_client.session(name)), Agent(task, fast_client.session(name))
+            while not (one.done and other.done):
+                restart = not restarted and number >= sessions // 2 and len(one.turns) == 1
+                if restart:
+                    fast.stop()
+                    _start(console, f"restarting the agentspec server in the middle of {name}", fast)
+                    restarted = True
+                pairs.append(Pair(one.turn(), other.turn(), after_restart=restart))
+                _progress(console, pairs[-1])
+    return pairs
+
+
+def _progress(console: Console, pair: Pair) -> None:
+    turn = pair.fast
+    passed = sum(result.passed for result in turn.results)
+    console.print(
+        f"{turn.session} turn {turn.number}: {turn.tokens} tokens, {passed}/{len(turn.results)} tests pass, "
+        f"{pair.plain.seconds:.1f} s without, {turn.seconds:.1f} s with agentspec"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

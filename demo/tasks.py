@@ -1,0 +1,307 @@
+"""Small coding tasks with real unit tests, for the demo's agent loop.
+
+A task asks for one Python function whose names are drawn from a large set of word pairs, so an answer can
+only get them right by copying them from the conversation.  Its edge cases are not in the request: the agent
+learns them from failing tests and asks for a corrected function, turn by turn.
+
+Seeds below ``FIRST_HELD_OUT_SEED`` are for training.  Tasks from seeds at or above it use identifiers that no
+training task contains.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from demo.task_kinds import (
+    FAMILIES,
+    FIRST_WORDS,
+    LITERAL_WORDS,
+    NAMINGS,
+    OPENINGS,
+    RULES,
+    SECOND_WORDS,
+    Family,
+)
+
+FIRST_HELD_OUT_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class UnitTest:
+    """One test: ``call`` must evaluate to ``expected`` (both Python source); ``rule`` says why."""
+
+    name: str
+    call: str
+    expected: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the agent asks for and how it checks the answer."""
+
+    name: str
+    request: str
+    tests: tuple[UnitTest, ...]
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """The outcome of one unit test; ``message`` is empty when it passed."""
+
+    __test__ = False  # keeps pytest from collecting this class
+
+    name: str
+    passed: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All choices behind one task, from which its text, tests and reference code follow."""
+
+    family: Family
+    names: dict[str, str]  # f, a, p, r, e
+    summary: str
+    request: str
+    rules: tuple[tuple[int, dict[str, str]], ...]  # index into RULES and its values, in test order
+    _compiled: dict[frozenset[int], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def code(self, done: frozenset[int]) -> str:
+        """The function with the given edge cases (indices of rules) handled."""
+        slots: dict[str, list[str]] = {"before": [], "loop": [], "after": []}
+        for index, values in sorted(self.rules, key=lambda rule: rule[0]):
+            if index in done:
+                rule = RULES[index]
+                slots[rule.slot] += [line.format(**values) for line in rule.lines]
+        steps = [line.format(**self.names) for line in self.family.steps]
+        start = self.family.start.format(**self.names)
+        body = [f'"""{self.summary}"""', *slots["before"], f"{self.names['r']} = {start}"]
+        body += [f"for {self.names['e']} in {self.names['a']}:"]
+        body += ["    " + line for line in (*slots["loop"], *steps)]
+        body += [*slots["after"], f"return {self.names['r']}"]
+        head = f"def {self.names['f']}({self.names['a']}, {self.names['p']}):"
+        return "\n".join([head, *("    " + line for line in body)])
+
+    def outcome(self, done: frozenset[int], arguments: str) -> str:
+        """What the reference code with these edge cases does; runs in this process, as it is our own code."""
+        if done not in self._compiled:
+            scope: dict[str, Any] = {}
+            exec(self.code(done), scope)
+            self._compiled[done] = scope
+        return _evaluate(f"{self.names['f']}({arguments})", self._compiled[done])
+
+
+def _evaluate(call: str, scope: dict[str, Any]) -> str:
+    try:
+        return "returned " + repr(eval(call, scope))
+    except Exception as error:
+        return "raised " + type(error).__name__
+
+
+def _pick_names(rng: random.Random, held_out: bool) -> dict[str, str]:
+    """Five names with distinct words; one word pair in five is kept for held-out tasks."""
+    firsts = rng.sample(range(len(FIRST_WORDS)), 5)
+    names: dict[str, str] = {}
+    used: set[int] = set()
+    for role, first in zip("fapre", firsts, strict=True):
+        free = (j for j in range(len(SECOND_WORDS)) if j not in used)
+        seconds = [j for j in free if ((first + j) % 5 == 0) == held_out]
+        second = rng.choice(seconds)
+        used.add(second)
+        names[role] = f"{FIRST_WORDS[first]}_{SECOND_WORDS[second]}"
+    return names
+
+
+def _literal(rng: random.Random, kind: str) -> str:
+    return repr(rng.choice(LITERAL_WORDS)) if kind == "str" else str(rng.randint(2, 9))
+
+
+def _values(rng: random.Random, index: int, family: Family, names: dict[str, str]) -> dict[str, str]:
+    """The numbers and words in one rule."""
+    value = str(rng.randint(10, 99))
+    small = (RULES[index].slot == "after" and family.result == "list") or family.element == "str"
+    return names | {
+        "d": _literal(rng, family.param),
+        "v": f"[{value}]" if family.result == "list" else value,
+        "k": str(rng.randint(2, 5) if small else rng.randint(10, 50)),
+    }
+
+
+def _arguments(rng: random.Random, index: int | None, family: Family) -> str:
+    """Random arguments of a call, made likely to touch the given rule."""
+    name = "" if index is None else RULES[index].names[0]
+    fixed = {"none_input": "None", "empty_input": "[]"}
+    param = "None" if name == "no_{p}" else _literal(rng, family.param)
+    if name in fixed:
+        return f"{fixed[name]}, {param}"
+    entries = [_entry(rng, family.element) for _ in range(rng.randint(1, 3))]
+    if name in ("many_results", "upper_limit"):
+        entries += [_entry(rng, family.element) for _ in range(3)]
+    if name == "repeats":
+        entries.append(rng.choice(entries))
+    special = {
+        "none_entry": "None",
+        "text_entry": "'oak'",
+        "number_entry": str(rng.randint(2, 9)),
+        "spaces": "' ink '",
+        "upper_case": "'TEA'",
+        "negative": str(-rng.randint(2, 9)),
+        "large_value": str(rng.randint(60, 99)),
+    }
+    if name in special:
+        entries.insert(rng.randrange(len(entries) + 1), special[name])
+    return f"[{', '.join(entries)}], {param}"
+
+
+def _entry(rng: random.Random, kind: str) -> str:
+    return repr(rng.choice(LITERAL_WORDS)) if kind == "str" else str(rng.randint(1, 30))
+
+
+def _find_call(rng: random.Random, plan: Plan, index: int | None) -> str | None:
+    """Arguments for which exactly this rule decides the outcome (None: for which no rule matters)."""
+    everything = frozenset(i for i, _ in plan.rules)
+    own = frozenset() if index is None else frozenset({index})
+    for _ in range(30):
+        arguments = _arguments(rng, index, plan.family)
+        goal = plan.outcome(everything, arguments)
+        if goal.startswith("raised") or plan.outcome(own, arguments) != goal:
+            continue
+        if index is None or goal not in (
+            plan.outcome(frozenset(), arguments),
+            plan.outcome(everything - own, arguments),
+        ):
+            return arguments
+    return None
+
+
+def _make_test(plan: Plan, name: str, rule: str, arguments: str) -> UnitTest:
+    everything = frozenset(i for i, _ in plan.rules)
+    expected = plan.outcome(everything, arguments).removeprefix("returned ")
+    return UnitTest(f"test_{name}", f"{plan.names['f']}({arguments})", expected, rule)
+
+
+def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
+    """A basic test and one test per rule, or None where some rule cannot be told apart."""
+    basic = _find_call(rng, plan, None)
+    if basic is None:
+        return None
+    tests = [_make_test(plan, "basic", "the plain case", basic)]
+    for index, values in plan.rules:
+        arguments = _find_call(rng, plan, index)
+        if arguments is None:
+            return None
+        style = rng.randrange(2)
+        name = RULES[index].names[style].format(**values)
+        tests.append(_make_test(plan, name, RULES[index].texts[style].format(**values), arguments))
+    return tuple(tests)
+
+
+def solution_path(plan: Plan, tests: Sequence[UnitTest]) -> list[frozenset[int]] | None:
+    """The rules handled in each answer when every turn adds the first failing test's rule."""
+    path = [frozenset[int]()]
+    while True:
+        failing = [test for test in tests if not reference_result(plan, path[-1], test).passed]
+        if not failing:
+            return path
+        position = list(tests).index(failing[0])
+        if position == 0 or plan.rules[position - 1][0] in path[-1]:
+            return None
+        path.append(path[-1] | {plan.rules[position - 1][0]})
+
+
+def reference_result(plan: Plan, done: frozenset[int], test: UnitTest) -> TestResult:
+    """One test against the reference code, without a subprocess."""
+    arguments = test.call[len(plan.names["f"]) + 1 : -1]
+    return _result(test, plan.outcome(done, arguments))
+
+
+def _result(test: UnitTest, outcome: str) -> TestResult:
+    passed = outcome == f"returned {test.expected}"
+    message = f"{test.rule}; {test.call} {outcome[:120]}, expected {test.expected}"
+    return TestResult(test.name, passed, "" if passed else message)
+
+
+def make_plan(seed: int) -> tuple[Plan, tuple[UnitTest, ...]]:
+    """The task of a seed with everything behind it; the training script needs the reference answers."""
+    rng = random.Random(f"task {seed}")
+    while True:
+        names = _pick_names(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
+        family = rng.choice(FAMILIES)
+        fitting = [index for index, rule in enumerate(RULES) if rule.needs in family.kinds()]
+        chosen = rng.sample(fitting, rng.choice((2, 2, 3, 3, 4)))
+        summary = rng.choice(family.summaries).format(**names)
+        parts = (rng.choice(OPENINGS), summary, rng.choice(NAMINGS))
+        request = " ".join(part.format(**names) for part in parts)
+        rules = tuple((index, _values(rng, index, family, names)) for index in chosen)
+        plan = Plan(family, names, summary, request, rules)
+        tests = _make_tests(rng, plan)
+        path = None if tests is None else solution_path(plan, tests)
+        if tests is not None and path is not None and len(path) > 2:
+            return plan, tests
+
+
+def make_task(seed: int) -> Task:
+    """The task of a seed; the same seed gives the same task everywhere."""
+    plan, tests = make_plan(seed)
+    return Task(plan.names["f"], plan.request, tests)
+
+
+# Runs in its own interpreter: what the model wrote may loop, exit or print.
+_RUNNER = """
+import contextlib, io, json, sys
+job = json.load(sys.stdin)
+outcomes, scope, broken = [], {}, None
+with contextlib.redirect_stdout(io.StringIO()):
+    try:
+        exec(job["code"], scope)
+    except BaseException as error:
+        broken = "raised " + type(error).__name__
+    for call in job["calls"]:
+        try:
+            outcomes.append(broken or "returned " + repr(eval(call, scope)))
+        except BaseException as error:
+            outcomes.append("raised " + type(error).__name__)
+print(json.dumps(outcomes))
+"""
+
+
+def run_tests(task: Task, code: str, timeout: float = 5.0) -> list[TestResult]:
+    """Run the task's tests on the code in a separate, isolated Python process."""
+    job = json.dumps({"code": code, "calls": [test.call for test in task.tests]})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _RUNNER], input=job, capture_output=True, text=True, timeout=timeout
+        )
+        outcomes = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        outcomes = ["timed out"] * len(task.tests)
+    except json.JSONDecodeError:
+        outcomes = ["ended early"] * len(task.tests)
+    return [_result(test, outcome) for test, outcome in zip(task.tests, outcomes, strict=True)]
+
+
+def feedback(results: Sequence[TestResult]) -> str:
+    """The user's next message after a test run."""
+    failed = [result for result in results if not result.passed]
+    if not failed:
+        return f"All {len(results)} tests pass."
+    lines = [f"{len(failed)} of {len(results)} tests fail:"]
+    lines += [f"- {result.name}: {result.message}" for result in failed]
+    return "\n".join([*lines, "Send the whole function with the first one fixed."])
+
+
+def extract_code(reply_text: str) -> str:
+    """The code of the first fenced block, up to the end if the fence is not closed; else the whole text."""
+    _, fence, rest = reply_text.partition("```")
+    if not fence:
+        return reply_text
+    first_line, _, code = rest.partition("\n")
+    body = code if first_line.strip() in ("", "python", "py") else rest
+    return body.partition("```")[0].rstrip() + "\n"

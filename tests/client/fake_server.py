@@ -1,0 +1,205 @@
+"""A small OpenAI-compatible server in a thread, strict about what it accepts; it records what it is sent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+
+KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
+KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls"}
+EXTENSION_FIELDS = {"session_id", "vllm_xargs"}
+
+
+@dataclass
+class Received:
+    """One request as it came in; header names are lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class FakeServer:
+    """`extension`: whether it answers as agentspec's extension does. The rest is set by each test."""
+
+    extension: bool = False
+    api_key: str | None = None
+    failures: list[int] = field(default_factory=list)  # statuses of the next chat calls
+    answers: list[dict[str, Any]] = field(default_factory=list)  # messages of the next replies
+    probe: Callable[[], tuple[int, Any]] | None = None
+    counts: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    broken_stream: bool = False
+    hold: threading.Event | None = None  # chat calls wait for it
+    received: list[Received] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"state": self}))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    @property
+    def chats(self) -> list[Received]:
+        return [request for request in self.received if request.path.endswith("/chat/completions")]
+
+    @property
+    def probes(self) -> list[Received]:
+        return [request for request in self.received if request.path == "/v1/agentspec"]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        if path == "/v1/agentspec":
+            if self.probe is not None:
+                return self.probe()
+            if self.extension:
+                return 200, {"agentspec": "0.1.0"}
+        prefix = "/v1/agentspec/requests/"
+        if self.extension and path.startswith(prefix) and self.counts is not None:
+            return 200, {"request_id": unquote(path.removeprefix(prefix)), **self.counts}
+        return 404, {"error": {"message": f"no {path}", "type": "not_found"}}
+
+    def refusal(self, body: dict[str, Any]) -> str | None:
+        """Why a strict server would refuse this body."""
+        known = KNOWN_FIELDS | EXTENSION_FIELDS if self.extension else KNOWN_FIELDS
+        if unknown := body.keys() - known:
+            return f"unknown fields: {sorted(unknown)}"
+        open_calls: set[str] = set()
+        for message in body["messages"]:
+            if message["role"] == "assistant":
+                if unknown := message.keys() - KNOWN_ASSISTANT_FIELDS:
+                    return f"unknown fields of an assistant message: {sorted(unknown)}"
+                open_calls = {call["id"] for call in message.get("tool_calls", ())}
+            elif message["role"] == "tool":
+                if message["tool_call_id"] not in open_calls:
+                    return f"no such tool call: {message['tool_call_id']}"
+                open_calls.discard(message["tool_call_id"])
+            elif open_calls:
+                return f"tool calls without an answer: {sorted(open_calls)}"
+        return None
+
+    def answer(self) -> dict[str, Any]:
+        message = self.answers.pop(0) if self.answers else {"content": f"answer {len(self.chats)}"}
+        reason = self.finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        return {
+            "id": f"chatcmpl-{len(self.chats)}",
+            "created": 1,
+            "model": "small",
+            "object": "chat.completion",
+            "usage": usage,
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": reason,
+                    "logprobs": None,
+                    # fields that servers send and that must not be sent back
+                    "message": {"role": "assistant", "content": None, "annotations": [], "reasoning": "hm", **message},
+                }
+            ],
+        }
+
+
+def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
+    """The answer as the chunks of a stream: text and tool arguments in pieces of three characters."""
+    base = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choice = answer["choices"][0]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    text = message["content"] or ""
+    deltas += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
+    for index, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        deltas.append(
+            {"tool_calls": [{"index": index, **call, "function": {"name": function["name"], "arguments": ""}}]}
+        )
+        arguments = function["arguments"]
+        deltas += [
+            {"tool_calls": [{"index": index, "function": {"arguments": arguments[start : start + 3]}}]}
+            for start in range(0, len(arguments), 3)
+        ]
+    result = [{**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    result.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+    if usage:
+        result.append({**base, "choices": [], "usage": answer["usage"]})
+    return result
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for the FakeServer that a subclass names."""
+
+    state: FakeServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._record({})
+        if self._allowed():
+            self._send(*self.state.get(self.path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._record(body)
+        if not self._allowed():
+            return
+        if self.state.hold is not None:
+            self.state.hold.wait(10)
+        if self.state.failures:
+            status = self.state.failures.pop(0)
+            return self._send(status, {"error": {"message": f"told to answer {status}"}})
+        if reason := self.state.refusal(body):
+            return self._send(400, {"error": {"message": reason}})
+        if body.get("stream"):
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return self._stream(chunks_of(self.state.answer(), usage=usage))
+        return self._send(200, self.state.answer())
+
+    def _record(self, body: dict[str, Any]) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.state.received.append(Received(self.command, self.path, headers, body))
+
+    def _allowed(self) -> bool:
+        if self.state.api_key is None or self.headers.get("Authorization") == f"Bearer {self.state.api_key}":
+            return True
+        self._send(401, {"error": {"message": "wrong key"}})
+        return False
+
+    def _send(self, status: int, body: Any) -> None:
+        is_text = isinstance(body, str)
+        payload = (body if is_text else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html" if is_text else "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.send_header("Retry-After-Ms", "1")  # the OpenAI client waits as long as it is told to
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def _stream(self, chunks: list[dict[str, Any]]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for chunk in chunks[: len(chunks) // 2] if self.state.broken_stream else chunks:
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        if not self.state.broken_stream:
+            self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True

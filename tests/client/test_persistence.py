@@ -1,0 +1,245 @@
+"""Sessions outlive their process; a store that fails costs only that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import openai
+import pytest
+
+from agentspec import AgentClient, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
+from agentspec.cache.store import Entry, open_store
+
+from .fake_server import FakeServer
+
+
+class FailingStore:
+    """A real store of the wrong mood: fails at what it is told to fail at."""
+
+    def __init__(self, failing: set[str]) -> None:
+        self.failing = failing
+        self.inner = open_store("memory://")
+
+    def _may(self, what: str) -> None:
+        if what in self.failing:
+            raise StoreUnavailableError(f"{what}: away")
+
+    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
+        self._may("append")
+        self.inner.append(namespace, entries)
+
+    def read(
+        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
+    ) -> Iterator[Entry]:
+        self._may("read")
+        return self.inner.read(namespace, session=session, after=after, newest=newest)
+
+    def sessions(self, namespace: str) -> list[str]:
+        return self.inner.sessions(namespace)
+
+    def remove_session(self, namespace: str, session: str) -> int:
+        self._may("remove")
+        return self.inner.remove_session(namespace, session)
+
+    def ping(self) -> None:
+        self._may("ping")
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def converse(url: str, store: str, texts: Sequence[str]) -> None:
+    with AgentClient(base_url=url, model="small", store=store) as client:
+        session = client.session("fix-42")
+        for text in texts:
+            session.chat(text)
+
+
+def test_a_new_client_goes_on_with_a_session(server: FakeServer, plain_server: FakeServer, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path / 'sessions.db'}"
+    converse(server.url, store, ["one", "two"])
+    # another server and another model: messages belong to neither
+    with AgentClient(base_url=plain_server.url, model="other", store=store) as client:
+        session = client.session("fix-42")
+        assert [message["content"] for message in session.messages] == ["one", "answer 1", "two", "answer 2"]
+        session.chat("three")
+        assert client.session("fix-43").messages == []
+    assert len(plain_server.chats[0].body["messages"]) == 5
+
+
+def test_a_process_that_never_closes_its_client_loses_nothing(server: FakeServer, tmp_path: Path) -> None:
+    script = f"""
+        from agentspec import AgentClient
+        session = AgentClient(base_url={server.url!r}, model="small").session("fix-42")
+        session.add({{"role": "system", "content": "Be brief."}})
+        session.chat("one")
+    """
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment)
+    with AgentClient(base_url=server.url, model="small") as client:
+        contents = [message["content"] for message in client.session("fix-42").messages]
+    assert contents == ["Be brief.", "one", "answer 1", "Be brief.", "one", "answer 2"]
+    folder = tmp_path / "data" / "agentspec"
+    assert (folder / "sessions.db").exists()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_session_dropped_and_taken_up_again_in_one_process(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store="memory://") as client:
+        client.session("s").chat("one")
+        client.session("s").chat("two")
+    assert len(server.chats[1].body["messages"]) == 3
+
+
+def test_without_a_store_the_client_remembers(server: FakeServer, tmp_path: Path) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        client.session("s").chat("one")
+        client.session("s").chat("two")
+    assert len(server.chats[1].body["messages"]) == 3
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_failed_call_is_not_kept(server: FakeServer) -> None:
+    store = open_store("memory://")
+    server.failures = [400]
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        with pytest.raises(openai.BadRequestError):
+            client.session("s").chat("one")
+        client.session("s").chat("one")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert [message["role"] for message in client.session("s").messages] == ["user", "assistant"]
+
+
+def test_stateless_calls_are_not_kept(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store="memory://") as client:
+        client.chat("one", session="s")
+        assert client.session("s").messages == []
+
+
+def test_forks_and_tool_results_are_kept(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        trunk = client.session("trunk")
+        trunk.chat("one")
+        trunk.fork("branch").add({"role": "user", "content": "left"})
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert [message["content"] for message in client.session("branch").messages] == ["one", "answer 1", "left"]
+        with pytest.raises(InvalidSessionError):
+            client.session("trunk").fork("branch")
+
+
+def test_clear_removes_what_is_stored(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        session.chat("one")
+        session.clear()
+        session.chat("two")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert [message["content"] for message in client.session("s").messages] == ["two", "answer 2"]
+
+
+def test_a_store_that_cannot_write_costs_no_call(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.3)
+    with caplog.at_level(logging.WARNING):
+        client = AgentClient(base_url=server.url, model="small", store=FailingStore({"append"}))
+        session = client.session("s")
+        for text in ("one", "two", "three"):
+            session.chat(text)
+        assert len(session.messages) == 6
+        client.close()
+    assert len(server.chats[2].body["messages"]) == 5
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("unwritten" in warning for warning in warnings) == 1
+    assert len(warnings) <= 2  # and that the store was lost, if there was time to find out
+
+
+def test_a_session_that_cannot_be_read_is_not_written_behind(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FailingStore(set())
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        client.session("s").chat("one")
+    store.failing = {"read"}
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        assert session.chat("two").text == "answer 2"
+        assert len(session.messages) == 2
+        session.chat("three")
+    store.failing = set()
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert len(client.session("s").messages) == 2  # the first process's turn, nothing spliced to it
+    assert sum("could not be read" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_clear_that_cannot_remove_changes_nothing(server: FakeServer) -> None:
+    store = FailingStore({"remove"})
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        session.chat("one")
+        with pytest.raises(StoreError):
+            session.clear()
+        assert len(session.messages) == 2
+        store.failing = set()
+        session.clear()
+        assert session.messages == []
+
+
+def test_clear_does_not_overtake_what_is_still_to_be_written(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.2)
+    with AgentClient(base_url=server.url, model="small", store=FailingStore({"append"})) as client:
+        session = client.session("s")
+        session.chat("one")
+        with pytest.raises(StoreUnavailableError, match="later"):
+            session.clear()
+
+
+def test_a_named_store_must_open(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreURLError):
+        AgentClient(base_url=server.url, model="small", store="mongodb://localhost")
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError):
+        AgentClient(base_url=server.url, model="small", store=f"sqlite:///{damaged}")
+
+
+def test_a_default_store_that_cannot_open_costs_no_call(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").write_text("a file where the data directory should be")
+    with AgentClient(base_url=server.url, model="small") as client:
+        session = client.session("s")
+        session.chat("one")
+        session.chat("two")
+        assert len(session.messages) == 4
+    assert sum("cannot be opened" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_damaged_messages_are_skipped(server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "sessions.db"
+    converse(server.url, f"sqlite:///{path}", ["one", "two"])
+    with sqlite3.connect(path) as database:
+        (table,) = (
+            name
+            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            if "payload" in {row[1] for row in database.execute(f"PRAGMA table_info({name})")}
+        )
+        first = database.execute(f"SELECT min(rowid) FROM {table}").fetchone()[0]
+        database.execute(f"UPDATE {table} SET payload = x'00' WHERE rowid = ?", (first,))
+    database.close()
+    with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{path}") as client:
+        contents = [message["content"] for message in client.session("fix-42").messages]
+    assert contents == ["answer 1", "two", "answer 2"]
+    assert sum("skipped" in record.getMessage() for record in caplog.records) == 1

@@ -1,0 +1,182 @@
+"""A session's history: it grows by whole turns, and only by those that worked."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec import AgentClient, InvalidInputError, InvalidSessionError, Session, SessionBusyError
+
+from .fake_server import FakeServer
+
+
+def connect(server: FakeServer, **options: Any) -> AgentClient:
+    return AgentClient(base_url=server.url, model="small", store=None, **options)
+
+
+def test_each_call_sends_the_whole_history(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session()
+        first = session.chat("one")
+        session.chat("two")
+        assert client.session(session.id).messages == session.messages
+        assert session.messages[-1] == {"role": "assistant", "content": "answer 2"}
+    assert first.text == "answer 1"
+    assert first.message == {"role": "assistant", "content": "answer 1"}
+    assert first.finish_reason == "stop"
+    assert first.usage is not None and first.usage.total_tokens == 10
+    assert first.session == session.id
+    assert first.raw.id == "chatcmpl-1"
+    assert server.chats[1].body["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "answer 1"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_a_turn_may_bring_several_messages(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        session.add({"role": "system", "content": "Be brief."})
+        session.chat([{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+        assert [message["role"] for message in session.messages] == ["system", "user", "user", "assistant"]
+
+
+def test_a_failed_call_leaves_the_history_as_it_was(server: FakeServer) -> None:
+    server.failures = [500, 400]
+    with connect(server, max_retries=0) as client:
+        session = client.session("s")
+        with pytest.raises(openai.InternalServerError):
+            session.chat("hello")
+        with pytest.raises(openai.BadRequestError):
+            session.chat("hello")
+        assert session.messages == []
+        session.chat("hello")
+        assert [message["role"] for message in session.messages] == ["user", "assistant"]
+
+
+def test_the_openai_client_retries(server: FakeServer) -> None:
+    server.failures = [500, 429]
+    with connect(server, max_retries=2) as client:
+        session = client.session("s")
+        assert session.chat("hello").text == "answer 3"
+        assert len(session.messages) == 2
+    assert len(server.chats) == 3
+    assert {chat.headers["x-session-id"] for chat in server.chats} == {"s"}
+
+
+def test_timeouts_and_connections_fail_as_in_the_openai_client(server: FakeServer) -> None:
+    server.hold = threading.Event()
+    with connect(server, max_retries=0) as client:
+        with pytest.raises(openai.APITimeoutError):
+            client.session("s").chat("hello", timeout=0.1)
+        server.hold.set()
+        assert client.session("s").chat("again").text
+    server.close()
+    with connect(server, max_retries=0) as client, pytest.raises(openai.APIConnectionError):
+        client.session("s").chat("hello")
+
+
+def test_one_call_at_a_time(server: FakeServer) -> None:
+    server.hold = threading.Event()
+    with connect(server) as client:
+        session = client.session("s")
+        first = threading.Thread(target=session.chat, args=("one",))
+        first.start()
+        while not server.chats:
+            first.join(0.01)
+        for forbidden in (lambda: session.chat("two"), lambda: session.tool_result("id", ""), session.clear):
+            with pytest.raises(SessionBusyError, match="fork"):
+                forbidden()
+        server.hold.set()
+        first.join()
+        session.chat("two")
+        assert [message["content"] for message in session.messages] == ["one", "answer 1", "two", "answer 2"]
+
+
+@pytest.mark.parametrize("store", [None, "memory://"])
+def test_the_rule_holds_for_every_taker_of_an_id(server: FakeServer, store: str | None) -> None:
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        stream = client.session("s").stream("one")
+        assert next(stream) == "ans"
+        with pytest.raises(SessionBusyError):
+            client.session("s").chat("two")
+        stream.until_done()
+        assert [message["content"] for message in client.session("s").messages] == ["one", "answer 1"]
+
+
+def test_sessions_run_side_by_side(server: FakeServer) -> None:
+    with connect(server) as client:
+        sessions = [client.session(f"s{number}") for number in range(8)]
+
+        def converse(session: Session) -> None:
+            for _ in range(3):
+                session.chat(session.id)
+
+        threads = [threading.Thread(target=converse, args=(session,)) for session in sessions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for session in sessions:
+            assert [message["content"] for message in session.messages[::2]] == [session.id] * 3
+    assert len(server.probes) == 1
+
+
+def test_fork_goes_two_ways(server: FakeServer) -> None:
+    with connect(server) as client:
+        trunk = client.session("trunk")
+        trunk.chat("one")
+        branch = trunk.fork("branch")
+        branch.chat("two")
+        assert len(trunk.messages) == 2
+        assert branch.messages[:2] == trunk.messages
+        assert len(branch.messages) == 4
+        assert server.chats[-1].headers["x-session-id"] == "branch"
+        assert trunk.fork().id not in ("trunk", "branch")
+        with pytest.raises(InvalidSessionError, match="branch"):
+            trunk.fork("branch")
+
+
+def test_clear_starts_over_and_an_empty_session_needs_a_message(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        session.chat("one")
+        session.clear()
+        assert session.messages == []
+        with pytest.raises(InvalidInputError, match="first message"):
+            session.chat()
+
+
+def test_what_callers_hold_is_theirs(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        message = {"role": "user", "content": [{"type": "text", "text": "one"}]}
+        reply = session.chat(message)
+        message["content"] = "changed"
+        reply.message["content"] = "changed"
+        session.messages[0]["content"] = "changed"
+        kept = [
+            {"role": "user", "content": [{"type": "text", "text": "one"}]},
+            {"role": "assistant", "content": "answer 1"},
+        ]
+        assert session.messages == kept
+
+
+def test_the_key_goes_to_every_endpoint(server: FakeServer) -> None:
+    server.api_key = "secret"
+    server.counts = {"tokens": 3, "steps": 2, "drafted": 2, "accepted": 1}
+    with connect(server, api_key="secret") as client:
+        assert client.chat("hello").speculation is not None
+    with connect(server, api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.chat("hello")
+
+
+def test_an_http_client_of_the_callers_is_used(server: FakeServer) -> None:
+    http_client = openai.DefaultHttpxClient(headers={"X-Proxy": "mine"})
+    with connect(server, http_client=http_client) as client:
+        client.chat("hello")
+    assert all(request.headers["x-proxy"] == "mine" for request in server.received)

@@ -1,0 +1,127 @@
+"""Streamed replies."""
+
+from __future__ import annotations
+
+import gc
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from agentspec import AgentClient, AgentSpecError, SessionBusyError
+
+from .fake_server import FakeServer
+
+
+def connect(server: FakeServer) -> AgentClient:
+    return AgentClient(base_url=server.url, model="small", store=None, max_retries=0)
+
+
+def test_text_comes_in_pieces_and_the_reply_at_the_end(server: FakeServer) -> None:
+    server.counts = {"tokens": 9, "steps": 3, "drafted": 8, "accepted": 6}
+    with connect(server) as client:
+        session = client.session("s")
+        stream = session.stream("one")
+        with pytest.raises(AgentSpecError, match="until_done"):
+            _ = stream.reply
+        assert list(stream) == ["ans", "wer", " 1"]
+        reply = stream.reply
+        assert reply.text == "answer 1"
+        assert reply.finish_reason == "stop"
+        assert reply.usage is not None and reply.usage.completion_tokens == 3
+        assert reply.speculation is not None and reply.speculation.mean_acceptance_length == 3.0
+        assert reply.raw.id == "chatcmpl-1"
+        assert session.messages == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "answer 1"}]
+        assert session.chat("two").text == "answer 2"
+    assert server.chats[0].headers["x-session-id"] == "s"
+
+
+def test_a_plain_server_is_asked_for_nothing_that_it_may_not_know(plain_server: FakeServer) -> None:
+    with connect(plain_server) as client:
+        reply = client.stream("hello", session="s").until_done()
+        assert (reply.text, reply.usage, reply.speculation) == ("answer 1", None, None)
+        reply = client.stream("hello", stream_options={"include_usage": True}).until_done()
+        assert reply.usage is not None
+    assert plain_server.chats[0].body.keys() == {"model", "messages", "stream"}
+
+
+def test_chat_with_stream_sends_at_once(server: FakeServer) -> None:
+    with connect(server) as client:
+        stream = client.session("s").chat("one", stream=True)
+        assert len(server.chats) == 1
+        assert "".join(stream) == "answer 1"
+        server.failures = [400]
+        with pytest.raises(openai.BadRequestError):
+            client.session("s").chat("two", stream=True)
+        assert client.chat("three", stream=True).until_done().text == "answer 3"
+
+
+def test_a_stream_left_early_leaves_the_session_as_it_was(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        with session.stream("one") as stream:
+            assert next(stream) == "ans"
+            with pytest.raises(SessionBusyError, match="stream"):
+                session.chat("two")
+        assert session.messages == []
+        with pytest.raises(AgentSpecError):
+            _ = stream.reply
+        assert list(stream) == []
+        for _ in session.stream("one"):
+            break
+        gc.collect()
+        assert session.chat("two").text == "answer 3"
+        assert len(session.messages) == 2
+
+
+def test_a_stream_cut_by_the_server_is_an_error_and_no_turn(server: FakeServer) -> None:
+    server.broken_stream = True
+    with connect(server) as client:
+        session = client.session("s")
+        with pytest.raises(AgentSpecError, match="ended the stream"):
+            session.stream("one").until_done()
+        server.broken_stream = False
+        assert session.messages == []
+        assert session.stream("one").until_done().text == "answer 2"
+
+
+def test_an_answer_cut_by_its_length_is_a_reply(server: FakeServer) -> None:
+    server.finish_reason = "length"
+    with connect(server) as client:
+        assert client.stream("hello").until_done().finish_reason == "length"
+
+
+class Point(BaseModel):
+    x: int
+    y: int
+
+
+def test_streams_are_parsed(server: FakeServer) -> None:
+    server.answers = [{"content": '{"x": 1, "y": 2}'}]
+    with connect(server) as client:
+        session = client.session("s")
+        stream = session.stream("where?", response_format=Point)
+        assert "".join(stream) == '{"x": 1, "y": 2}'
+        assert stream.reply.parsed == Point(x=1, y=2)
+        assert len(session.messages) == 2
+    assert server.chats[0].body["response_format"]["json_schema"]["name"] == "Point"
+
+
+def test_streamed_tool_calls_are_put_together(server: FakeServer) -> None:
+    calls = [
+        {"id": f"call-{number}", "type": "function", "function": {"name": "run", "arguments": f'{{"n": {number}}}'}}
+        for number in range(2)
+    ]
+    server.answers = [{"tool_calls": calls}]
+    with connect(server) as client:
+        session = client.session("s")
+        stream = session.stream("go", tools=[{"type": "function", "function": {"name": "run"}}])
+        assert list(stream) == []
+        assert [(call.id, call.type) for call in stream.reply.tool_calls] == [
+            ("call-0", "function"),
+            ("call-1", "function"),
+        ]
+        assert stream.reply.message == {"role": "assistant", "content": "", "tool_calls": calls}
+        for call in stream.reply.tool_calls:
+            session.tool_result(call.id, "done")
+        assert session.stream().until_done().text == "answer 2"

@@ -1,0 +1,109 @@
+"""Session tags: what tells the server of the session, only in the ways that this server accepts."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+import pytest
+
+from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
+from agentspec.client.request import SessionTags, header_value
+
+from .fake_server import FakeServer
+
+
+def test_with_the_extension_header_and_body_carry_the_session(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        client.session("fix-42").chat("hello")
+    (chat,) = server.chats
+    assert chat.headers["x-session-id"] == "fix-42"
+    assert chat.body["session_id"] == "fix-42"
+    assert chat.body["vllm_xargs"] == {"session_id": "fix-42"}
+
+
+def test_any_other_server_gets_the_header_only(plain_server: FakeServer) -> None:
+    with AgentClient(base_url=plain_server.url, model="small", store=None) as client:
+        reply = client.session("fix-42").chat("hello", temperature=0.5)
+    (chat,) = plain_server.chats
+    assert reply.text == "answer 1"
+    assert chat.headers["x-session-id"] == "fix-42"
+    assert chat.body.keys() == {"model", "messages", "temperature"}
+
+
+def test_stateless_calls_are_tagged_when_they_name_a_session(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        client.chat("one", session="s")
+        client.chat([{"role": "user", "content": "two"}])
+    tagged, untagged = server.chats
+    assert tagged.headers["x-session-id"] == tagged.body["session_id"] == "s"
+    assert "x-session-id" not in untagged.headers
+    assert untagged.body.keys() == {"model", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "header", "body"), [("header", True, False), ("body", False, True), ("off", False, False)]
+)
+def test_tags_can_be_set_whatever_the_server(server: FakeServer, mode: SessionTags, header: bool, body: bool) -> None:
+    options = {"session_tags": mode, "speculation": False}
+    with AgentClient(base_url=server.url, model="small", store=None, **options) as client:  # type: ignore[arg-type]
+        client.session("s").chat("hello")
+    (chat,) = server.chats
+    assert ("x-session-id" in chat.headers) is header
+    assert ("session_id" in chat.body) is body
+    assert not server.probes  # nothing depends on it
+
+
+def test_the_callers_own_extras_stay(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        client.session("s").chat(
+            "hello",
+            extra_headers={"X-Trace": "7"},
+            extra_body={"vllm_xargs": {"depth": 3}},
+            model="other",
+        )
+    (chat,) = server.chats
+    assert chat.headers["x-trace"] == "7"
+    assert chat.headers["x-session-id"] == "s"
+    assert chat.body["vllm_xargs"] == {"depth": 3, "session_id": "s"}
+    assert chat.body["model"] == "other"
+
+
+def test_an_id_that_no_header_can_carry_arrives_whole_in_the_body(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        client.session("Größe 50%").chat("hello")
+    (chat,) = server.chats
+    assert chat.body["session_id"] == "Größe 50%"
+    assert unquote(chat.headers["x-session-id"]) == "Größe 50%"
+
+
+def test_header_values_are_plain_for_plain_ids_and_never_shared() -> None:
+    assert header_value("user@host/fix-42:3+a=b") == "user@host/fix-42:3+a=b"
+    ids = ["é", "%C3%A9", "%25C3%25A9", "a b", "a%20b", " a", "a"]
+    values = [header_value(session) for session in ids]
+    assert len(set(values)) == len(ids)
+    assert all(value.isascii() and value == value.strip() for value in values)
+
+
+@pytest.mark.parametrize("session", ["", "x" * 257, "line\nbreak"])
+def test_ids_that_cannot_be_are_refused_before_anything_is_sent(server: FakeServer, session: str) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        with pytest.raises(InvalidSessionError):
+            client.session(session)
+        with pytest.raises(InvalidSessionError):
+            client.chat("hello", session=session)
+    assert not server.received
+
+
+def test_bad_settings_name_the_setting(server: FakeServer) -> None:
+    with pytest.raises(ConfigurationError, match="session_tags"):
+        AgentClient(base_url=server.url, model="small", session_tags="cookie")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="model"):
+        AgentClient(base_url=server.url, model="")
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        with pytest.raises(InvalidInputError, match="messages"):
+            client.session("s").chat("hello", messages=[])
+        with pytest.raises(InvalidInputError, match="non-empty list"):
+            client.chat([])
+        with pytest.raises(InvalidInputError, match="content parts"):
+            client.chat([{"type": "text", "text": "hello"}])
+    assert not server.chats

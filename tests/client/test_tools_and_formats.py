@@ -1,0 +1,106 @@
+"""Tools and response formats: handed on as they are, and kept so that the conversation can go on."""
+
+from __future__ import annotations
+
+import openai
+import pydantic
+import pytest
+from pydantic import BaseModel
+
+from agentspec import AgentClient, InvalidInputError
+
+from .fake_server import FakeServer
+
+RUN = {"type": "function", "function": {"name": "run_tests", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call-1", "type": "function", "function": {"name": "run_tests", "arguments": "{}"}}
+
+
+def connect(server: FakeServer) -> AgentClient:
+    return AgentClient(base_url=server.url, model="small", store=None, max_retries=0)
+
+
+def test_a_tool_call_is_kept_and_answered(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"tool_calls": [CALL]}]
+    with connect(plain_server) as client:
+        session = client.session("s")
+        reply = session.chat("Fix it.", tools=[RUN], tool_choice="auto")
+        (call,) = reply.tool_calls
+        assert reply.text == ""
+        assert reply.finish_reason == "tool_calls"
+        assert call.type == "function" and call.function.name == "run_tests"
+        with pytest.raises(openai.BadRequestError, match="tool calls without an answer"):
+            session.chat("And?", tools=[RUN])
+        session.tool_result(call.id, "2 passed")
+        assert session.chat(tools=[RUN]).text == "answer 3"
+        assert session.messages == [
+            {"role": "user", "content": "Fix it."},
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call-1", "content": "2 passed"},
+            {"role": "assistant", "content": "answer 3"},
+        ]
+    assert plain_server.chats[0].body["tools"] == [RUN]
+    assert plain_server.chats[0].body["tool_choice"] == "auto"
+
+
+def test_openai_messages_can_be_added(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"tool_calls": [CALL]}]
+    with connect(plain_server) as client:
+        reply = client.chat("Fix it.", tools=[RUN])
+        session = client.session("s")
+        session.add({"role": "user", "content": "Fix it."})
+        session.add(reply.raw.choices[0].message)
+        assert session.chat({"role": "tool", "tool_call_id": "call-1", "content": "ok"}).text == "answer 2"
+
+
+def test_messages_need_a_role_and_results_a_call(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        with pytest.raises(InvalidInputError, match="role"):
+            session.add({"content": "hello"})
+        with pytest.raises(InvalidInputError, match="tool_call_id"):
+            session.tool_result("", "hello")
+        assert session.messages == []
+
+
+class Verdict(BaseModel):
+    passed: bool
+    reason: str
+
+
+def test_an_answer_is_read_into_a_model(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"content": '{"passed": true, "reason": "ok"}'}]
+    with connect(plain_server) as client:
+        session = client.session("s")
+        reply = session.chat("Judge.", response_format=Verdict)
+        assert reply.parsed == Verdict(passed=True, reason="ok")
+        assert session.messages[-1] == {"role": "assistant", "content": '{"passed": true, "reason": "ok"}'}
+        assert session.chat("Thanks.").parsed is None
+    sent = plain_server.chats[0].body["response_format"]
+    assert sent["type"] == "json_schema"
+    assert sent["json_schema"]["strict"] is True
+    assert sent["json_schema"]["schema"]["properties"].keys() == {"passed", "reason"}
+
+
+def test_an_answer_that_does_not_fit_is_an_error_and_no_turn(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"content": '{"passed": "perhaps"}'}, {"content": '{"passed": "perhaps"}'}]
+    with connect(plain_server) as client:
+        session = client.session("s")
+        with pytest.raises(pydantic.ValidationError):
+            session.chat("Judge.", response_format=Verdict)
+        with pytest.raises(pydantic.ValidationError):
+            session.stream("Judge.", response_format=Verdict).until_done()
+        assert session.messages == []
+
+
+def test_other_formats_are_handed_on(plain_server: FakeServer) -> None:
+    with connect(plain_server) as client:
+        assert client.chat("Judge.", response_format={"type": "json_object"}).parsed is None
+    assert plain_server.chats[0].body["response_format"] == {"type": "json_object"}
+
+
+def test_refusals_are_sent_back_as_refusals(plain_server: FakeServer) -> None:
+    plain_server.answers = [{"content": None, "refusal": "No."}]
+    with connect(plain_server) as client:
+        reply = client.chat("Judge.", response_format=Verdict)
+    assert (reply.text, reply.parsed) == ("", None)
+    assert reply.message == {"role": "assistant", "content": None, "refusal": "No."}

@@ -1,0 +1,61 @@
+"""Real vLLM servers on the small model, started once for all tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentspec.testing.server import ModelServer
+
+MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+# Small limits, so that chunked prefill (64 tokens a step), preemption (few blocks) and the end of the context
+# (max-model-len) all happen within a few requests.
+OPTIONS = (
+    *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
+    *("--block-size", "16", "--num-gpu-blocks-override", "100", "--enable-prompt-tokens-details"),
+)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The SQLite store of the ``fast`` server."""
+    return tmp_path_factory.mktemp("store") / "server.db"
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator[tuple[ModelServer, ModelServer]]:
+    """(without, with) the extension: the same options, started side by side."""
+    logs = tmp_path_factory.mktemp("logs")
+    plain = ModelServer(
+        MODEL, agentspec=False, options=OPTIONS, name="demo", log=logs / "plain.log", environment=ENVIRONMENT
+    )
+    fast = ModelServer(
+        MODEL,
+        options=OPTIONS,
+        name="demo",
+        log=logs / "fast.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{database}"},
+    )
+    try:
+        for server in (plain, fast):
+            server.launch()
+        for server in (plain, fast):
+            server.wait()
+        yield plain, fast
+    finally:
+        plain.stop()
+        fast.stop()
+
+
+@pytest.fixture(scope="session")
+def plain(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
+    """vLLM without the extension."""
+    return servers[0]
+
+
+@pytest.fixture(scope="session")
+def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
+    """vLLM with the extension, no tenant, SQLite store."""
+    return servers[1]

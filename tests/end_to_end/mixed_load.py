@@ -1,0 +1,134 @@
+"""The mixed load of the identity test: each condition that could make a drafter go wrong, as plain API calls."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+from demo.tasks import FIRST_HELD_OUT_SEED, extract_code, feedback, make_task, run_tests
+
+MAX_MODEL_LEN = 1024
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["one", "two"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One conversation or completion; ``run`` returns every text that the server wrote."""
+
+    name: str
+    run: Callable[[openai.OpenAI], list[str]] = field(repr=False)
+
+
+def chat(seed: int) -> Case:
+    """An agent's session: write, test, feed back, correct; turns extend the same prompt (prefix-cache hits)."""
+
+    def run(client: openai.OpenAI) -> list[str]:
+        task = make_task(FIRST_HELD_OUT_SEED + seed)
+        messages: list[Any] = [{"role": "user", "content": task.request}]
+        texts: list[str] = []
+        for _ in range(3):
+            reply = client.chat.completions.create(
+                model="demo",
+                messages=messages,
+                temperature=0,
+                max_tokens=200,
+                extra_headers={"X-Session-ID": f"identity-{seed}"},
+            )
+            text = reply.choices[0].message.content or ""
+            texts.append(text)
+            results = run_tests(task, extract_code(text))
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": feedback(results)},
+            ]
+        return texts
+
+    return Case(f"chat-{seed}", run)
+
+
+def completion(name: str, prompt: str | list[int], **options: Any) -> Case:
+    """One completion with the given options; ``prompt`` as text or as token ids."""
+
+    def run(client: openai.OpenAI) -> list[str]:
+        arguments = {"max_tokens": 64, "extra_headers": {"X-Session-ID": name.split("-")[0]}, **options}
+        reply = client.completions.create(model="demo", prompt=prompt, temperature=0, **arguments)
+        return [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+
+    return Case(name, run)
+
+
+def structured(name: str, prompt: str, schema: dict[str, Any]) -> Case:
+    """A chat whose answer a grammar restricts: drafts are cut to what the grammar allows."""
+
+    def run(client: openai.OpenAI) -> list[str]:
+        reply = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=80,
+            response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+            extra_headers={"X-Session-ID": "structured"},
+        )
+        return [reply.choices[0].message.content or ""]
+
+    return Case(name, run)
+
+
+def aborted(seed: int) -> Case:
+    """A stream that the caller leaves after a few tokens; what had come until then is compared by the others."""
+
+    def run(client: openai.OpenAI) -> list[str]:
+        task = make_task(FIRST_HELD_OUT_SEED + seed)
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": task.request}],
+            temperature=0,
+            max_tokens=300,
+            stream=True,
+            extra_headers={"X-Session-ID": f"identity-{seed}"},
+        )
+        text = ""
+        for chunk in stream:
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            if len(text) > 20:
+                break
+        stream.close()
+        return [text[:20]]
+
+    return Case(f"abort-{seed}", run)
+
+
+def code(seed: int, lines: int) -> str:
+    """Python-like text with repetition, for raw completions."""
+    draw = random.Random(seed)
+    names = [draw.choice(["total", "count", "value", "items", "left"]) + str(draw.randrange(10)) for _ in range(4)]
+    return "".join(f"    {draw.choice(names)} = {draw.choice(names)} + {draw.choice(names)}\n" for _ in range(lines))
+
+
+def mixed_load() -> list[Case]:
+    """More than 50 requests: sessions, long prompts, the end of the context, samples, stops, grammars, aborts."""
+    cases = [chat(seed) for seed in range(8)]  # 3 requests each
+    cases += [aborted(seed) for seed in range(3)]
+    cases += [completion(f"chunked-{i}", code(i, 40), max_tokens=96) for i in range(6)]
+    cases += [completion(f"repeated-{i}", code(1, 30), max_tokens=96) for i in range(3)]
+    for i in range(4):  # ends within a few tokens of max_model_len, where a draft must not reach over it
+        prompt = [300 + (k * 7 + i) % 40 for k in range(MAX_MODEL_LEN - 5 - 9 * i)]
+        cases.append(completion(f"end-{i}", prompt, max_tokens=None, extra_body={"ignore_eos": True}))
+    # Eight at once that outgrow the blocks of the cache: some are preempted and start again.
+    cases += [
+        completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body={"ignore_eos": True}) for i in range(8)
+    ]
+    cases += [completion(f"samples-{i}", code(30 + i, 8), n=3) for i in range(2)]
+    cases += [completion(f"stop-{i}", code(40 + i, 8), stop=["total", "count"]) for i in range(4)]
+    cases += [completion(f"short-{i}", code(45 + i, 8), max_tokens=i + 1) for i in range(3)]
+    cases += [structured(f"structured-{i}", f"Give item {i}.", SCHEMA) for i in range(3)]
+    random.Random(0).shuffle(cases)
+    return cases

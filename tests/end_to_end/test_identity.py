@@ -1,0 +1,50 @@
+"""Greedy output with the extension is the output without it, under every condition at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.mixed_load import Case, mixed_load
+
+pytestmark = pytest.mark.engine
+
+
+def run_all(server: ModelServer, cases: list[Case]) -> dict[str, list[str]]:
+    """All cases, eight at a time."""
+    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=300) as client, ThreadPoolExecutor(8) as pool:
+        return dict(zip((case.name for case in cases), pool.map(lambda case: case.run(client), cases), strict=True))
+
+
+def test_greedy_text_is_identical_in_mixed_concurrent_batches(plain: ModelServer, fast: ModelServer) -> None:
+    cases = mixed_load()
+    expected = run_all(plain, cases)
+    before = fast.stats()["counters"]
+    found = run_all(fast, cases)
+    assert sum(len(texts) for texts in expected.values()) >= 50
+    different = {name: (expected[name], found[name]) for name in expected if expected[name] != found[name]}
+    assert not different
+    # The comparison means nothing unless drafts were made, verified and accepted on the way.
+    counters = fast.stats()["counters"]
+    assert counters["accepted"] - before.get("accepted", 0) > 500
+    assert not [name for name in counters if name.startswith("errors")]
+
+
+def test_the_conditions_really_occurred(plain: ModelServer, fast: ModelServer) -> None:
+    """The counters of vLLM itself: requests were preempted, prefixes were found, and every request has left."""
+    metrics = fast.text("/metrics")
+    assert metric(metrics, "vllm:num_preemptions_total") > 0
+    assert metric(metrics, "vllm:prefix_cache_hits_total") > 0
+    assert metric(metrics, "vllm:spec_decode_num_accepted_tokens_total") > 500
+    assert metric(plain.text("/metrics"), "vllm:num_preemptions_total") > 0
+    stats = fast.stats()
+    assert stats["running"] == 0
+    assert stats["counters"]["started"] == stats["counters"]["finished"]
+
+
+def metric(text: str, name: str) -> float:
+    """The sum of one Prometheus metric over its labels."""
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    assert lines, f"no metric {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -1,0 +1,99 @@
+"""What the store acknowledged is there after kill -9, from SQLite and from a real Redis server; Redis may go away."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec.testing.redis_server import RedisServer
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.mixed_load import code
+
+pytestmark = pytest.mark.engine
+
+
+def complete(server: ModelServer, prompt: str, session: str, tokens: int = 60) -> tuple[str, dict[str, Any]]:
+    """One greedy completion and the server's figures of it."""
+    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=120) as client:
+        reply = client.completions.create(
+            model="demo",
+            prompt=prompt,
+            temperature=0,
+            max_tokens=tokens,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Session-ID": session},
+        )
+    return reply.choices[0].text, server.get(f"/v1/agentspec/requests/{reply.id}")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path) -> None:
+    prompt = code(901, 12)
+    before = fast.stats()["store"]["writer"]["persisted"]
+    text, _ = complete(fast, prompt, "killed")
+    wait_for(lambda: fast.stats()["store"]["writer"]["persisted"] > before)
+    fast.kill()
+    assert database.exists()
+    fast.start()
+    assert fast.stats()["store"]["restored"] >= 1
+    again, figures = complete(fast, prompt, "killed")
+    assert again == text
+    assert figures["accepted_by_source"]["session"] > 0
+    _, other = complete(fast, prompt, "killed-other")
+    assert other["accepted_by_source"]["session"] == 0
+
+
+def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
+    prompt = code(902, 12)
+    with RedisServer() as redis:
+        server = ModelServer(
+            MODEL,
+            options=(*OPTIONS, "--tenant", "team"),
+            name="demo",
+            environment={**ENVIRONMENT, "AGENTSPEC_STORE": redis.url},
+        )
+        with server:
+            text, _ = complete(server, prompt, "redis-1")
+            wait_for(lambda: server.stats()["store"]["writer"]["persisted"] == 1)
+            redis_dies_while_decoding(server, redis)
+            wait_for(lambda: server.stats()["store"]["writer"]["failed"] > 0)
+            lost, _ = complete(server, code(904, 12), "redis-2")
+            assert server.stats()["store"]["writer"]["queued"] >= 1
+            assert server.log.read_text(errors="replace").count("the store is lost") == 1
+            redis.start()
+            wait_for(lambda: server.stats()["store"]["writer"]["queued"] == 0, seconds=90)
+            server.kill()
+            server.start()
+            again, figures = complete(server, prompt, "redis-1")
+            assert again == text
+            assert figures["accepted_by_source"]["session"] > 0
+            again, figures = complete(server, code(904, 12), "redis-2")
+            assert again == lost
+            assert figures["accepted_by_source"]["session"] > 0
+            # The tenant's global tree was rebuilt too: another session draws from it.
+            _, figures = complete(server, prompt, "redis-3")
+            assert figures["accepted_by_source"]["global"] > 0
+
+
+def redis_dies_while_decoding(server: ModelServer, redis: RedisServer) -> None:
+    """kill -9 of Redis in the middle of a long answer, which must end as if nothing had happened."""
+    expected, _ = complete(server, code(903, 12), "redis-0", tokens=300)
+    result: list[str] = []
+    run = threading.Thread(target=lambda: result.append(complete(server, code(903, 12), "redis-other", tokens=300)[0]))
+    run.start()
+    time.sleep(0.2)
+    redis.kill()
+    run.join(60)
+    assert result == [expected]

@@ -1,0 +1,76 @@
+"""Session ids by all three ways; turn 2 drafts from turn 1; figures by request; bad ids."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from agentspec import AgentClient
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.mixed_load import code
+
+pytestmark = pytest.mark.engine
+
+
+def figures(server: ModelServer, request_id: str) -> dict[str, Any]:
+    """The server's figures of one request."""
+    answer: dict[str, Any] = server.get(f"/v1/agentspec/requests/{request_id}")
+    return answer
+
+
+TAGS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "header": lambda name: {"extra_headers": {"X-Session-ID": name}},
+    "body": lambda name: {"extra_body": {"session_id": name}},
+    "xargs": lambda name: {"extra_body": {"vllm_xargs": {"session_id": name}}},
+}
+
+
+@pytest.mark.parametrize("way", TAGS)
+def test_a_second_turn_drafts_from_the_first_of_its_session_only(fast: ModelServer, way: str) -> None:
+    tagged, other = TAGS[way](f"three-ways-{way}"), TAGS[way](f"three-ways-{way}-other")
+    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+    text = code(len(way) + 200, 12)
+    ask: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 48}
+
+    def complete(prompt: str, tag: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        body = {**ask, **tag, "extra_body": {"ignore_eos": True, **tag.get("extra_body", {})}}
+        reply = client.completions.create(prompt=prompt, **body)
+        return reply.choices[0].text, figures(fast, reply.id)
+
+    first, _ = complete(text, tagged)
+    again, mine = complete(text, tagged)
+    assert again == first
+    assert mine["accepted_by_source"]["session"] > 0
+    _, theirs = complete(text, other)
+    assert theirs["accepted_by_source"]["session"] == 0
+    assert theirs["accepted_by_source"]["global"] == 0  # no tenant: nothing is shared
+
+
+def test_the_client_sees_where_its_drafts_came_from(fast: ModelServer) -> None:
+    with AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as client:
+        session = client.session("client-figures")
+        session.chat("Write a Python function total_count(items).", temperature=0, max_tokens=60)
+        reply = session.chat("Write it again.", temperature=0, max_tokens=60)
+    assert reply.speculation is not None
+    assert reply.speculation.tokens >= 1
+    assert reply.speculation.accepted == sum(reply.speculation.accepted_by_source.values())
+    assert reply.speculation.mean_acceptance_length >= 1
+
+
+@pytest.mark.parametrize("bad", ["x" * 300, "line\nbreak", "nul\x00"])
+def test_a_bad_session_id_is_a_clear_400(fast: ModelServer, bad: str) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 2, "session_id": bad}
+    response = httpx.post(f"{fast.base_url}/completions", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert "session_id" in response.text
+
+
+def test_unknown_requests_are_404(fast: ModelServer) -> None:
+    assert httpx.get(f"{fast.base_url}/agentspec/requests/none").status_code == 404
+
+
+def test_the_extension_introduces_itself(fast: ModelServer, plain: ModelServer) -> None:
+    assert fast.get("/v1/agentspec")["drafting"] is True
+    assert httpx.get(f"{plain.base_url}/agentspec").status_code == 404

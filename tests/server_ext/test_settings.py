@@ -1,0 +1,137 @@
+"""Settings, identity and the launch arguments: bad input names the field and the remedy."""
+
+import json
+
+import pytest
+
+from agentspec.errors import ConfigurationError, InvalidSessionError, UnsupportedEngineError
+from agentspec.server_ext.identity import identify, merge_session
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.vllm_adapter import check_version
+from agentspec.server_ext.vllm_launch import engine_options, prepare_environment, serve_arguments
+
+
+def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
+    settings = load_settings({}, environ={})
+    assert settings.store.startswith("sqlite:///")
+    assert settings.tenant is None
+
+
+def test_the_environment_wins_so_that_secrets_need_no_argument() -> None:
+    config = {"agentspec": {"store": "memory://", "tenant": "a"}}
+    settings = load_settings(config, environ={"AGENTSPEC_STORE": "redis://:secret@localhost:1/0"})
+    assert settings.store == "redis://:secret@localhost:1/0"
+    assert settings.tenant == "a"
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"max_tokens": 10}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"cost": 0}, "cost"),
+        ({"cost": 2}, "cost"),
+        ({"preload_records": -1}, "preload_records"),
+        ({"tenant": "bad\nname"}, "tenant"),
+        ({"tenant": "x" * 1000}, "tenant"),
+        ({"max_tree": 5}, "max_tree"),
+        ("text", "agentspec"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(section: object, field: str) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        load_settings({"agentspec": section}, environ={})
+
+
+def test_an_unknown_setting_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match="max_tokens"):
+        load_settings({"agentspec": {"max_tokenz": 5000}}, environ={})
+
+
+@pytest.mark.parametrize("value", [0, -3, 129, None])
+def test_a_draft_limit_out_of_range_names_the_range(value: int | None) -> None:
+    with pytest.raises(ConfigurationError, match="between 1 and 128"):
+        check_draft_limit(value)
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0.0", "dev", "0.9"])
+def test_other_vllm_versions_are_refused_with_the_remedy(version: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"pip install"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu"])
+def test_supported_vllm_versions_pass(version: str) -> None:
+    check_version(version)
+
+
+class TestIdentity:
+    def test_body_or_header_wins_over_xargs(self) -> None:
+        assert merge_session({"session_id": "xargs", "k": 1}, "header") == {"session_id": "header", "k": 1}
+
+    def test_nothing_given_is_no_session(self) -> None:
+        assert merge_session(None, None) is None
+        assert identify(None, "t").session is None
+
+    @pytest.mark.parametrize("bad", ["", "a\nb", "\x00", "x" * 257, "tab\there"])
+    def test_an_unprintable_or_long_id_is_refused(self, bad: str) -> None:
+        with pytest.raises(InvalidSessionError, match="session_id"):
+            merge_session({}, bad)
+
+    def test_an_id_that_is_no_string_is_refused(self) -> None:
+        with pytest.raises(InvalidSessionError, match="session_id"):
+            merge_session({"session_id": 5}, None)
+
+    def test_the_engine_side_never_raises(self) -> None:
+        assert identify({"session_id": "a\nb"}, "t").session is None
+
+    def test_a_caller_cannot_choose_the_tenant(self) -> None:
+        assert identify({"session_id": "s", "tenant": "other"}, "mine").tenant == "mine"
+
+
+class TestLaunch:
+    def test_arguments_are_passed_on_and_ours_added(self) -> None:
+        result = serve_arguments(["--port", "1234"], {"tenant": "t"}, 8)
+        assert result[:2] == ["--port", "1234"]
+        speculative = json.loads(result[result.index("--speculative-config") + 1])
+        assert speculative["num_speculative_tokens"] == 8
+        additional = json.loads(result[result.index("--additional-config") + 1])
+        assert additional == {"agentspec": {"tenant": "t"}}
+
+    def test_the_users_additional_config_is_kept(self) -> None:
+        result = serve_arguments(["--additional-config", '{"x": 1, "agentspec": {"cost": 0.1}}'], {"tenant": "t"}, 8)
+        assert result.count("--additional-config") == 1
+        additional = json.loads(result[result.index("--additional-config") + 1])
+        assert additional == {"x": 1, "agentspec": {"cost": 0.1, "tenant": "t"}}
+
+    @pytest.mark.parametrize("arguments", [["-pp", "2"], ["--pipeline-parallel-size=2"]])
+    def test_pipeline_parallel_is_refused(self, arguments: list[str]) -> None:
+        with pytest.raises(UnsupportedEngineError, match="tensor-parallel"):
+            serve_arguments(arguments, {}, 8)
+
+    def test_a_second_speculative_method_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="speculative-config"):
+            serve_arguments(["--speculative-config", "{}"], {}, 8)
+
+    def test_a_draft_limit_out_of_range_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="num_speculative_tokens"):
+            serve_arguments([], {}, 1000)
+
+    def test_broken_json_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="additional-config"):
+            serve_arguments(["--additional-config", "{"], {}, 8)
+
+    def test_plugins_that_the_user_named_stay(self) -> None:
+        environ = {"VLLM_PLUGINS": "mine"}
+        prepare_environment(environ)
+        assert environ["VLLM_PLUGINS"] == "agentspec,mine"
+
+    def test_offline_options_check_their_settings(self) -> None:
+        assert engine_options(store="memory://")["additional_config"] == {"agentspec": {"store": "memory://"}}
+        with pytest.raises(ConfigurationError, match="cost"):
+            engine_options(cost=-1)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().tenant = "x"  # type: ignore[misc]

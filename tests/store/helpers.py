@@ -1,0 +1,89 @@
+"""Turns to store, and a store that fails when told to."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from agentspec.cache.store import Entry, MemoryStore, TurnRecord, encode
+from agentspec.cache.store.records import Int32
+from agentspec.errors import StoreUnavailableError
+
+NS = "0123abcd"
+
+
+def tokens(*values: int) -> Int32:
+    return np.array(values, dtype=np.int32)
+
+
+def turn(
+    session: str, number: int, *, kept: int = 0, prompt: int = 2, created: float = 1.0, gap: bool = False
+) -> TurnRecord:
+    """A turn that can be told from others: its response is [number, number + 1]."""
+    return TurnRecord(
+        session, kept, np.arange(prompt, dtype=np.int32), tokens(number, number + 1), created, gap
+    )
+
+
+def number_of(record: object) -> int:
+    assert isinstance(record, TurnRecord)
+    return int(record.response[0])
+
+
+def entry_of(record: TurnRecord) -> tuple[str, bytes]:
+    return record.session, encode(record)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    """Wait for ``condition``; an AssertionError if it does not come true in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited condition did not come true"
+        time.sleep(0.002)
+
+
+class FlakyStore(MemoryStore):
+    """A memory store that raises ``error`` while that is set, can be held up, and notes every append."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.fail_read_after: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls = 0
+        self.appended: list[list[tuple[str, bytes]]] = []
+
+    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
+        self.calls += 1
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        super().append(namespace, entries)
+        self.appended.append(list(entries))
+
+    def read(
+        self,
+        namespace: str,
+        *,
+        session: str | None = None,
+        after: str | None = None,
+        newest: int | None = None,
+    ) -> Iterator[Entry]:
+        self.calls += 1
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        return self._failing(super().read(namespace, session=session, after=after, newest=newest))
+
+    def ping(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _failing(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        for count, entry in enumerate(entries):
+            if self.fail_read_after is not None and count >= self.fail_read_after:
+                self.fail_read_after = None
+                raise StoreUnavailableError("went away in the middle")
+            yield entry

@@ -1,0 +1,78 @@
+"""Ids and namespaces."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
+from agentspec.cache.store import namespace
+from agentspec.cache.store.base import check_namespace
+from agentspec.cache.store.naming import frame
+from agentspec.errors import ConfigurationError, InvalidSessionError
+
+PARTS = st.lists(st.none() | st.text(st.sampled_from("ab\x00\x01\x02é"), max_size=4), max_size=4)
+
+
+@given(PARTS, PARTS)
+def test_framing_is_injective(left: list[str | None], right: list[str | None]) -> None:
+    assert (frame(left) == frame(right)) == (left == right)
+
+
+NAMES = st.text(st.sampled_from("ab/"), min_size=1, max_size=3)
+
+
+@given(*[st.tuples(NAMES, NAMES, st.none() | NAMES)] * 2)
+def test_each_model_tokenizer_and_tenant_has_its_own_log(
+    left: tuple[str, str, str | None], right: tuple[str, str, str | None]
+) -> None:
+    assert (namespace(*left) == namespace(*right)) == (left == right)
+
+
+def test_a_namespace_is_stable_and_fits_every_store() -> None:
+    # a change of this value orphans every stored log: raise SCHEMA on purpose, never by accident
+    assert namespace("model", "tokenizer", "tenant") == "8b80e4c6c9ab3c1b2a4fd23e7b5ca3c2f9ba1a2f"
+    assert check_namespace(namespace("m\x00/é", "t", None))
+
+
+def test_the_unnamed_tenant_is_no_named_one() -> None:
+    names = [None, "None", "null", "-"]
+    assert len({namespace("m", "t", name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(("model", "tokenizer", "field"), [("", "t", "model"), ("m", "", "tokenizer")])
+def test_empty_parts_are_refused_by_name(model: str, tokenizer: str, field: str) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        namespace(model, tokenizer, None)
+
+
+def test_an_unusable_tenant_is_refused() -> None:
+    with pytest.raises(InvalidSessionError, match="tenant"):
+        namespace("m", "t", "a\x00b")
+
+
+@pytest.mark.parametrize("value", ["fix-42", "a", "x" * MAX_ID_LENGTH, "日本語", "a b/c:{d}", "🙂", "👩‍💻"])
+def test_good_ids_come_back(value: str) -> None:
+    assert check_session_id(value) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("", "empty"),
+        ("  ", "empty"),
+        ("x" * (MAX_ID_LENGTH + 1), "at most 256"),
+        ("a\nb", "U\\+000A at position 1"),
+        ("\x00", "U\\+0000"),
+        ("\x7f", "U\\+007F"),
+        ("é\x85", "U\\+0085"),
+        ("\u2028", "empty|U\\+2028"),
+        ("a\u2028", "U\\+2028"),
+        ("\ud800", "U\\+D800"),
+        (5, "string"),
+        (None, "string"),
+    ],
+)
+def test_bad_ids_are_refused_with_field_and_reason(value: str, says: str) -> None:
+    with pytest.raises(InvalidSessionError, match=says) as error:
+        check_session_id(value, field="group")
+    assert str(error.value).startswith("group: ")

@@ -1,0 +1,89 @@
+"""Checked by mypy, never run: what the public API's types say to its users."""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import openai
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from agentspec import (
+    AgentClient,
+    AsyncAgentClient,
+    AsyncReplyStream,
+    AsyncSession,
+    Reply,
+    ReplyStream,
+    Session,
+    Speculation,
+    __version__,
+)
+
+
+class Verdict(BaseModel):
+    passed: bool
+
+
+def sync(client: AgentClient) -> None:
+    session = client.session("fix-42")
+    assert_type(session, Session)
+    reply = session.chat("hello")
+    assert_type(reply, Reply)
+    assert_type(reply.text, str)
+    assert_type(reply.parsed, None)
+    assert_type(reply.message, dict[str, Any])
+    assert_type(reply.usage, CompletionUsage | None)
+    assert_type(reply.raw, ChatCompletion)
+    assert_type(reply.speculation, Speculation | None)
+    if reply.speculation is not None:
+        assert_type(reply.speculation.mean_acceptance_length, float)
+        assert_type(reply.speculation.accepted_by_source, dict[str, int])
+    assert_type(session.chat("judge", response_format=Verdict), Reply[Verdict])
+    assert_type(session.chat("judge", response_format=Verdict).parsed, Verdict | None)
+    assert_type(session.chat("judge", response_format={"type": "json_object"}).parsed, None)
+    assert_type(session.chat("hello", stream=True), ReplyStream)
+    assert_type(session.chat("judge", stream=True, response_format=Verdict), ReplyStream[Verdict])
+    stream = session.stream("judge", response_format=Verdict)
+    for text in stream:
+        assert_type(text, str)
+    assert_type(stream.reply.parsed, Verdict | None)
+    for call in reply.tool_calls:
+        if call.type == "function":
+            assert_type(call.function.name, str)
+            session.tool_result(call.id, "done")
+    assert_type(session.chat(), Reply)
+    assert_type(session.messages, list[dict[str, Any]])
+    assert_type(session.fork(), Session)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    assert_type(client.chat(messages, session="fix-42", temperature=0.5), Reply)
+    assert_type(client.openai, openai.OpenAI)
+
+
+async def twins(client: AsyncAgentClient) -> None:
+    session = client.session("fix-42")
+    assert_type(session, AsyncSession)
+    assert_type(await session.chat("hello"), Reply)
+    assert_type((await session.chat("judge", response_format=Verdict)).parsed, Verdict | None)
+    assert_type(await session.chat("hello", stream=True), AsyncReplyStream)
+    async for text in session.stream("hello"):
+        assert_type(text, str)
+    assert_type(await session.fork("other"), AsyncSession)
+    assert_type(await client.chat("hello"), Reply)
+
+
+AgentClient(
+    model="small",
+    base_url="http://localhost:8000/v1",
+    store="sqlite:///sessions.db",
+    timeout=5.0,
+    max_retries=1,
+    http_client=openai.DefaultHttpxClient(),
+)
+AsyncAgentClient(model="small", store=None, http_client=openai.DefaultAsyncHttpxClient())
+assert_type(__version__, str)
+
+AgentClient(model="small", session_tags="cookie")  # type: ignore[arg-type]
+AgentClient(model="small", retries=3)  # type: ignore[call-arg]
+AgentClient(model="small").chat(42)  # type: ignore[call-overload]
