@@ -18,6 +18,7 @@ from agentspec.errors import (
     InvalidTokenError,
     RecordError,
     RecordVersionError,
+    SessionBusyError,
     StoreError,
     StoreUnavailableError,
     StoreURLError,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         Reply,
         ReplyStream,
         Session,
-        SessionBusyError,
         Speculation,
     )
 

@@ -8,6 +8,7 @@
     │   ├── InvalidTokenError       a token id outside the vocabulary, or of the wrong type
     │   ├── InvalidSessionError     a session or tenant id that is too long or not printable
     │   └── DuplicateRequestError   a request id that is already running
+    ├── SessionBusyError            the session's conversation is in the middle of another call (also a RuntimeError)
     ├── UnknownRequestError         a request id that is not running (also a KeyError)
     ├── StoreError                  the store could not be reached, read or written
     │   ├── StoreUnavailableError   it does not answer; trying again later may help
@@ -50,6 +51,10 @@ class InvalidSessionError(InvalidInputError):
 
 class DuplicateRequestError(InvalidInputError):
     """The request id is already running."""
+
+
+class SessionBusyError(AgentSpecError, RuntimeError):
+    """A session can make one call at a time; fork it to go on in two directions at once."""
 
 
 class UnknownRequestError(AgentSpecError, KeyError):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.errors import AgentSpecError, ConfigurationError
-from agentspec.testing.replay import Call, ModelShape, ReplayEngine
+from agentspec.testing.replay import RESERVED_TOKENS, Call, ModelShape, ReplayEngine
 
 TARGET = 1.03
 """The extension may cost at most 3 % of a decode step."""
@@ -121,13 +121,13 @@ class _Streams:
 
     def __init__(self, vocabulary: int, prompt: int, response: int, seed: int) -> None:
         self._length, self._prompt = prompt + response, prompt
-        if vocabulary - 3 < self._length:
+        if vocabulary - RESERVED_TOKENS < self._length:
             raise ConfigurationError(
                 f"--prompt {prompt} and --response {response} need {self._length} different tokens, and the model's "
                 f"vocabulary has {vocabulary}; make them shorter"
             )
         self._random = np.random.default_rng(seed)
-        self._tokens = np.arange(3, vocabulary, dtype=np.int32)  # not the special tokens at the front
+        self._tokens = np.arange(RESERVED_TOKENS, vocabulary, dtype=np.int32)
         self._blocks = self._shuffled()
         self._count = 0
         self.distinct = len(self._tokens) // self._length
@@ -189,7 +189,7 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"<= {item['target']:.2f}",
             "yes" if item["met"] else "no",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def _print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
             f"{item['acceptance_rate']:.2f}",
             f"{item['tokens_per_second']:.1f}",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
     if any(item["method"] == "ngram" for item in rows):
         print(f"ngram: vLLM's own, prompt_lookup_min={NGRAM_MIN}, prompt_lookup_max={NGRAM_MAX}, the same K")
 

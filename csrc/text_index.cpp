@@ -21,6 +21,8 @@ constexpr std::array<std::uint64_t, kLongest> make_multipliers() {
 }
 constexpr auto kMultipliers = make_multipliers();
 
+constexpr Position kBatch = 16;
+
 using Hashes = std::array<std::uint32_t, kLevels.size()>;
 
 // Hashes of the last k tokens before `end` for the levels k <= length; returns the index of the first such level.
@@ -79,7 +81,12 @@ std::size_t TextIndex::advance(std::size_t budget) {
     Range& range = ranges_.front();
     const auto count = static_cast<Position>(std::min<std::size_t>(budget - done, range.end - range.begin));
     for (auto& level : levels_) level.previous.resize(range.begin + count - base_, kNowhere);
-    for (Position i = 0; i < count; ++i) insert(range.begin++);
+    for (Position left = count; left > 0;) {
+      const Position batch = std::min<Position>(left, kBatch);
+      insert(range.begin, batch);
+      range.begin += batch;
+      left -= batch;
+    }
     done += count;
     if (range.begin == range.end) ranges_.pop_front();
   }
@@ -87,18 +94,25 @@ std::size_t TextIndex::advance(std::size_t budget) {
   return done;
 }
 
-void TextIndex::insert(Position position) {
+// Several positions at once: all their table slots are on the way from memory before the first is needed.
+void TextIndex::insert(Position begin, Position count) {
   const Token* text = text_.data();
-  const Token* here = text + position;
-  std::size_t length = 0;
-  const std::size_t limit = std::min<std::size_t>(position, kLongest);
-  while (length < limit && here[-1 - static_cast<std::ptrdiff_t>(length)] != kBoundary) ++length;
-  Hashes hashes;
-  const std::size_t first = hash_levels(here, length, hashes);
-  for (std::size_t i = first; i < kLevels.size(); ++i) levels_[i].newest.prefetch(hashes[i]);
-  for (std::size_t i = first; i < kLevels.size(); ++i) {
-    auto same = [&](Position other) { return equal_before(text + other, here, kLevels[i]); };
-    levels_[i].previous[position - base_] = levels_[i].newest.replace(hashes[i], position, same);
+  std::array<Hashes, kBatch> hashes;
+  std::array<std::size_t, kBatch> first;
+  for (Position n = 0; n < count; ++n) {
+    const Token* here = text + begin + n;
+    const std::size_t limit = std::min<std::size_t>(begin + n, kLongest);
+    std::size_t length = 0;
+    while (length < limit && here[-1 - static_cast<std::ptrdiff_t>(length)] != kBoundary) ++length;
+    first[n] = hash_levels(here, length, hashes[n]);
+    for (std::size_t i = first[n]; i < kLevels.size(); ++i) levels_[i].newest.prefetch(hashes[n][i]);
+  }
+  for (Position n = 0; n < count; ++n) {
+    const Position position = begin + n;
+    for (std::size_t i = first[n]; i < kLevels.size(); ++i) {
+      auto same = [&](Position other) { return equal_before(text + other, text + position, kLevels[i]); };
+      levels_[i].previous[position - base_] = levels_[i].newest.replace(hashes[n][i], position, same);
+    }
   }
 }
 

@@ -60,7 +60,7 @@ class TextIndex {
     std::vector<Position> previous;  // by position - base_
   };
 
-  void insert(Position position);
+  void insert(Position begin, Position count);
 
   std::vector<Token> text_;
   std::deque<Range> ranges_;  // findable positions still to be indexed

@@ -30,7 +30,7 @@ def session(seed: int) -> list[Message]:
     path = solution_path(plan, tests) or []
     messages = _system(rng)
     messages.append(Message("user", plan.request))
-    opening = f"Here is {plan.names['f']}."
+    opening = ""
     for done in path:
         messages.append(Message("assistant", _reply(opening, plan.code(done)), learn=True))
         if done == path[-1]:
@@ -68,7 +68,7 @@ def _system(rng: random.Random) -> list[Message]:
 
 
 def _reply(opening: str, code: str) -> str:
-    return f"{opening}\n```python\n{code}\n```"
+    return f"{opening}```python\n{code}\n```"
 
 
 def _report(plan: Plan, tests: tuple[UnitTest, ...], done: frozenset[int]) -> str:
@@ -77,4 +77,4 @@ def _report(plan: Plan, tests: tuple[UnitTest, ...], done: frozenset[int]) -> st
 
 def _fix_opening(plan: Plan, tests: tuple[UnitTest, ...], done: frozenset[int]) -> str:
     first = next(test for test in tests if not reference_result(plan, done, test).passed)
-    return f"Fixed {first.name}: {first.rule}."
+    return f"Fix {first.name}: {first.rule}.\n"

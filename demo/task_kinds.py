@@ -91,7 +91,7 @@ class Rule:
 
 # {k} is a small number.  The order here is the order of the lines in the finished function.
 RULES = (
-    Rule("before", ("if {p} is None:", "    {p} = {d}"), ("no_{p}", "default_{p}"),
+    Rule("before", ("if {p} is None:", "    {p} = {d}"), ("no_second", "default_second"),
           ("without {p}, use {d}", "{p} defaults to {d}")),
     Rule("before", ("if {a} is None:", "    return {v}"), ("none_input", "missing_input"),
           ("None as input gives {v}", "for None the answer is {v}")),
@@ -124,11 +124,15 @@ RULES = (
 )  # fmt: skip
 
 OPENINGS = (
-    "Write a Python function {f}({a}, {p}).",
-    "I need a function {f}({a}, {p}) in Python.",
-    "Please implement {f}({a}, {p}).",
-    "Write {f}({a}, {p}) for me.",
+    "Write this Python function:",
+    "Please implement this function:",
+    "Complete this function for me:",
+    "I need this function in Python:",
 )
+STUB = """```python
+def {f}({a}, {p}):
+    \"\"\"{summary}\"\"\"
+```"""
 NAMINGS = (
     "Name the result {r} and the loop variable {e}.",
     "Call the result {r} and each entry {e}.",

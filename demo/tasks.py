@@ -26,6 +26,7 @@ from demo.task_kinds import (
     OPENINGS,
     RULES,
     SECOND_WORDS,
+    STUB,
     Family,
 )
 
@@ -138,7 +139,7 @@ def _arguments(rng: random.Random, index: int | None, family: Family) -> str:
     """Random arguments of a call, made likely to touch the given rule."""
     name = "" if index is None else RULES[index].names[0]
     fixed = {"none_input": "None", "empty_input": "[]"}
-    param = "None" if name == "no_{p}" else _literal(rng, family.param)
+    param = "None" if name == "no_second" else _literal(rng, family.param)
     if name in fixed:
         return f"{fixed[name]}, {param}"
     entries = [_entry(rng, family.element) for _ in range(rng.randint(1, 3))]
@@ -184,7 +185,7 @@ def _find_call(rng: random.Random, plan: Plan, index: int | None) -> str | None:
 def _make_test(plan: Plan, name: str, rule: str, arguments: str) -> UnitTest:
     everything = frozenset(i for i, _ in plan.rules)
     expected = plan.outcome(everything, arguments).removeprefix("returned ")
-    return UnitTest(f"test_{name}", f"{plan.names['f']}({arguments})", expected, rule)
+    return UnitTest(name, f"{plan.names['f']}({arguments})", expected, rule)
 
 
 def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
@@ -198,8 +199,9 @@ def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
         if arguments is None:
             return None
         style = rng.randrange(2)
-        name = RULES[index].names[style].format(**values)
-        tests.append(_make_test(plan, name, RULES[index].texts[style].format(**values), arguments))
+        tests.append(
+            _make_test(plan, RULES[index].names[style], RULES[index].texts[style].format(**values), arguments)
+        )
     return tuple(tests)
 
 
@@ -224,7 +226,7 @@ def reference_result(plan: Plan, done: frozenset[int], test: UnitTest) -> TestRe
 
 def _result(test: UnitTest, outcome: str) -> TestResult:
     passed = outcome == f"returned {test.expected}"
-    message = f"{test.rule}; {test.call} {outcome[:120]}, expected {test.expected}"
+    message = f"{test.rule}.\n{test.call} {outcome[:120]}, expected {test.expected}."
     return TestResult(test.name, passed, "" if passed else message)
 
 
@@ -237,8 +239,8 @@ def make_plan(seed: int) -> tuple[Plan, tuple[UnitTest, ...]]:
         fitting = [index for index, rule in enumerate(RULES) if rule.needs in family.kinds()]
         chosen = rng.sample(fitting, rng.choice((2, 2, 3, 3, 4)))
         summary = rng.choice(family.summaries).format(**names)
-        parts = (rng.choice(OPENINGS), summary, rng.choice(NAMINGS))
-        request = " ".join(part.format(**names) for part in parts)
+        parts = (rng.choice(OPENINGS), STUB, rng.choice(NAMINGS))
+        request = "\n".join(part.format(**names, summary=summary) for part in parts)
         rules = tuple((index, _values(rng, index, family, names)) for index in chosen)
         plan = Plan(family, names, summary, request, rules)
         tests = _make_tests(rng, plan)
@@ -292,9 +294,9 @@ def feedback(results: Sequence[TestResult]) -> str:
     failed = [result for result in results if not result.passed]
     if not failed:
         return f"All {len(results)} tests pass."
-    lines = [f"{len(failed)} of {len(results)} tests fail:"]
-    lines += [f"- {result.name}: {result.message}" for result in failed]
-    return "\n".join([*lines, "Send the whole function with the first one fixed."])
+    first, *others = failed
+    text = f"{len(failed)} of {len(results)} tests fail. Fix {first.name}: {first.message}"
+    return text + (f"\nAlso failing: {', '.join(other.name for other in others)}." if others else "")
 
 
 def extract_code(reply_text: str) -> str:

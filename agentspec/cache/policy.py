@@ -1,9 +1,10 @@
 """DraftPolicy: how long a draft is worth it, from odds of acceptance that are learned while serving.
 
-A draft grows token by token. At each position every source proposes the most frequent successor of its longest match;
-a table of odds, counted online, gives each proposal's chance of being accepted, by source, match length, agreement
-among the matched places and agreement with the other sources. The likeliest is taken. The draft is cut where it brings the most
-expected tokens per unit of work, (1 + sum of cumulative chances) / (1 + cost * length), and left out where none pays.
+A draft grows token by token. At each position every source proposes the most frequent successor of its longest
+match; a table of odds, counted online, gives each proposal's chance of being accepted, by source, match length,
+agreement among the matched places and with the other sources. The likeliest is taken. The draft is cut where it
+brings the most expected tokens per unit of work, (1 + sum of cumulative chances) / (1 + cost * length), and left out
+where none pays.
 """
 
 import math

@@ -3,7 +3,6 @@
 from agentspec.client.async_client import AsyncAgentClient
 from agentspec.client.async_session import AsyncSession
 from agentspec.client.client import AgentClient
-from agentspec.client.conversation import SessionBusyError
 from agentspec.client.reply import Reply
 from agentspec.client.session import Session
 from agentspec.client.speculation import Speculation
@@ -17,6 +16,5 @@ __all__ = [
     "Reply",
     "ReplyStream",
     "Session",
-    "SessionBusyError",
     "Speculation",
 ]

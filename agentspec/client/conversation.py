@@ -13,11 +13,7 @@ from typing import Any
 
 from agentspec.client.messages import Content, as_messages
 from agentspec.client.session_log import NoLog, SessionLog
-from agentspec.errors import AgentSpecError, InvalidInputError, InvalidSessionError
-
-
-class SessionBusyError(AgentSpecError, RuntimeError):
-    """The session is in a call already; a session is one conversation, and its turns follow each other."""
+from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError
 
 
 @dataclass(frozen=True, slots=True)

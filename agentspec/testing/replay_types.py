@@ -16,6 +16,9 @@ DEFAULT_MAX_DRAFT = 16
 NGRAM_MIN, NGRAM_MAX = 2, 5
 """Lengths of the n-grams that vLLM's own ``ngram`` method looks up: the usual small window."""
 
+RESERVED_TOKENS = 24
+"""An engine warms up on the token ids below this."""
+
 
 class ReplayError(AgentSpecError):
     """A replay that cannot be trusted: other tokens than recorded, an error in the extension, a dead engine."""
@@ -92,6 +95,8 @@ class ReplayResult:
 
     def __add__(self, other: "ReplayResult") -> "ReplayResult":
         """Both together."""
+        sources = Counter(self.accepted_by_source)
+        sources.update(other.accepted_by_source)  # "+" would drop the sources that gave nothing
         return ReplayResult(
             calls=self.calls + other.calls,
             tokens=self.tokens + other.tokens,
@@ -99,7 +104,7 @@ class ReplayResult:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             seconds=self.seconds + other.seconds,
-            accepted_by_source=dict(Counter(self.accepted_by_source) + Counter(other.accepted_by_source)),
+            accepted_by_source=dict(sources),
             decode_seconds=self.decode_seconds + other.decode_seconds,
         )
 

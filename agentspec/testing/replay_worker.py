@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agentspec.testing.replay_hook import REPLAY_KEY, StepRecord, install_replay
-from agentspec.testing.replay_types import Call, EngineSpec, ReplayError, ReplayResult, speculative_config
+import numpy as np
 
-_WARM_UP = Call("agentspec-warm-up", prompt=range(16), response=range(16, 24))  # type: ignore[arg-type]
+from agentspec.testing.replay_hook import REPLAY_KEY, StepRecord, install_replay
+from agentspec.testing.replay_types import (
+    RESERVED_TOKENS,
+    Call,
+    EngineSpec,
+    ReplayError,
+    ReplayResult,
+    speculative_config,
+)
+
+_WARM_UP = Call("agentspec-warm-up", np.arange(16, dtype=np.int32), np.arange(16, RESERVED_TOKENS, dtype=np.int32))
+"""Tokens that do not repeat, so that nothing is learned from them."""
 
 
 def serve(pipe: Connection, spec: EngineSpec) -> None:
@@ -141,36 +151,35 @@ class Replay:
 
     def advance(self, calls: int | None) -> ReplayResult:
         """Step until that many more calls have finished (None: all); the others stay in flight."""
-        total = ReplayResult()
         times: list[float] = []
         sources: Counter[str] = Counter()
         counts: Counter[str] = Counter()
-        done = 0
-        begin = time.perf_counter()
+        done, seconds = 0, 0.0
         while calls is None or done < calls:
+            begin = time.perf_counter()
             self._fill()
             if not self._running:
                 break
-            full = len(self._running) == self._batch
-            step_begin = time.perf_counter()
+            filled = time.perf_counter()
             outputs = self._engine.llm.llm_engine.step()
-            elapsed = time.perf_counter() - step_begin
+            end = time.perf_counter()
+            seconds += end - begin  # checking and counting below is ours, not the engine's
             for record in self._engine.records:
                 self._count(record, counts)
-                if full and len(record.sampled) == self._batch and not record.prefills:
-                    times.append(elapsed)
+                if len(record.sampled) == self._batch and not record.prefills:
+                    times.append(end - filled)
             self._engine.records.clear()
             for output in outputs:
                 if output.finished:
                     done += 1
                     sources.update(self._finish(output))
-        return total + ReplayResult(
+        return ReplayResult(
             calls=done,
             tokens=counts["tokens"],
             steps=counts["steps"],
             drafted=counts["drafted"],
             accepted=counts["accepted"],
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
             accepted_by_source=dict(sources),
             decode_seconds=tuple(times),
         )

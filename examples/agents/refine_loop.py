@@ -42,7 +42,7 @@ def describe(turn: int, reply: Reply) -> str:
     line = f"turn {turn}: {reply.usage.completion_tokens if reply.usage else '?'} tokens"
     if (speculation := reply.speculation) is not None:
         sources = ", ".join(f"{name} {count}" for name, count in speculation.accepted_by_source.items())
-        line += f" in {speculation.steps} steps, {speculation.mean_acceptance_length:.2f} a step"
+        line += f" in {speculation.steps} steps, mean acceptance length {speculation.mean_acceptance_length:.2f}"
         line += f"; accepted {speculation.accepted} of {speculation.drafted} ({sources})"
     return line
 

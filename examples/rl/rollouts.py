@@ -43,6 +43,7 @@ def main() -> int:
         enforce_eager=arguments.enforce_eager,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
+        seed=arguments.seed,
         **options,
     )
     table = Table(title=f"{len(problems)} problems x {arguments.samples} samples")
@@ -78,10 +79,9 @@ def run_epoch(llm: Any, problems: list[dict[str, Any]], epoch: int, arguments: A
         SamplingParams(
             temperature=arguments.temperature,
             max_tokens=arguments.max_tokens,
-            seed=hash((arguments.seed, epoch, sample)) & 0x7FFFFFFF,
             extra_args={"session_id": str(problem["id"])},
         )
-        for problem, sample in jobs
+        for problem, _ in jobs
     ]
     before = engine_counts(llm)
     start = time.perf_counter()
@@ -108,7 +108,7 @@ def engine_counts(llm: Any) -> tuple[int, int]:
         answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
     except Exception:  # plain vLLM does not know the method
         return 0, 0
-    counters = next((answer["counters"] for answer in answers if answer), {})
+    counters: dict[str, int] = next((answer["counters"] for answer in answers if answer), {})
     return counters.get("drafted", 0), counters.get("accepted", 0)
 
 

@@ -46,7 +46,7 @@ def test_twins_have_the_same_surface(sync: type, twin: type) -> None:
 
 
 async def test_a_conversation(server: FakeServer) -> None:
-    server.counts = {"tokens": 3, "steps": 2, "drafted": 2, "accepted": 2}
+    server.counts = {"tokens": 3, "steps": 2, "drafts": 2, "drafted": 2, "accepted": 2}
     async with connect(server) as client:
         session = client.session("s")
         session.add({"role": "system", "content": "Be brief."})

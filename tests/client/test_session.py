@@ -168,7 +168,7 @@ def test_what_callers_hold_is_theirs(server: FakeServer) -> None:
 
 def test_the_key_goes_to_every_endpoint(server: FakeServer) -> None:
     server.api_key = "secret"
-    server.counts = {"tokens": 3, "steps": 2, "drafted": 2, "accepted": 1}
+    server.counts = {"tokens": 3, "steps": 2, "drafts": 2, "drafted": 2, "accepted": 1}
     with connect(server, api_key="secret") as client:
         assert client.chat("hello").speculation is not None
     with connect(server, api_key="wrong") as client, pytest.raises(openai.AuthenticationError):

@@ -15,7 +15,8 @@ from .fake_server import FakeServer
 
 COUNTS = {
     "tokens": 12,
-    "steps": 4,
+    "steps": 6,
+    "drafts": 4,
     "drafted": 16,
     "accepted": 8,
     "accepted_by_source": {"request": 3, "session": 5},
@@ -35,7 +36,8 @@ def test_a_reply_tells_of_its_speculation(server: FakeServer) -> None:
     assert reply.speculation == Speculation(
         drafted=16,
         accepted=8,
-        steps=4,
+        steps=6,
+        drafts=4,
         tokens=12,
         accepted_by_source={"request": 3, "session": 5},
         drafted_by_source={"request": 6, "session": 10},
@@ -50,8 +52,8 @@ def test_a_reply_tells_of_its_speculation(server: FakeServer) -> None:
 
 
 def test_nothing_drafted_divides_nothing_by_zero() -> None:
-    idle = Speculation(0, 0, 0, 1, {}, {})
-    assert (idle.mean_acceptance_length, idle.acceptance_rate) == (0.0, 0.0)
+    idle = Speculation(0, 0, 0, 0, 1, {}, {})
+    assert (idle.mean_acceptance_length, idle.acceptance_rate) == (1.0, 0.0)
 
 
 def test_it_can_be_switched_off(server: FakeServer) -> None:

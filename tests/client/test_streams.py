@@ -18,7 +18,7 @@ def connect(server: FakeServer) -> AgentClient:
 
 
 def test_text_comes_in_pieces_and_the_reply_at_the_end(server: FakeServer) -> None:
-    server.counts = {"tokens": 9, "steps": 3, "drafted": 8, "accepted": 6}
+    server.counts = {"tokens": 9, "steps": 3, "drafts": 3, "drafted": 8, "accepted": 6}
     with connect(server) as client:
         session = client.session("s")
         stream = session.stream("one")

@@ -13,7 +13,7 @@ MODEL = Path(__file__).parents[2] / "demo" / "model"
 # (max-model-len) all happen within a few requests.
 OPTIONS = (
     *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
-    *("--block-size", "16", "--num-gpu-blocks-override", "100", "--enable-prompt-tokens-details"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "50", "--enable-prompt-tokens-details"),
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 

@@ -20,36 +20,52 @@ SCHEMA: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server wrote: the text, and the token ids of it and of its prompt (to tell ties from errors)."""
+
+    text: str
+    token_ids: list[int]
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation or completion; ``run`` returns every text that the server wrote."""
+    """One conversation or completion; ``run`` returns every answer in order."""
 
     name: str
-    run: Callable[[openai.OpenAI], list[str]] = field(repr=False)
+    run: Callable[[openai.OpenAI], list[Answer]] = field(repr=False)
+
+
+def chat_answer(client: openai.OpenAI, messages: list[Any], session: str, **options: Any) -> Answer:
+    """One chat turn at temperature 0."""
+    reply = client.chat.completions.create(
+        model="demo",
+        messages=messages,
+        temperature=0,
+        extra_headers={"X-Session-ID": session},
+        extra_body={"return_token_ids": True},
+        **options,
+    )
+    choice: Any = reply.choices[0]
+    return Answer(choice.message.content or "", choice.token_ids, reply.prompt_token_ids)  # type: ignore[attr-defined]
 
 
 def chat(seed: int) -> Case:
     """An agent's session: write, test, feed back, correct; turns extend the same prompt (prefix-cache hits)."""
 
-    def run(client: openai.OpenAI) -> list[str]:
+    def run(client: openai.OpenAI) -> list[Answer]:
         task = make_task(FIRST_HELD_OUT_SEED + seed)
         messages: list[Any] = [{"role": "user", "content": task.request}]
-        texts: list[str] = []
+        answers: list[Answer] = []
         for _ in range(3):
-            reply = client.chat.completions.create(
-                model="demo",
-                messages=messages,
-                temperature=0,
-                max_tokens=200,
-                extra_headers={"X-Session-ID": f"identity-{seed}"},
-            )
-            text = reply.choices[0].message.content or ""
-            texts.append(text)
-            results = run_tests(task, extract_code(text))
+            answer = chat_answer(client, messages, f"identity-{seed}", max_tokens=200)
+            answers.append(answer)
+            results = run_tests(task, extract_code(answer.text))
             messages += [
-                {"role": "assistant", "content": text},
+                {"role": "assistant", "content": answer.text},
                 {"role": "user", "content": feedback(results)},
             ]
-        return texts
+        return answers
 
     return Case(f"chat-{seed}", run)
 
@@ -57,35 +73,33 @@ def chat(seed: int) -> Case:
 def completion(name: str, prompt: str | list[int], **options: Any) -> Case:
     """One completion with the given options; ``prompt`` as text or as token ids."""
 
-    def run(client: openai.OpenAI) -> list[str]:
-        arguments = {"max_tokens": 64, "extra_headers": {"X-Session-ID": name.split("-")[0]}, **options}
-        reply = client.completions.create(model="demo", prompt=prompt, temperature=0, **arguments)
-        return [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+    def run(client: openai.OpenAI) -> list[Answer]:
+        body = {"return_token_ids": True, **options.get("extra_body", {})}
+        defaults = {"temperature": 0, "max_tokens": 64, "extra_headers": {"X-Session-ID": name.split("-")[0]}}
+        reply = client.completions.create(
+            model="demo", prompt=prompt, **{**defaults, **options, "extra_body": body}
+        )
+        choices: list[Any] = sorted(reply.choices, key=lambda choice: choice.index)
+        return [Answer(choice.text, choice.token_ids, choice.prompt_token_ids) for choice in choices]
 
     return Case(name, run)
 
 
-def structured(name: str, prompt: str, schema: dict[str, Any]) -> Case:
+def structured(number: int) -> Case:
     """A chat whose answer a grammar restricts: drafts are cut to what the grammar allows."""
 
-    def run(client: openai.OpenAI) -> list[str]:
-        reply = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=80,
-            response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
-            extra_headers={"X-Session-ID": "structured"},
-        )
-        return [reply.choices[0].message.content or ""]
+    def run(client: openai.OpenAI) -> list[Answer]:
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+        messages = [{"role": "user", "content": f"Give item {number}."}]
+        return [chat_answer(client, messages, "structured", max_tokens=80, response_format=form) for _ in range(2)]
 
-    return Case(name, run)
+    return Case(f"structured-{number}", run)
 
 
 def aborted(seed: int) -> Case:
     """A stream that the caller leaves after a few tokens; what had come until then is compared by the others."""
 
-    def run(client: openai.OpenAI) -> list[str]:
+    def run(client: openai.OpenAI) -> list[Answer]:
         task = make_task(FIRST_HELD_OUT_SEED + seed)
         stream = client.chat.completions.create(
             model="demo",
@@ -101,7 +115,7 @@ def aborted(seed: int) -> Case:
             if len(text) > 20:
                 break
         stream.close()
-        return [text[:20]]
+        return [Answer(text[:20], [], [])]
 
     return Case(f"abort-{seed}", run)
 
@@ -115,20 +129,20 @@ def code(seed: int, lines: int) -> str:
 
 def mixed_load() -> list[Case]:
     """More than 50 requests: sessions, long prompts, the end of the context, samples, stops, grammars, aborts."""
+    endless = {"ignore_eos": True}
     cases = [chat(seed) for seed in range(8)]  # 3 requests each
     cases += [aborted(seed) for seed in range(3)]
     cases += [completion(f"chunked-{i}", code(i, 40), max_tokens=96) for i in range(6)]
     cases += [completion(f"repeated-{i}", code(1, 30), max_tokens=96) for i in range(3)]
     for i in range(4):  # ends within a few tokens of max_model_len, where a draft must not reach over it
         prompt = [300 + (k * 7 + i) % 40 for k in range(MAX_MODEL_LEN - 5 - 9 * i)]
-        cases.append(completion(f"end-{i}", prompt, max_tokens=None, extra_body={"ignore_eos": True}))
+        cases.append(completion(f"end-{i}", prompt, max_tokens=None, extra_body=endless))
     # Eight at once that outgrow the blocks of the cache: some are preempted and start again.
-    cases += [
-        completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body={"ignore_eos": True}) for i in range(8)
-    ]
-    cases += [completion(f"samples-{i}", code(30 + i, 8), n=3) for i in range(2)]
+    cases += [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body=endless) for i in range(8)]
+    # vLLM refuses n > 1 at temperature 0; this takes the sampling path and still decides for the likeliest.
+    cases += [completion(f"samples-{i}", code(30 + i, 8), n=3, temperature=1e-4) for i in range(2)]
     cases += [completion(f"stop-{i}", code(40 + i, 8), stop=["total", "count"]) for i in range(4)]
     cases += [completion(f"short-{i}", code(45 + i, 8), max_tokens=i + 1) for i in range(3)]
-    cases += [structured(f"structured-{i}", f"Give item {i}.", SCHEMA) for i in range(3)]
+    cases += [structured(i) for i in range(3)]
     random.Random(0).shuffle(cases)
     return cases

@@ -150,7 +150,7 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
         time.sleep(0.2)
         append(*args)  # type: ignore[arg-type]
 
-    engine.store.append = slow  # type: ignore[method-assign]
+    engine.store.append = slow  # type: ignore[method-assign,assignment]
     start = time.monotonic()
     for i in range(5):
         engine.run(f"r{i}", [1, 2, 3], TEXT[:5], session=f"s{i}")

@@ -134,4 +134,4 @@ class TestLaunch:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Settings().tenant = "x"  # type: ignore[misc]
+        Settings().tenant = "x"

@@ -21,9 +21,7 @@ def turn(
     session: str, number: int, *, kept: int = 0, prompt: int = 2, created: float = 1.0, gap: bool = False
 ) -> TurnRecord:
     """A turn that can be told from others: its response is [number, number + 1]."""
-    return TurnRecord(
-        session, kept, np.arange(prompt, dtype=np.int32), tokens(number, number + 1), created, gap
-    )
+    return TurnRecord(session, kept, np.arange(prompt, dtype=np.int32), tokens(number, number + 1), created, gap)
 
 
 def number_of(record: object) -> int:
@@ -35,7 +33,7 @@ def entry_of(record: TurnRecord) -> tuple[str, bytes]:
     return record.session, encode(record)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     """Wait for ``condition``; an AssertionError if it does not come true in time."""
     deadline = time.monotonic() + timeout
     while not condition():

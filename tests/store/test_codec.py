@@ -6,7 +6,7 @@ import zlib
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.cache.store import MessageRecord, Record, TurnRecord, decode, encode, encode_message, encode_turn
@@ -25,9 +25,7 @@ TOKENS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 2**31
     lambda values: np.array(values, dtype=np.int32)
 )
 SESSIONS = st.text(string.ascii_letters + "äß漢🙂 -_/", min_size=1, max_size=30).filter(str.strip)
-TURNS = st.builds(
-    TurnRecord, SESSIONS, st.integers(0, 2**40), TOKENS, TOKENS, st.floats(0, 4e9), st.booleans()
-)
+TURNS = st.builds(TurnRecord, SESSIONS, st.integers(0, 2**40), TOKENS, TOKENS, st.floats(0, 4e9), st.booleans())
 # with lone surrogates: model output that was cut within a character holds them
 TEXT = st.text(st.characters(), max_size=20)
 JSON = st.recursive(
@@ -38,6 +36,7 @@ JSON = st.recursive(
 MESSAGES = st.builds(MessageRecord, SESSIONS, st.dictionaries(TEXT, JSON, max_size=4), st.floats(0, 4e9))
 
 
+@settings(deadline=None)
 @given(TURNS)
 def test_turns_come_back_equal(record: TurnRecord) -> None:
     back = decode(encode_turn(record))
@@ -46,11 +45,13 @@ def test_turns_come_back_equal(record: TurnRecord) -> None:
     assert back.prompt_tail.dtype == back.response.dtype == np.int32
 
 
+@settings(deadline=None)
 @given(MESSAGES)
 def test_messages_come_back_equal(record: MessageRecord) -> None:
     assert decode(encode_message(record)) == record
 
 
+@settings(deadline=None)
 @given(TURNS | MESSAGES, st.data())
 def test_whatever_is_changed_in_the_bytes_is_noticed(record: Record, data: st.DataObject) -> None:
     payload = bytearray(encode(record))
@@ -74,6 +75,7 @@ def test_whatever_is_changed_in_the_bytes_is_noticed(record: Record, data: st.Da
     assert back == record  # some changes are none: a byte set to what it was
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_record_error(payload: bytes) -> None:
     with pytest.raises(RecordError):
@@ -141,7 +143,7 @@ def test_the_checksum_is_crc32_over_framed_parts() -> None:
     [
         (TurnRecord("s", -1, tokens(), tokens(), 1.0), InvalidInputError, "kept"),
         (TurnRecord("s", 0, tokens(-4), tokens(), 1.0), InvalidTokenError, "prompt_tail"),
-        (TurnRecord("s", 0, tokens(), np.array([1.5]), 1.0), InvalidTokenError, "response"),  # type: ignore[arg-type]
+        (TurnRecord("s", 0, tokens(), np.array([1.5]), 1.0), InvalidTokenError, "response"),
         (TurnRecord("s", 0, tokens(), tokens(1).reshape(1, 1), 1.0), InvalidTokenError, "response"),
         (TurnRecord("a\nb", 0, tokens(), tokens(1), 1.0), InvalidSessionError, "session"),
         (MessageRecord("s", {"x": object()}, 1.0), InvalidInputError, "message"),

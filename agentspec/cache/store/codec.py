@@ -11,6 +11,7 @@ kinds that they do not know.
 """
 
 import struct
+import threading
 import zlib
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidToken
 VERSION = 1
 _TURN = "turn"
 _MESSAGE = "message"
+_local = threading.local()  # a packer a thread: a new one takes ten times as long as the packing
 _KEYS = {"v", "kind", "crc", "meta", "data"}
 
 
@@ -107,7 +109,7 @@ def _open(envelope: object) -> tuple[str, bytes, bytes]:
 def _turn(fields: dict[str, Any], data: bytes) -> TurnRecord:
     tokens: Int32 = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
     split, kept = fields["prompt"], fields["kept"]
-    if not 0 <= split <= len(tokens) or kept < 0 or (len(tokens) and tokens.min() < 0):
+    if not 0 <= split <= len(tokens) or kept < 0 or _lowest(tokens) < 0:
         _corrupt("counts or token ids out of range")
     return TurnRecord(
         session=_text(fields["session"]),
@@ -141,14 +143,25 @@ def _checksum(kind: str, meta: bytes, data: bytes) -> int:
 def _token_bytes(tokens: Int32, field: str) -> bytes:
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
         raise InvalidTokenError(f"{field}: a one-dimensional int32 array expected")
-    if tokens.size and tokens.min() < 0:
-        raise InvalidTokenError(f"{field}: negative token id {int(tokens.min())}")
+    if _lowest(tokens) < 0:
+        raise InvalidTokenError(f"{field}: negative token id {_lowest(tokens)}")
     return tokens.astype("<i4", copy=False).tobytes()
+
+
+def _lowest(tokens: Int32) -> int:
+    return int(np.minimum.reduce(tokens, initial=0))  # half the time of min()
 
 
 # lone surrogates appear in model output that was cut within a character: they must survive
 def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
+    packer = getattr(_local, "packer", None)
+    if packer is None:
+        packer = _local.packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
+    try:
+        packed: bytes = packer.pack(value)
+    except BaseException:
+        _local.packer = None  # it may hold half of the value
+        raise
     return packed
 
 

@@ -65,6 +65,18 @@ end
 return #page
 """
 
+# KEYS: one stream a session; ARGV: first and last id for each. Gives [id, payload, id, payload, ...].
+_GATHER = """
+local found = {}
+for i, key in ipairs(KEYS) do
+  for _, entry in ipairs(redis.call('XRANGE', key, ARGV[2 * i - 1], ARGV[2 * i])) do
+    found[#found + 1] = entry[1]
+    found[#found + 1] = entry[2][2]
+  end
+end
+return found
+"""
+
 # replies that end by themselves or by the operator's hand, while the URL is right
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
@@ -88,12 +100,14 @@ class RedisStore:
             url,
             socket_timeout=SOCKET_TIMEOUT,
             socket_connect_timeout=SOCKET_TIMEOUT,
-            # one more try, for pooled connections that died with a restarted server
-            retry=Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, (redis.ConnectionError,)),
+            # One more try, for pooled connections that died with a restarted server, and for a server that was slow
+            # once. It does no harm: reads and removals can be repeated, and appends are numbered.
+            retry=Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, (redis.ConnectionError, redis.TimeoutError)),
             **options,
         )
         self._execute: Callable[..., Any] = self._client.execute_command
         self._append = self._client.register_script(_APPEND)
+        self._gather = self._client.register_script(_GATHER)
         self._remove = self._client.register_script(_REMOVE)
         self._writer = uuid.uuid4().hex
         self._number = 0
@@ -184,12 +198,13 @@ class RedisStore:
         spans: dict[bytes, list[bytes]] = {}
         for number, fields in references:
             spans.setdefault(fields[b"s"], []).append(number)
+        if not spans:
+            return
+        keys = [f"{tag}:s:{session.decode()}" for session in spans]
+        bounds = [number for numbers in spans.values() for number in (numbers[0], numbers[-1])]
         with self._explained():
-            pipeline: Any = self._client.pipeline(transaction=False)
-            for session, numbers in spans.items():
-                pipeline.execute_command("XRANGE", f"{tag}:s:{session.decode()}", numbers[0], numbers[-1])
-            answers: list[list[_Row]] = pipeline.execute()
-        payloads = {number: fields[b"p"] for rows in answers for number, fields in rows}
+            found: list[bytes] = self._gather(keys=keys, args=bounds)
+        payloads = dict(zip(found[::2], found[1::2], strict=True))
         for number, fields in references:
             if number in payloads:  # else the session has been removed or has expired
                 yield Entry(_cursor(number), fields[b"s"].decode(), payloads[number])

@@ -93,7 +93,7 @@ def _open_redis(url: str, scheme: str) -> Store:
     prefix = options.pop("prefix", "agentspec")
     if not _PREFIX.fullmatch(prefix):
         raise _refused(url, "prefix takes 1 to 64 letters, digits and . _ : -")
-    bare = parts._replace(query="", fragment="", path=parts.path if scheme == "unix" else "").geturl()
+    bare = f"{scheme}://{parts.netloc}{parts.path if scheme == 'unix' else ''}"
     secret = unquote(parts.password) if parts.password else None
     return RedisStore(bare, shown=redact(url), secret=secret, prefix=prefix, db=int(database), **options)
 

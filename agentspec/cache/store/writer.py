@@ -17,7 +17,7 @@ from agentspec.errors import InvalidInputError, StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 _OVERHEAD = 256  # bytes of a queued record beside its tokens, roughly
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 1 << 20  # so that a batch passes well within a socket timeout
 _CLOSING_DELAY = 0.05
 _MAX_GAPS = 100_000  # sessions remembered to have lost a turn; forgetting them costs some wrong drafts
 

@@ -1,0 +1,210 @@
+"""What a user of SuffixCache relies on, on both cores."""
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache.reference_core import INDEX_PER_REQUEST
+from tests.cache.conftest import MakeCache
+
+TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+
+
+def drafts(cache: SuffixCache, request: str, room: int = 32) -> list[int]:
+    tokens: list[int] = cache.propose([request], room)[0].token_ids.tolist()
+    return tokens
+
+
+def run(
+    cache: SuffixCache, prompt: list[int], response: list[int], session: str | None, tenant: str | None
+) -> FinishedTurn | None:
+    cache.start("run", prompt, session=session, tenant=tenant)
+    cache.extend("run", response)
+    return cache.finish("run")
+
+
+def test_drafts_from_the_request_itself(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("r", TURN + TURN[:4])
+    draft = cache.propose(["r"], 3)[0]
+    assert draft.token_ids.tolist() == [15, 16, 17] and draft.token_ids.dtype == np.int32
+    assert (draft.source, draft.match_length) == ("request", 4)
+    assert draft.probabilities.dtype == np.float32 and (draft.probabilities > 0).all()
+
+
+def test_second_turn_drafts_from_the_first(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    run(cache, [1, 2, 3], TURN, "s", None)
+    cache.start("r", [1, 2, 3, *TURN, 4, 5, 11, 12, 13], session="s")
+    draft = cache.propose(["r"], 2)[0]
+    assert draft.token_ids.tolist() == [14, 15] and draft.source == "session"
+
+
+def test_a_response_is_found_from_its_first_token(make_cache: MakeCache) -> None:
+    """The end of the prompt stays in front of a stored response, so what usually comes first is known."""
+    cache = make_cache()
+    run(cache, [1, 2, 3], TURN, None, "t")
+    cache.start("r", [9, 2, 3], tenant="t")
+    draft = cache.propose(["r"], 1)[0]
+    assert draft.token_ids.tolist() == [11] and draft.source == "global"
+
+
+def test_session_pays_for_new_tokens_only(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    text = [1, 2, 3]
+    for turn in range(5):
+        finished = run(cache, text, [100 + turn] * 3, "s", None)
+        assert finished is not None
+        assert finished.kept == (len(text) - 2 if turn else 0)
+        text = [*text, *[100 + turn] * 3, 50, 51]
+    assert cache.stats().tokens == 2 * (len(text) - 2)  # the text and the last context, nothing twice
+
+
+def test_a_changed_prompt_starts_where_it_differs(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    run(cache, [1, 2, 3], TURN, "s", None)
+    finished = run(cache, [1, 2, 9], [7, 7], "s", None)
+    assert finished is not None and finished.kept == 2 and finished.prompt_tail.tolist() == [9]
+    cache.start("r", [5, 1, 2], session="s")
+    assert drafts(cache, "r", 1) == [9]  # the newer of two, found across the start of what was stored
+
+
+def test_kept_counts_against_what_the_session_is_at_the_end(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("a", [1, 2, 3], session="s")
+    cache.start("b", [1, 2, 4], session="s")
+    cache.extend("a", [5])
+    cache.extend("b", [6])
+    first, second = cache.finish("a"), cache.finish("b")
+    assert first is not None and second is not None
+    assert (first.kept, first.prompt_tail.tolist()) == (0, [1, 2, 3])
+    assert (second.kept, second.prompt_tail.tolist()) == (2, [4])
+
+
+def test_output_limit_drops_what_ran_past_the_stop(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("r", [1], session="s", tenant="t")
+    cache.extend("r", TURN)
+    turn = cache.finish("r", output_limit=3)
+    assert turn is not None and turn.response.tolist() == TURN[:3]
+    cache.start("n", [1, *TURN[:3]], session="s", tenant="t")
+    assert drafts(cache, "n") == []
+
+
+def test_abort_keeps_nothing(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("r", [1], session="s", tenant="t")
+    cache.extend("r", TURN)
+    cache.abort("r")
+    assert not cache.has_session("t", "s") and cache.stats().tokens == 0 and cache.stats().requests == 0
+    cache.start("r", [1, 11, 12], session="s", tenant="t")
+    assert drafts(cache, "r") == []
+
+
+def test_no_draft_where_none_pays(make_cache: MakeCache) -> None:
+    prompt = TURN + TURN[:4]
+    cheap, dear = make_cache(policy=DraftPolicy(cost=0.01)), make_cache(policy=DraftPolicy(cost=5.0))
+    for cache in (cheap, dear):
+        cache.start("r", prompt)
+    assert len(drafts(cheap, "r")) > 0 and drafts(dear, "r") == []
+    assert drafts(cheap, "r", room=0) == []
+
+
+def test_odds_fall_with_failures_and_recover(make_cache: MakeCache) -> None:
+    """Also while nothing is drafted: the best candidates are judged all the same."""
+    cache = make_cache(policy=DraftPolicy(cost=0.3, memory=20))
+    cache.start("r", [])
+    cache.extend("r", [1, 2, 3, 4, 7] * 2)
+    chance = [_chance(cache)]
+    for i in range(80):
+        cache.propose(["r"], 1)
+        cache.extend("r", [20 + i, 1, 2, 3, 4])
+    chance.append(_chance(cache))
+    assert chance[1] < chance[0]
+    for _ in range(80):
+        cache.propose(["r"], 1)
+        cache.extend("r", [7])
+        cache.extend("r", [1, 2, 3, 4])
+    chance.append(_chance(cache))
+    assert chance[2] > chance[1]
+
+
+def _chance(cache: SuffixCache) -> float:
+    draft = cache.propose(["r"], 1)[0]
+    return float(draft.probabilities[0]) if draft.probabilities.size else 0.0
+
+
+def test_long_prompt_is_indexed_little_by_little(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    prompt = np.arange(3 * INDEX_PER_REQUEST, dtype=np.int32)
+    cache.start("r", np.concatenate([prompt, prompt[-20:-10]]))
+    assert cache.stats().pending == 2 * INDEX_PER_REQUEST + 10
+    assert drafts(cache, "r") == []  # what would be drafted lies in the pending part
+    assert cache.stats().pending == INDEX_PER_REQUEST + 10
+    assert cache.catch_up() == INDEX_PER_REQUEST + 10
+    assert drafts(cache, "r", 4) == prompt[-10:-6].tolist()
+
+
+def test_budget_evicts_the_least_recently_used_session(make_cache: MakeCache) -> None:
+    cache = make_cache(max_tokens=100)
+    for name in "abc":
+        run(cache, [], list(range(16)), name, None)  # 32 tokens each: text and last context
+    cache.start("r", list(range(16)), session="a")  # a is in use now
+    run(cache, [], list(range(16)), "d", None)
+    held = {name for name in "abcd" if cache.has_session(None, name)}
+    assert held == {"a", "c", "d"} and cache.stats().tokens <= 100
+    for name in "efgh":
+        run(cache, [], list(range(16)), name, None)
+    assert cache.has_session(None, "a")  # never while a request of it runs
+
+
+def test_budget_drops_the_older_half_of_a_global_tree(make_cache: MakeCache) -> None:
+    cache = make_cache(max_tokens=100)
+    for i in range(10):
+        run(cache, [], [100 * i + n for n in range(19)], None, "t")
+    assert 0 < cache.stats().tokens <= 100
+    cache.start("r", [900, 901], tenant="t")
+    assert drafts(cache, "r", 1) == [902]
+    cache.start("q", [0, 1], tenant="t")
+    assert drafts(cache, "q", 1) == []
+
+
+def test_restore_is_as_if_the_turns_had_run_here(make_cache: MakeCache) -> None:
+    rng = np.random.default_rng(7)
+    original, copy = make_cache(), make_cache()
+    text: list[int] = []
+    for number in range(12):
+        prompt = text[: int(rng.integers(len(text) + 1))] + rng.integers(0, 9, 12).tolist()
+        session, tenant = [("s", None), ("s", "t"), (None, "t")][number % 3]
+        turn = run(original, prompt, rng.integers(0, 9, 20).tolist(), session, tenant)
+        text = prompt
+        assert turn is not None
+        copy.restore(turn)
+    assert copy.stats().tokens == original.stats().tokens > 0
+    for session, tenant in [("s", None), ("s", "t"), (None, "t")]:
+        for start in range(30):
+            for cache in (original, copy):
+                cache.start("r", [start % 9, start // 9, 3], session=session, tenant=tenant)
+            ours, theirs = copy.propose(["r"], 8)[0], original.propose(["r"], 8)[0]
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+            assert (ours.match_length, ours.source) == (theirs.match_length, theirs.source)
+            copy.abort("r")
+            original.abort("r")
+
+
+def test_restore_without_the_turns_before_it(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.restore(FinishedTurn("t", "s", 500, np.array([1, 2], np.int32), np.array(TURN, np.int32)))
+    cache.start("r", [2, 11, 12], session="s", tenant="t")
+    assert drafts(cache, "r", 1) == [13]
+
+
+def test_sources_are_named() -> None:
+    assert SOURCES[:3] == ("request", "session", "global")
+
+
+def test_native_true_needs_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.suffix_cache.native_available", lambda: False)
+    with pytest.raises(ValueError, match="native=True"):
+        SuffixCache(native=True)
+    assert not SuffixCache().stats().native  # plain Python serves

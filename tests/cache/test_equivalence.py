@@ -1,0 +1,121 @@
+"""The compiled core against the reference: random interleavings of every call must give equal answers.
+
+AGENTSPEC_FUZZ_EXAMPLES sets the number of examples for a longer run.
+"""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from agentspec.cache import native_available
+from tests.cache.streams import Pair, policies, tokens
+
+EXAMPLES = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "40"))
+
+if not native_available():
+    pytest.skip("the compiled core is not built", allow_module_level=True)
+
+sessions = st.sampled_from([None, "a", "b", "1:ta"])
+tenants = st.sampled_from([None, "t", "1:t"])
+
+
+class Interleaving(RuleBasedStateMachine):
+    """Requests start, decode, finish and vanish in any order, with drafts accepted in part, steps skipped, budgets
+    that evict, sessions erased while they run, and turns restored."""
+
+    @initialize(policy=policies, max_tokens=st.sampled_from([None, None, 120, 600]))
+    def begin(self, policy, max_tokens):  # type: ignore[no-untyped-def]
+        self.pair = Pair(policy, max_tokens)
+        self.texts: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
+        self.turns: list = []  # type: ignore[type-arg]
+        self.said: list[list[int]] = [[1, 2, 1]]
+        self.count = 0
+
+    def pick(self, data) -> str:  # type: ignore[no-untyped-def]
+        return data.draw(st.sampled_from(sorted(self.texts)))
+
+    def next_tokens(self, data, request: str) -> list[int]:  # type: ignore[no-untyped-def]
+        """Verified tokens: part of the draft, then a token of the target's own, or anything at all."""
+        draft = self.drafts.get(request, [])
+        accepted = draft[: data.draw(st.integers(0, len(draft)))]
+        return accepted + data.draw(tokens.map(lambda new: new[:3]))
+
+    @precondition(lambda self: len(self.texts) < 5)
+    @rule(data=st.data(), session=sessions, tenant=tenants)
+    def start(self, data, session, tenant):  # type: ignore[no-untyped-def]
+        base = data.draw(st.sampled_from(self.said))
+        prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(tokens)
+        self.count += 1
+        request = f"r{self.count}"
+        self.pair.start(request, prompt, session, tenant)
+        self.texts[request] = list(prompt)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), room=st.sampled_from([0, 1, 5, 64]))
+    def propose(self, data, room):  # type: ignore[no-untyped-def]
+        request = self.pick(data)
+        self.drafts[request] = self.pair.propose([request], room)[0]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def extend(self, data):  # type: ignore[no-untyped-def]
+        request = self.pick(data)
+        new = self.next_tokens(data, request)
+        self.pair.extend(request, new)
+        self.texts[request] += new
+        if new:
+            self.drafts.pop(request, None)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), room=st.lists(st.sampled_from([0, 2, 32]), min_size=5, max_size=5))
+    def step(self, data, room):  # type: ignore[no-untyped-def]
+        batch = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, unique=True))
+        scheduled = [data.draw(st.integers(0, len(self.drafts.get(r, [])))) for r in batch]
+        for request in batch:
+            self.texts[request] += self.next_tokens(data, request)
+        result = self.pair.step(batch, [self.texts[r] for r in batch], room[: len(batch)], scheduled)
+        self.drafts.update(zip(batch, result.lists(), strict=True))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), limit=st.sampled_from([None, None, 0, 3]))
+    def finish(self, data, limit):  # type: ignore[no-untyped-def]
+        request = self.pick(data)
+        turn = self.pair.finish(request, limit)
+        self.said.append(self.texts.pop(request))
+        self.drafts.pop(request, None)
+        if turn is not None:
+            self.turns.append(turn)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def abort(self, data):  # type: ignore[no-untyped-def]
+        request = self.pick(data)
+        self.pair.abort(request)
+        del self.texts[request]
+        self.drafts.pop(request, None)
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data())
+    def restore(self, data):  # type: ignore[no-untyped-def]
+        self.pair.restore(data.draw(st.sampled_from(self.turns)))
+
+    @rule(session=sessions.filter(bool), tenant=tenants)
+    def remove(self, session, tenant):  # type: ignore[no-untyped-def]
+        self.pair.remove_session(tenant, session)
+
+    @invariant()
+    def stats_agree(self):  # type: ignore[no-untyped-def]
+        self.pair.check_stats()
+
+
+Interleaving.TestCase.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestInterleaving = Interleaving.TestCase

@@ -1,0 +1,124 @@
+"""Bad input: a clear error that names what is wrong, and nothing changed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.errors import (
+    ConfigurationError,
+    DuplicateRequestError,
+    InvalidInputError,
+    InvalidSessionError,
+    InvalidTokenError,
+    UnknownRequestError,
+)
+from tests.cache.conftest import MakeCache
+
+LARGEST = 2**31 - 1
+
+BAD_TOKENS: list[tuple[Any, str]] = [
+    ([1, -1], r"\[1\] is -1"),
+    ([0, 1, 2**31], r"\[2\] is 2147483648"),
+    ([2**70], r"\[0\] is 1180591620717411303424"),
+    ([1, True], r"\[1\] is True"),
+    ([1, 2.0], r"\[1\] is 2.0"),
+    (["1"], r"\[0\] is '1'"),
+    ([[1, 2]], r"\[0\]"),
+    ("abc", "str"),
+    (None, "NoneType"),
+    (np.array([1.0]), "float64"),
+    (np.array([True]), "bool"),
+    (np.array([[1]]), r"shape \(1, 1\)"),
+    (np.array([1, -5], np.int32), r"\[1\] is -5"),
+    (np.array([2**40]), r"\[0\] is 1099511627776"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "message"), BAD_TOKENS)
+def test_bad_tokens_are_refused_before_anything_changes(make_cache: MakeCache, tokens: Any, message: str) -> None:
+    cache = make_cache()
+    cache.start("r", [1, 2, 3], session="s")
+    before = (cache.stats(), cache.propose(["r"], 4)[0].token_ids.tolist())
+    with pytest.raises(InvalidTokenError, match=message):
+        cache.start("new", tokens)
+    with pytest.raises(InvalidTokenError, match=message):
+        cache.extend("r", tokens)
+    with pytest.raises(InvalidTokenError, match=message):
+        cache.restore(FinishedTurn(None, "s", 0, np.array([1], np.int32), tokens))
+    assert (cache.stats(), cache.propose(["r"], 4)[0].token_ids.tolist()) == before
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [0, LARGEST, 0, LARGEST, 0],
+        (0, LARGEST, 0, LARGEST, 0),
+        np.array([0, LARGEST, 0, LARGEST, 0], np.int32),
+        np.array([0, LARGEST, 0, LARGEST, 0], np.int64),
+        np.array([0, 9, LARGEST, 9, 0, 9, LARGEST, 9, 0], np.uint32)[::2],
+        [np.int64(0), LARGEST, np.int32(0), LARGEST, 0],
+    ],
+)
+def test_every_integer_form_is_taken(make_cache: MakeCache, tokens: Any) -> None:
+    cache = make_cache()
+    cache.start("r", tokens)
+    assert cache.propose(["r"], 1)[0].token_ids.tolist() == [LARGEST]
+
+
+def test_vocabulary_bounds_the_tokens(make_cache: MakeCache) -> None:
+    cache = make_cache(vocab_size=100)
+    cache.start("r", [0, 99])
+    with pytest.raises(InvalidTokenError, match=r"tokens\[0\] is 100: token ids must be from 0 to 99"):
+        cache.extend("r", [100])
+
+
+def test_request_ids(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("r", [1])
+    with pytest.raises(DuplicateRequestError, match="'r'"):
+        cache.start("r", [2])
+    for call in (
+        cache.finish,
+        cache.abort,
+        lambda name: cache.propose([name], 1),
+        lambda name: cache.extend(name, [1]),
+    ):
+        with pytest.raises(UnknownRequestError, match="'gone' is not running"):
+            call("gone")
+    cache.abort("r")
+    cache.start("r", [1])
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a\x00b", 7])
+def test_session_names(make_cache: MakeCache, name: Any) -> None:
+    cache = make_cache()
+    for field in ("session", "tenant", "group"):
+        with pytest.raises(InvalidSessionError, match=field):
+            cache.start("r", [1], **{field: name})
+    assert cache.stats().requests == 0 and cache.stats().tenants == 0
+
+
+def test_numbers_out_of_range(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("r", [1])
+    with pytest.raises(InvalidInputError, match="output_limit"):
+        cache.finish("r", output_limit=-1)
+    with pytest.raises(InvalidInputError, match="max_draft"):
+        cache.propose(["r"], [1, 2])
+    with pytest.raises(InvalidInputError, match="kept"):
+        cache.restore(FinishedTurn(None, "s", -1, np.array([], np.int32), np.array([], np.int32)))
+    assert cache.propose(["r"], -3)[0].token_ids.size == 0
+    for options in ({"max_tokens": 0}, {"vocab_size": 0}, {"vocab_size": 2**31 + 1}):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            SuffixCache(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cost": -0.1}, {"cost": float("nan")}, {"max_draft": 129}, {"max_draft": 2.0}, {"min_match": 0}, {"memory": 1}],
+)
+def test_policy_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        DraftPolicy(**options)

@@ -1,0 +1,127 @@
+"""Who may draft from what: each denial stands beside the hit that shows the test could have found it."""
+
+import pytest
+
+from agentspec.cache import DraftPolicy, SuffixCache
+from tests.cache.conftest import MakeCache
+
+SECRET = [71, 72, 73, 74, 75, 76, 77, 78, 79]
+
+
+def say(cache: SuffixCache, session: str | None, tenant: str | None) -> None:
+    cache.start("w", [1, 2], session=session, tenant=tenant)
+    cache.extend("w", SECRET)
+    cache.finish("w")
+
+
+def leaks(cache: SuffixCache, session: str | None, tenant: str | None) -> bool:
+    """Whether a prompt that begins like the secret is continued with it."""
+    cache.start("q", [5, 71, 72, 73], session=session, tenant=tenant)
+    draft = cache.propose(["q"], 8)[0].token_ids.tolist()
+    cache.abort("q")
+    return bool(set(draft) & set(SECRET[3:]))
+
+
+@pytest.mark.parametrize(
+    ("session", "tenant", "seen"),
+    [
+        ("s", "acme", True),
+        ("other", "acme", True),
+        (None, "acme", True),
+        ("s", "rival", False),
+        ("s", None, False),
+        (None, None, False),
+    ],
+)
+def test_a_tenants_text(make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool) -> None:
+    cache = make_cache()
+    say(cache, "s", "acme")
+    assert leaks(cache, session, tenant) == seen
+
+
+@pytest.mark.parametrize(
+    ("session", "tenant", "seen"),
+    [("s", None, True), ("other", None, False), (None, None, False), ("s", "acme", False)],
+)
+def test_text_without_a_tenant(make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool) -> None:
+    cache = make_cache()
+    say(cache, "s", None)
+    assert leaks(cache, session, tenant) == seen
+
+
+def test_names_cannot_be_composed_to_meet(make_cache: MakeCache) -> None:
+    """Session "b" of tenant "1:a", and the like, are keys of their own."""
+    pairs = [("a", "bc"), ("ab", "c"), ("1:a", "b"), ("1", ":ab"), (None, "1:ab"), ("-", "s"), (None, "s")]
+    for tenant, session in pairs:
+        cache = make_cache()
+        say(cache, session, tenant)
+        holding = [pair for pair in pairs if cache.has_session(*pair)]
+        assert holding == [(tenant, session)]
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_an_erased_session_leaves_nothing(make_cache: MakeCache, tenant: str | None) -> None:
+    cache = make_cache()
+    say(cache, "s", tenant)
+    assert leaks(cache, "s", tenant)
+    cache.remove_session(tenant, "s")
+    assert not cache.has_session(tenant, "s") and cache.stats().tokens == 0
+    assert not leaks(cache, "s", tenant) and not leaks(cache, "other", tenant)
+
+
+def test_erasing_one_session_keeps_the_others(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    say(cache, "s", "acme")
+    cache.start("w", [1, 2], session="kept", tenant="acme")
+    cache.extend("w", [31, 32, 33, 34])
+    cache.finish("w")
+    cache.remove_session("acme", "s")
+    cache.start("q", [31, 32], tenant="acme")
+    assert cache.propose(["q"], 1)[0].token_ids.tolist() == [33]
+    assert not leaks(cache, "kept", "acme")
+
+
+def test_a_session_erased_while_it_runs(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    say(cache, "s", "acme")
+    cache.start("r", [4], session="s", tenant="acme")
+    cache.remove_session("acme", "s")
+    cache.extend("r", SECRET)
+    assert cache.finish("r") is None
+    assert not leaks(cache, "s", "acme") and cache.stats().tokens == 0
+
+
+def teach(cache: SuffixCache, session: str | None, tenant: str | None) -> None:
+    """Makes matches of this kind look worthless."""
+    cache.start("teach", [], session=session, tenant=tenant)
+    for i in range(60):
+        cache.extend("teach", [1, 2, 3, 4])
+        cache.propose(["teach"], 1)
+        cache.extend("teach", [1000 + i])
+    cache.abort("teach")
+
+
+def drafts_boldly(cache: SuffixCache, session: str | None, tenant: str | None) -> bool:
+    cache.start("q", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], session=session, tenant=tenant)
+    draft = cache.propose(["q"], 4)[0].token_ids.tolist()
+    cache.abort("q")
+    return bool(draft)
+
+
+@pytest.mark.parametrize(
+    ("session", "tenant", "influenced"),
+    [("a", "acme", True), ("b", "acme", True), (None, "acme", True), ("a", "rival", False), ("a", None, False)],
+)
+def test_what_a_tenant_taught(make_cache: MakeCache, session: str | None, tenant: str | None, influenced: bool) -> None:
+    cache = make_cache(policy=DraftPolicy(cost=0.2))
+    assert drafts_boldly(cache, session, tenant)
+    teach(cache, "a", "acme")
+    assert drafts_boldly(cache, session, tenant) == (not influenced)
+
+
+@pytest.mark.parametrize(("session", "influenced"), [("a", True), ("b", False), (None, False)])
+def test_what_a_session_without_tenant_taught(make_cache: MakeCache, session: str | None, influenced: bool) -> None:
+    cache = make_cache(policy=DraftPolicy(cost=0.2))
+    say(cache, "a", None)
+    teach(cache, "a", None)
+    assert drafts_boldly(cache, session, None) == (not influenced)

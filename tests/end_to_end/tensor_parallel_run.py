@@ -1,0 +1,44 @@
+"""Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON on the last line of stdout.
+
+Usage: python tensor_parallel_run.py MODEL {plain|agentspec}
+"""
+
+import json
+import sys
+from typing import Any
+
+from agentspec.server_ext.vllm_launch import engine_options
+from tests.end_to_end.mixed_load import code
+
+
+def main() -> None:
+    """Two rounds over the same prompts; with agentspec the second drafts from the first."""
+    from vllm import LLM, SamplingParams
+
+    model, method = sys.argv[1:]
+    options = engine_options(store="memory://", tenant="tp") if method == "agentspec" else {}
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        tensor_parallel_size=2,
+        **options,
+    )
+    prompts = [code(seed, 10) for seed in range(4)]
+    texts: list[str] = []
+    for _ in range(2):
+        params = [
+            SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args={"session_id": f"s{i}"})
+            for i in range(len(prompts))
+        ]
+        texts += [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    answers: list[Any] = []
+    if method == "agentspec":
+        answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
+    print(json.dumps({"texts": texts, "stats": answers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Two tensor-parallel ranks: the trees live on one of them, the text is that of two ranks without the extension."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.testing.server import CPU_ENVIRONMENT
+from tests.end_to_end.conftest import MODEL
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(method: str) -> dict[str, Any]:
+    """One engine on two ranks."""
+    command = [sys.executable, "-m", "tests.end_to_end.tensor_parallel_run", str(MODEL), method]
+    environment = {**os.environ, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_two_ranks_write_the_same_text_and_draft_on_one() -> None:
+    plain, fast = run("plain"), run("agentspec")
+    assert fast["texts"] == plain["texts"]
+    with_trees = [answer for answer in fast["stats"] if answer is not None]
+    assert len(fast["stats"]) == 2
+    assert len(with_trees) == 1
+    assert with_trees[0]["counters"]["accepted"] > 100

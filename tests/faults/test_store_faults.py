@@ -1,0 +1,183 @@
+"""The store under real faults: processes and servers killed with kill -9 while they work."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentspec.cache.store import (
+    BackgroundLoader,
+    BackgroundWriter,
+    CircuitBreaker,
+    SQLiteStore,
+    Store,
+    decode,
+    open_store,
+)
+from agentspec.testing.redis_server import RedisServer
+from tests.store.helpers import NS, number_of, turn, wait_until
+
+# prints how many records are acknowledged whenever that has changed, until it is killed
+_WRITER = """
+import sys
+import time
+from agentspec.cache.store import BackgroundWriter, open_store
+from tests.store.helpers import NS, turn
+
+writer = BackgroundWriter(open_store(sys.argv[1]), NS, batch_seconds=0.001)
+number = acknowledged = 0
+while True:
+    for _ in range(50):
+        writer.put(turn("s", number))
+        number += 1
+    persisted = writer.stats().persisted
+    if persisted != acknowledged:
+        acknowledged = persisted
+        print(acknowledged, flush=True)
+    time.sleep(0.002)  # slower than the store, so that nothing is dropped
+"""
+
+
+def stored(store: Store) -> list[int]:
+    return [number_of(decode(entry.payload)) for entry in store.read(NS)]
+
+
+def quick() -> CircuitBreaker:
+    return CircuitBreaker(first_pause=0.05, max_pause=0.2, retry_delay=0.01)
+
+
+@pytest.mark.parametrize("acknowledgements", [1, 5, 20])
+def test_what_was_acknowledged_survives_the_writers_kill_9(tmp_path: Path, acknowledgements: int) -> None:
+    path = tmp_path / "store.db"
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, f"sqlite:///{path}"], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    acknowledged = 0
+    try:
+        for _ in range(acknowledgements):
+            acknowledged = int(writer.stdout.readline())
+    finally:
+        writer.kill()
+        writer.wait()
+    assert writer.returncode == -signal.SIGKILL
+    rest = [int(line) for line in writer.stdout.read().split("\n")[:-1] if line]
+    writer.stdout.close()
+    acknowledged = max([acknowledged, *rest])
+    found = stored(SQLiteStore(path))
+    assert len(found) >= acknowledged >= 1
+    assert found == list(range(len(found)))
+
+
+def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    with RedisServer() as server:
+        store = open_store(server.url)
+        writer = BackgroundWriter(store, NS, breaker=quick())
+        number = 0
+
+        def put(count: int) -> None:
+            nonlocal number
+            begin = time.perf_counter()
+            for _ in range(count):
+                writer.put(turn("s", number))
+                number += 1
+            # a call that waited for the dead server would take its socket timeout, 250 ms, each
+            assert time.perf_counter() - begin < 0.05 * count
+
+        put(300)
+        assert writer.flush(30)
+        server.kill()
+        for _ in range(5):
+            put(100)
+            time.sleep(0.02)
+        wait_until(lambda: writer.stats().state != "closed")
+        put(100)
+        stats = writer.stats()
+        assert stats.persisted == 300
+        assert stats.queued == 600
+        server.start()
+        assert writer.flush(30)
+        put(100)
+        assert writer.flush(30)
+        assert stored(store) == list(range(1000))
+        assert writer.stats().persisted == 1000
+        assert writer.stats().dropped == 0
+        writer.close()
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+        assert "is lost" in caplog.records[0].getMessage()
+        assert "is back" in caplog.records[1].getMessage()
+        store.close()
+
+
+def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> None:
+    with RedisServer({"appendfsync": "always"}) as server:
+        store = open_store(server.url)
+        writer = BackgroundWriter(store, NS, batch_entries=16, batch_seconds=0.001, breaker=quick())
+        for number in range(3000):
+            writer.put(turn("s", number))
+        for persisted in (500, 1500):
+            while writer.stats().persisted < persisted:
+                time.sleep(0.001)
+            server.kill()
+            assert writer.stats().persisted < 3000
+            server.start()
+        assert writer.flush(20)
+        assert stored(store) == list(range(3000))
+        writer.close()
+        store.close()
+
+
+def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
+    with RedisServer() as server:
+        store = open_store(server.url)
+        store.ping()
+        assert server.process_id is not None
+        stop = subprocess.run(["kill", "-STOP", str(server.process_id)], check=True)
+        assert stop.returncode == 0
+        try:
+            writer = BackgroundWriter(store, NS, breaker=quick())
+            loader = BackgroundLoader(store, NS, breaker=quick())
+            begin = time.perf_counter()
+            writer.put(turn("s", 1))
+            loader.request("s")
+            assert loader.poll() == []
+            assert time.perf_counter() - begin < 0.2
+            wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1, 10)
+        finally:
+            subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
+        assert writer.flush(30)
+        wait_until(lambda: loader.poll() or not loader.is_pending("s"))
+        assert stored(store) == [1]
+        writer.close()
+        loader.close()
+        store.close()
+
+
+def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
+    with RedisServer() as server:
+        store = open_store(server.url)
+        store.append(NS, [("s", b"")])
+        server.kill()
+        loader = BackgroundLoader(store, NS, breaker=quick())
+        loader.request("s")
+        wait_until(lambda: loader.stats().state != "closed")
+        assert loader.is_pending("s")
+        server.start()
+        wait_until(lambda: loader.poll() or not loader.is_pending("s"), 10)
+        assert loader.stats().damaged == 1
+        loader.close()
+        store.close()
+
+
+def test_queued_records_are_written_when_the_program_ends_without_close(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    program = (
+        "from agentspec.cache.store import BackgroundWriter, open_store\n"
+        "from tests.store.helpers import NS, turn\n"
+        f"writer = BackgroundWriter(open_store('sqlite:///{path}'), NS, batch_seconds=60)\n"
+        "for number in range(100):\n"
+        "    writer.put(turn('s', number))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert stored(SQLiteStore(path)) == list(range(100))

@@ -1,0 +1,96 @@
+"""The adapter on vLLM's own classes, without a running engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext import plugin, vllm_adapter
+from agentspec.server_ext.vllm_launch import PROPOSER_PATH
+
+
+def finished(output: list[int], **params: Any) -> CachedRequestState:
+    """A request as vLLM's model runner keeps it."""
+    return CachedRequestState(
+        req_id="r",
+        prompt_token_ids=[1, 2, 3],
+        mm_features=[],
+        sampling_params=SamplingParams(**params),
+        generator=None,
+        block_ids=([],),
+        num_computed_tokens=0,
+        output_token_ids=output,
+    )
+
+
+class TestReturnedTokens:
+    def test_accepted_drafts_past_max_tokens_are_cut(self) -> None:
+        assert vllm_adapter.returned_tokens(finished([5, 6, 7, 8], max_tokens=3)) == 3
+
+    def test_accepted_drafts_past_a_stop_token_are_cut(self) -> None:
+        assert vllm_adapter.returned_tokens(finished([5, 9, 7, 8], max_tokens=10, stop_token_ids=[9])) == 2
+
+    def test_accepted_drafts_past_the_end_token_are_cut(self) -> None:
+        state = finished([5, 2, 7, 8], max_tokens=10)
+        state.sampling_params.update_from_generation_config({}, 2)
+        assert vllm_adapter.returned_tokens(state) == 2
+
+    def test_the_end_token_is_text_when_it_is_ignored(self) -> None:
+        state = finished([5, 2, 7, 8], max_tokens=10, ignore_eos=True)
+        state.sampling_params.update_from_generation_config({}, 2)
+        assert vllm_adapter.returned_tokens(state) == 4
+
+    def test_a_stop_before_min_tokens_does_not_count(self) -> None:
+        state = finished([9, 5, 9, 8], max_tokens=10, min_tokens=2, stop_token_ids=[9])
+        assert vllm_adapter.returned_tokens(state) == 3
+
+
+def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
+    plugin.register()
+    counts = torch.tensor([2, 2, 5], dtype=torch.int32)
+    values = torch.tensor([0.5, 7.0, -1.0])
+    result = rejection_sampler.expand_batch_to_tokens(values, counts, 5, replace_from=-1, replace_to=1)
+    assert result.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
+    whole = rejection_sampler.expand_batch_to_tokens(torch.tensor([3, 4], dtype=torch.int32), counts[1:], 5)
+    assert whole.tolist() == [3, 3, 4, 4, 4]
+
+
+def test_pipeline_parallel_is_refused_with_the_remedy() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    with pytest.raises(UnsupportedEngineError, match="tensor parallelism"):
+        vllm_adapter.check_engine(config)
+
+
+def test_only_our_own_method_is_recognised() -> None:
+    def config(method: str, model: str | None) -> Any:
+        return SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=model))
+
+    assert vllm_adapter.uses_agentspec(config("custom_class", PROPOSER_PATH))
+    assert not vllm_adapter.uses_agentspec(config("custom_class", "other.Class"))
+    assert not vllm_adapter.uses_agentspec(config("ngram", None))
+    assert not vllm_adapter.uses_agentspec(SimpleNamespace(speculative_config=None))
+
+
+def test_the_tokenizer_decides_the_fingerprint(tmp_path: Any) -> None:
+    one, other, same = tmp_path / "one", tmp_path / "other", tmp_path / "same"
+    for folder, text in ((one, "a"), (other, "b"), (same, "a")):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+        (folder / "weights.bin").write_text(folder.name)
+    marks = [vllm_adapter.tokenizer_fingerprint(str(folder), None) for folder in (one, other, same)]
+    assert marks[0] == marks[2] != marks[1]
+    assert vllm_adapter.tokenizer_fingerprint("org/name", "r1") != vllm_adapter.tokenizer_fingerprint("org/name", "r2")
+
+
+def test_hooks_are_installed_once() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    vllm_adapter.install_hooks()
+    first = GPUModelRunner.propose_draft_token_ids
+    vllm_adapter.install_hooks()
+    assert GPUModelRunner.propose_draft_token_ids is first

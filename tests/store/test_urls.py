@@ -1,0 +1,136 @@
+"""Store URLs: what opens, what is refused and how, and that no password is ever shown."""
+
+from pathlib import Path
+
+import pytest
+
+from agentspec.cache.store import MemoryStore, RedisStore, SQLiteStore, open_store, redact
+from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreURLError
+from tests.store.helpers import NS
+
+
+def test_memory() -> None:
+    assert isinstance(open_store("memory://"), MemoryStore)
+
+
+def test_sqlite_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    absolute = f"sqlite:///{tmp_path}/new/folders/a.db"
+    assert absolute.startswith("sqlite:////")
+    for url, path in (
+        (absolute, tmp_path / "new" / "folders" / "a.db"),
+        ("sqlite:///relative/b.db", tmp_path / "relative" / "b.db"),
+        ("sqlite:///~/c.db", tmp_path / "home" / "c.db"),
+        ("sqlite:///d%20?@.db", tmp_path / "d%20?@.db"),
+    ):
+        store = open_store(url)
+        assert isinstance(store, SQLiteStore)
+        store.append(NS, [("s", b"x")])
+        store.close()
+        assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://localhost",
+        "redis://localhost:1/3?prefix=team.a",
+        "redis://user:p%40ss@[::1]:6379/0",
+        "rediss://host:6380/1?ssl_cert_reqs=none",
+        "unix:///run/redis.sock?db=2&prefix=x",
+    ],
+)
+def test_redis_opens_without_being_contacted(url: str) -> None:
+    store = open_store(url)
+    assert isinstance(store, RedisStore)
+    store.close()
+
+
+def test_the_parts_of_a_redis_url_arrive() -> None:
+    store = open_store("redis://user:p%40ss@somewhere:7000/3?prefix=team")
+    assert isinstance(store, RedisStore)
+    settings = store._client.connection_pool.connection_kwargs
+    assert (settings["host"], settings["port"], settings["db"]) == ("somewhere", 7000, 3)
+    assert (settings["username"], settings["password"]) == ("user", "p@ss")
+    assert settings["socket_timeout"] <= 0.25
+    assert settings["socket_connect_timeout"] <= 0.25
+    assert store._tag(NS) == "{team:0123abcd}"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "unknown kind"),
+        ("memory", "unknown kind"),
+        ("memory://x", "unknown kind"),
+        ("postgres://u:hunter2@host/db", "unknown kind"),
+        ("/var/lib/store.db", "unknown kind"),
+        ("sqlite://store.db", "three slashes"),
+        ("sqlite:///", "no file named"),
+        ("sqlite:///folder/", "no file named"),
+        ("sqlite:///:memory:", "memory://"),
+        ("sqlite:///a\x00b", "NUL"),
+        ("sqlite:///~nobody-of-this-name/x.db", "home"),
+        ("redis://", "no host"),
+        ("redis://:hunter2@/0", "no host"),
+        ("redis://host:http/0", "port"),
+        ("redis://host:99999/0", "port"),
+        ("redis://host/zero", "database"),
+        ("redis://host/0/1", "database"),
+        ("redis://host/0?socket_timeout=60", "socket_timeout"),
+        ("redis://host/0?prefix=a{b}", "prefix"),
+        ("redis://host/0?prefix=", "prefix"),
+        ("redis://[::1/0", "malformed"),
+        ("unix://", "socket"),
+        ("unix://host/path", "socket"),
+        ("redis://user:hun/ter2@host:1/0", "percent-encoded|port"),
+        ("redis://user:12/hunter2@host/0", "percent-encoded"),
+        ("redis://user:12?hunter2=1@host/0", "percent-encoded"),
+        ("redis://user:12#hunter2@host/0", "percent-encoded"),
+    ],
+)
+def test_other_urls_are_refused_with_the_forms_that_work(url: str, says: str) -> None:
+    with pytest.raises(StoreURLError, match=says) as error:
+        open_store(url)
+    assert "redis://[user:password@]host" in str(error.value)
+    assert "sqlite:////absolute/path.db" in str(error.value)
+    assert "hunter2" not in str(error.value)
+    assert "ter2" not in str(error.value)
+
+
+def test_a_url_that_is_no_string() -> None:
+    with pytest.raises(ConfigurationError, match="string"):
+        open_store(Path("x.db"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:pass@host:1/0?prefix=p", "redis://***@host:1/0?…"),
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("redis://user:pa@ss@host/0", "redis://***@host/0"),
+        ("redis://user:pa/ss@host/0", "redis://***@host/0"),
+        ("redis://user:pa?ss@host/0", "redis://***@host/0"),
+        ("user:pass@host", "***@host"),
+        ("sqlite:///home/a@b?c.db", "sqlite:///home/a@b?c.db"),
+    ],
+)
+def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+def test_an_unreachable_server_is_an_error_without_the_password() -> None:
+    store = open_store("redis://user:hunter2@127.0.0.1:1/0")
+    for call in (
+        store.ping,
+        lambda: store.append(NS, [("s", b"x")]),
+        lambda: list(store.read(NS)),
+        lambda: store.sessions(NS),
+        lambda: store.remove_session(NS, "s"),
+    ):
+        with pytest.raises(StoreUnavailableError, match=r"redis://\*\*\*@127.0.0.1:1/0") as error:
+            call()
+        assert isinstance(error.value, StoreError)
+        assert "hunter2" not in str(error.value)
+        assert error.value.__cause__ is None

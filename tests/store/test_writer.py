@@ -1,0 +1,275 @@
+"""The background writer: never waits, never loses count, survives whatever the store does."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agentspec.cache.store import BackgroundWriter, CircuitBreaker, MessageRecord, Record, TurnRecord, decode
+from agentspec.errors import StoreError, StoreUnavailableError
+from tests.store.helpers import NS, FlakyStore, number_of, tokens, turn, wait_until
+
+
+@pytest.fixture
+def store() -> Iterator[FlakyStore]:
+    opened = FlakyStore()
+    yield opened
+    opened.gate.set()
+
+
+def quick() -> CircuitBreaker:
+    return CircuitBreaker(first_pause=0.02, max_pause=0.05, retry_delay=0.001)
+
+
+def stored(store: FlakyStore) -> list[int]:
+    return [number_of(decode(entry.payload)) for entry in store.read(NS)]
+
+
+def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS)
+    for number in range(1000):
+        writer.put(turn(f"s{number % 3}", number))
+    assert writer.flush(20)
+    assert stored(store) == list(range(1000))
+    assert all(len(batch) <= 256 for batch in store.appended)
+    assert len(store.appended) < 20
+    stats = writer.stats()
+    assert (stats.persisted, stats.dropped, stats.failed, stats.queued, stats.queued_bytes) == (1000, 0, 0, 0, 0)
+    assert stats.as_dict()["state"] == "closed"
+    writer.close()
+
+
+def test_turns_and_messages_go_alike(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS)
+    records: list[Record] = [turn("s", 1, kept=0), MessageRecord("s", {"role": "user", "content": "hi"}, 2.0)]
+    for record in records:
+        writer.put(record)
+    writer.close()
+    assert [decode(entry.payload) for entry in store.read(NS, session="s")] == records
+
+
+def test_a_lone_record_is_written_soon_without_a_flush(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS, batch_seconds=0.02)
+    writer.put(turn("s", 1))
+    wait_until(lambda: writer.stats().persisted == 1, 2)
+    writer.close()
+
+
+def test_persisted_counts_only_what_the_store_acknowledged(store: FlakyStore) -> None:
+    store.gate.clear()
+    writer = BackgroundWriter(store, NS)
+    writer.put(turn("s", 1))
+    wait_until(lambda: store.calls == 1)
+    assert not writer.flush(0.05)
+    stats = writer.stats()
+    assert (stats.persisted, stats.queued) == (0, 1)
+    store.gate.set()
+    assert writer.flush(20)
+    assert writer.stats().persisted == 1
+    writer.close()
+
+
+def test_put_returns_at_once_while_the_store_hangs_and_the_oldest_go(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.gate.clear()
+    writer = BackgroundWriter(store, NS, max_entries=100)
+    writer.put(turn("s", 0))
+    wait_until(lambda: store.calls == 1)
+    for number in range(1, 1001):
+        writer.put(turn("s", number))
+    assert not store.gate.is_set()  # the store hung all the time, and the puts are through
+    stats = writer.stats()
+    assert (stats.queued, stats.dropped) == (100, 901)
+    store.gate.set()
+    assert writer.flush(20)
+    assert stored(store) == [0, *range(902, 1001)]
+    assert sum("queue is full" in record.message for record in caplog.records) == 1
+    writer.close()
+
+
+def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
+    store.error = StoreUnavailableError("away")
+    writer = BackgroundWriter(store, NS, max_bytes=100_000, breaker=CircuitBreaker(first_pause=60))
+    for number in range(100):
+        writer.put(turn("s", number, prompt=1000))  # about 4 kB each
+        assert writer.stats().queued_bytes <= 100_000
+    stats = writer.stats()
+    assert 15 < stats.queued < 25
+    assert stats.queued + stats.dropped == 100
+    writer.put(turn("s", 100, prompt=1_000_000))  # larger than all of it
+    assert writer.stats().queued == 0
+    assert writer.stats().dropped == 101
+    writer.close(0)
+
+
+def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    store.error = StoreUnavailableError("gone fishing")
+    for number in range(10):
+        writer.put(turn("s", number))
+    wait_until(lambda: writer.stats().failed > 8)
+    assert writer.stats().state in ("open", "half-open")
+    store.error = None
+    assert writer.flush(20)
+    assert stored(store) == list(range(10))
+    stats = writer.stats()
+    assert (stats.persisted, stats.dropped, stats.state) == (10, 0, "closed")
+    writer.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "is lost (gone fishing)" in lines[0]
+    assert "is back" in lines[1]
+
+
+def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
+    store.error = StoreUnavailableError("away")
+    breaker = CircuitBreaker(first_pause=60, retry_delay=0.001)
+    writer = BackgroundWriter(store, NS, breaker=breaker)
+    writer.put(turn("s", 0))
+    wait_until(lambda: writer.stats().state == "open")
+    calls = store.calls
+    for number in range(1, 200):
+        writer.put(turn("s", number))
+    time.sleep(0.1)
+    assert store.calls == calls == 5
+    writer.close(0)
+
+
+def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
+    """Else a store could not tell that it has it already."""
+    sent: list[list[tuple[str, bytes]]] = []
+    original = store.append
+
+    def failing_twice(namespace: str, entries: list[tuple[str, bytes]]) -> None:
+        sent.append(entries)
+        writer.put(turn("s", 100 + len(sent)))
+        if len(sent) <= 2:
+            raise StoreUnavailableError("timeout")
+        original(namespace, entries)
+
+    store.append = failing_twice  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    for number in range(3):
+        writer.put(turn("s", number))
+    wait_until(lambda: len(sent) >= 4)
+    assert sent[0] == sent[1] == sent[2]
+    assert stored(store)[:3] == [0, 1, 2]
+    writer.close()
+
+
+def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
+    writer = BackgroundWriter(store, NS)
+    for number in range(3):
+        writer.put(turn("s", number))
+        writer.put(TurnRecord("s", 0, tokens(-1), tokens(), 1.0))
+    writer.close()
+    assert stored(store) == [0, 1, 2]
+    stats = writer.stats()
+    assert (stats.persisted, stats.refused, stats.queued) == (3, 3, 0)
+    assert len(caplog.records) == 1
+    assert "prompt_tail" in caplog.text
+
+
+@pytest.mark.parametrize("error", [StoreError("too large"), RuntimeError("a bug")])
+def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyStore, error: Exception) -> None:
+    original = store.append
+
+    def picky(namespace: str, entries: list[tuple[str, bytes]]) -> None:
+        if any(number_of(decode(payload)) == 13 for _, payload in entries):
+            raise error
+        original(namespace, entries)
+
+    store.append = picky  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    for number in range(40):
+        writer.put(turn("s", number))
+    assert writer.flush(10)
+    assert stored(store) == [number for number in range(40) if number != 13]
+    assert writer.stats().refused == 1
+    writer.close()
+
+
+def test_the_record_behind_a_lost_one_is_marked(store: FlakyStore) -> None:
+    store.error = StoreUnavailableError("away")
+    writer = BackgroundWriter(store, NS, max_entries=4, breaker=quick())
+    for number, session in enumerate("aabbabab"):
+        writer.put(turn(session, number))
+    wait_until(lambda: writer.stats().failed > 2)
+    store.error = None
+    assert writer.flush(20)
+    writer.put(turn("a", 8))
+    writer.close()
+    records = [decode(entry.payload) for entry in store.read(NS)]
+    found = [(record.session, number_of(record), record.gap) for record in records if isinstance(record, TurnRecord)]
+    assert found == [("a", 4, True), ("b", 5, True), ("a", 6, False), ("b", 7, False), ("a", 8, False)]
+
+
+def test_the_record_behind_a_refused_one_is_marked_too(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS)
+    for record in (turn("a", 1), TurnRecord("a", 0, tokens(-1), tokens(), 1.0)):
+        writer.put(record)
+    assert writer.flush(20)
+    writer.put(turn("a", 2))
+    writer.put(turn("a", 3))
+    writer.close()
+    records = [decode(entry.payload) for entry in store.read(NS)]
+    assert [record.gap for record in records if isinstance(record, TurnRecord)] == [False, True, False]
+
+
+def test_close_writes_what_is_queued_and_later_puts_are_counted(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS, batch_seconds=30)
+    for number in range(5):
+        writer.put(turn("s", number))
+    begin = time.monotonic()
+    writer.close(5)
+    assert time.monotonic() - begin < 2
+    assert stored(store) == [0, 1, 2, 3, 4]
+    writer.put(turn("s", 5))
+    writer.close(5)
+    stats = writer.stats()
+    assert (stats.persisted, stats.dropped, stats.queued) == (5, 1, 0)
+    assert writer.flush(1)
+
+
+def test_close_tries_an_open_store_once_more(store: FlakyStore) -> None:
+    store.error = StoreUnavailableError("away")
+    writer = BackgroundWriter(store, NS, breaker=CircuitBreaker(first_pause=60, retry_delay=0.001))
+    writer.put(turn("s", 1))
+    wait_until(lambda: writer.stats().state == "open")
+    store.error = None
+    writer.close(2)
+    assert writer.stats().persisted == 1
+
+
+def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.error = StoreUnavailableError("away")
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    for number in range(7):
+        writer.put(turn("s", number))
+    begin = time.monotonic()
+    writer.close(0.3)
+    assert time.monotonic() - begin < 1
+    stats = writer.stats()
+    assert (stats.persisted, stats.dropped, stats.queued) == (0, 7, 0)
+    assert "7 records unwritten" in caplog.text
+
+
+def test_threads_may_put_at_once(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store, NS)
+
+    def work(start: int) -> None:
+        for number in range(start, start + 500):
+            writer.put(turn("s", number))
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 500, 1000, 1500)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert writer.flush(20)
+    assert sorted(stored(store)) == list(range(2000))
+    writer.close()
