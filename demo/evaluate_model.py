@@ -109,9 +109,7 @@ def write_section(readme: Path, numbers: dict[str, str]) -> None:
     """Replace the measured part of the model's README."""
     text = readme.read_text().partition(HEADING)[0].rstrip()
     rows = "\n".join(f"| {name} | {value} |" for name, value in numbers.items())
-    readme.write_text(
-        f"{text}\n\n{HEADING}\n\n| with greedy decoding in vLLM, float32 | |\n| --- | --- |\n{rows}\n"
-    )
+    readme.write_text(f"{text}\n\n{HEADING}\n\n| with greedy decoding in vLLM, float32 | |\n| --- | --- |\n{rows}\n")
 
 
 def main() -> None:

@@ -199,9 +199,7 @@ def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
         if arguments is None:
             return None
         style = rng.randrange(2)
-        tests.append(
-            _make_test(plan, RULES[index].names[style], RULES[index].texts[style].format(**values), arguments)
-        )
+        tests.append(_make_test(plan, RULES[index].names[style], RULES[index].texts[style].format(**values), arguments))
     return tuple(tests)
 
 

@@ -53,7 +53,7 @@ on other prompts it writes something and stops at the token limit.
 
 To train it again, then measure it again:
 
-    python demo/train_model.py --steps {steps} --early-steps {early_steps} --batch {batch} --seed {seed}
+    python demo/train_model.py --steps {steps} --early-steps {early_steps} --batch {batch} --rate {rate} --seed {seed}
     python demo/evaluate_model.py --write
 """
 

@@ -142,8 +142,11 @@ class ReferenceCore:
         )
 
     def _indexes(self) -> list[ReferenceIndex]:
-        holders = [*self._sessions.values(), *self._tenants.values(), *self._requests.values()]
-        return [holder.index for holder in holders]
+        return [
+            *(session.index for session in self._sessions.values()),
+            *(tenant.index for tenant in self._tenants.values()),
+            *(request.index for request in self._requests.values()),
+        ]
 
     def _session(self, key: str, own_odds: bool) -> Session:
         session = self._sessions.get(key) or Session(key, Odds(self._policy) if own_odds else None)
@@ -166,7 +169,7 @@ class ReferenceCore:
 
     def _advance(self, request: Request, budget: int) -> int:
         session, tenant = request.session, request.tenant
-        for index in (request.index, session and session.index, tenant and tenant.index):
+        for index in (request.index, session.index if session else None, tenant.index if tenant else None):
             if index is not None:
                 budget -= index.advance(min(budget, INDEX_PER_REQUEST))
         return budget

@@ -45,7 +45,9 @@ def serve(pipe: Connection, spec: EngineSpec) -> None:
             if name == "begin":
                 replay = Replay(engine, *args)
                 pipe.send(("ok", None))
-            elif replay is not None:
+            elif replay is None:
+                raise ReplayError("nothing to advance: call begin first")
+            else:
                 pipe.send(("ok", replay.advance(*args)))
         except EOFError:
             return

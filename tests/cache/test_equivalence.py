@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentspec.cache import native_available
+from agentspec.cache import DraftPolicy, FinishedTurn, native_available
 from tests.cache.streams import Pair, policies, tokens
 
 EXAMPLES = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "40"))
@@ -27,26 +27,28 @@ class Interleaving(RuleBasedStateMachine):
     that evict, sessions erased while they run, and turns restored."""
 
     @initialize(policy=policies, max_tokens=st.sampled_from([None, None, 120, 600]))
-    def begin(self, policy, max_tokens):  # type: ignore[no-untyped-def]
+    def begin(self, policy: DraftPolicy, max_tokens: int | None) -> None:
         self.pair = Pair(policy, max_tokens)
         self.texts: dict[str, list[int]] = {}
         self.drafts: dict[str, list[int]] = {}
-        self.turns: list = []  # type: ignore[type-arg]
+        self.turns: list[FinishedTurn] = []
         self.said: list[list[int]] = [[1, 2, 1]]
         self.count = 0
 
-    def pick(self, data) -> str:  # type: ignore[no-untyped-def]
-        return data.draw(st.sampled_from(sorted(self.texts)))
+    def pick(self, data: st.DataObject) -> str:
+        request: str = data.draw(st.sampled_from(sorted(self.texts)))
+        return request
 
-    def next_tokens(self, data, request: str) -> list[int]:  # type: ignore[no-untyped-def]
+    def next_tokens(self, data: st.DataObject, request: str) -> list[int]:
         """Verified tokens: part of the draft, then a token of the target's own, or anything at all."""
         draft = self.drafts.get(request, [])
         accepted = draft[: data.draw(st.integers(0, len(draft)))]
-        return accepted + data.draw(tokens.map(lambda new: new[:3]))
+        own: list[int] = data.draw(tokens.map(lambda new: new[:3]))
+        return accepted + own
 
     @precondition(lambda self: len(self.texts) < 5)
     @rule(data=st.data(), session=sessions, tenant=tenants)
-    def start(self, data, session, tenant):  # type: ignore[no-untyped-def]
+    def start(self, data: st.DataObject, session: str | None, tenant: str | None) -> None:
         base = data.draw(st.sampled_from(self.said))
         prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(tokens)
         self.count += 1
@@ -56,13 +58,13 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), room=st.sampled_from([0, 1, 5, 64]))
-    def propose(self, data, room):  # type: ignore[no-untyped-def]
+    def propose(self, data: st.DataObject, room: int) -> None:
         request = self.pick(data)
         self.drafts[request] = self.pair.propose([request], room)[0]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def extend(self, data):  # type: ignore[no-untyped-def]
+    def extend(self, data: st.DataObject) -> None:
         request = self.pick(data)
         new = self.next_tokens(data, request)
         self.pair.extend(request, new)
@@ -72,7 +74,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), room=st.lists(st.sampled_from([0, 2, 32]), min_size=5, max_size=5))
-    def step(self, data, room):  # type: ignore[no-untyped-def]
+    def step(self, data: st.DataObject, room: list[int]) -> None:
         batch = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, unique=True))
         scheduled = [data.draw(st.integers(0, len(self.drafts.get(r, [])))) for r in batch]
         for request in batch:
@@ -82,7 +84,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), limit=st.sampled_from([None, None, 0, 3]))
-    def finish(self, data, limit):  # type: ignore[no-untyped-def]
+    def finish(self, data: st.DataObject, limit: int | None) -> None:
         request = self.pick(data)
         turn = self.pair.finish(request, limit)
         self.said.append(self.texts.pop(request))
@@ -92,7 +94,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def abort(self, data):  # type: ignore[no-untyped-def]
+    def abort(self, data: st.DataObject) -> None:
         request = self.pick(data)
         self.pair.abort(request)
         del self.texts[request]
@@ -100,15 +102,15 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.turns)
     @rule(data=st.data())
-    def restore(self, data):  # type: ignore[no-untyped-def]
+    def restore(self, data: st.DataObject) -> None:
         self.pair.restore(data.draw(st.sampled_from(self.turns)))
 
     @rule(session=sessions.filter(bool), tenant=tenants)
-    def remove(self, session, tenant):  # type: ignore[no-untyped-def]
+    def remove(self, session: str, tenant: str | None) -> None:
         self.pair.remove_session(tenant, session)
 
     @invariant()
-    def stats_agree(self):  # type: ignore[no-untyped-def]
+    def stats_agree(self) -> None:
         self.pair.check_stats()
 
 

@@ -41,7 +41,7 @@ def test_look_up_is_what_the_definition_says(documents: list[list[int]], cut: in
 
 def test_matches_longer_than_any_level() -> None:
     index = ReferenceIndex()
-    text = list(range(100)) + [7]
+    text = [*range(100), 7]
     index.append(text)
     index.advance(1000)
     match = index.look_up(list(range(100)))

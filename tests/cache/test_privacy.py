@@ -78,6 +78,7 @@ def test_erasing_one_session_keeps_the_others(make_cache: MakeCache) -> None:
     cache.remove_session("acme", "s")
     cache.start("q", [31, 32], tenant="acme")
     assert cache.propose(["q"], 1)[0].token_ids.tolist() == [33]
+    cache.abort("q")
     assert not leaks(cache, "kept", "acme")
 
 
@@ -91,18 +92,20 @@ def test_a_session_erased_while_it_runs(make_cache: MakeCache) -> None:
     assert not leaks(cache, "s", "acme") and cache.stats().tokens == 0
 
 
+REPEATING = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
+
+
 def teach(cache: SuffixCache, session: str | None, tenant: str | None) -> None:
-    """Makes matches of this kind look worthless."""
-    cache.start("teach", [], session=session, tenant=tenant)
-    for i in range(60):
-        cache.extend("teach", [1, 2, 3, 4])
+    """Makes matches like that of REPEATING look worthless."""
+    for _ in range(40):
+        cache.start("teach", REPEATING, session=session, tenant=tenant)
         cache.propose(["teach"], 1)
-        cache.extend("teach", [1000 + i])
-    cache.abort("teach")
+        cache.extend("teach", [1000])
+        cache.abort("teach")
 
 
 def drafts_boldly(cache: SuffixCache, session: str | None, tenant: str | None) -> bool:
-    cache.start("q", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], session=session, tenant=tenant)
+    cache.start("q", REPEATING, session=session, tenant=tenant)
     draft = cache.propose(["q"], 4)[0].token_ids.tolist()
     cache.abort("q")
     return bool(draft)

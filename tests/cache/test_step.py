@@ -61,7 +61,7 @@ def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
     cache, steady = make_cache(), make_cache()
     for other in (cache, steady):
         other.start("r", PROMPT)
-    text = PROMPT + [1, 2, 3, 50, 51, 52, 1, 2]
+    text = [*PROMPT, 1, 2, 3, 50, 51, 52, 1, 2]
     for length in range(len(PROMPT), len(text)):
         step(steady, text[:length], room=0)
     assert step(cache, text).lists() == step(steady, text).lists() != [[]]

@@ -76,9 +76,7 @@ def completion(name: str, prompt: str | list[int], **options: Any) -> Case:
     def run(client: openai.OpenAI) -> list[Answer]:
         body = {"return_token_ids": True, **options.get("extra_body", {})}
         defaults = {"temperature": 0, "max_tokens": 64, "extra_headers": {"X-Session-ID": name.split("-")[0]}}
-        reply = client.completions.create(
-            model="demo", prompt=prompt, **{**defaults, **options, "extra_body": body}
-        )
+        reply = client.completions.create(model="demo", prompt=prompt, **{**defaults, **options, "extra_body": body})
         choices: list[Any] = sorted(reply.choices, key=lambda choice: choice.index)
         return [Answer(choice.text, choice.token_ids, choice.prompt_token_ids) for choice in choices]
 

@@ -11,7 +11,7 @@ from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResul
 VOCABULARY = 512
 METHODS = ("none", "ngram", "agentspec")
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 def _tokens(seed: int, count: int) -> np.ndarray:

@@ -280,3 +280,11 @@ def test_an_unbroken_chain_is_delivered_as_it_was_written() -> None:
     chain = Chain()
     records = [turn("s", 1), turn("s", 2, kept=4), turn("s", 3, kept=6), turn("s", 4, kept=0)]
     assert [chain.link(record) for record in records] == records
+
+
+def test_a_record_that_repeats_more_than_there_is_starts_anew() -> None:
+    """Two replicas wrote one session's turns, so that the turn before is not the one that this record continues."""
+    chain = Chain()
+    chain.link(turn("s", 1))  # a context of 4 tokens
+    assert chain.link(turn("s", 2, kept=9)).kept == 0
+    assert chain.link(turn("s", 3, kept=12)).kept == 3  # of the 4 tokens that lack 9 in front
