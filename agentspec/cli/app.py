@@ -4,6 +4,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from agentspec.cli import serve
 from agentspec.errors import AgentSpecError
@@ -31,5 +32,6 @@ def main() -> None:
     try:
         app()
     except AgentSpecError as error:
-        Console(stderr=True).print(f"[bold red]agentspec:[/] {error}", highlight=False, soft_wrap=True)
+        # Text, not markup: messages quote what the user wrote, brackets included.
+        Console(stderr=True).print(Text.assemble(("agentspec: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)

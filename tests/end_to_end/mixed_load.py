@@ -47,7 +47,7 @@ def chat_answer(client: openai.OpenAI, messages: list[Any], session: str, **opti
         **options,
     )
     choice: Any = reply.choices[0]
-    return Answer(choice.message.content or "", choice.token_ids, reply.prompt_token_ids)  # type: ignore[attr-defined]
+    return Answer(choice.message.content or "", choice.token_ids, reply.prompt_token_ids)
 
 
 def chat(seed: int) -> Case:

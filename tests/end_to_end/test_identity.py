@@ -53,7 +53,8 @@ def test_greedy_text_is_identical_in_mixed_concurrent_batches(plain: ModelServer
     before = fast.stats()["counters"]
     found = run_all(fast, cases)
     assert sum(len(answers) for answers in expected.values()) >= 50
-    ties, errors = [], []
+    ties: list[tuple[str, str, str]] = []
+    errors: list[tuple[str, str, str]] = []
     for name, answers in expected.items():
         for one, other in zip(answers, found[name], strict=True):
             if one.text != other.text:  # a conversation's later turns then have other prompts: look no further

@@ -1,0 +1,79 @@
+"""The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentspec.cli import main
+
+
+class Program:
+    """The command line, run in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        # What a command writes into the environment must not outlive the test.
+        monkeypatch.setenv("AGENTSPEC_STORE", "memory://")
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        """Exit status, and everything printed."""
+        self._monkeypatch.setattr(sys, "argv", ["agentspec", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = self._capsys.readouterr()
+        return int(end.value.code or 0), printed.out + printed.err
+
+
+@pytest.fixture
+def agentspec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+    """Call it with arguments."""
+    return Program(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-pp", "2"), "--tensor-parallel-size"),
+        (("--store", "foo://x[/db]"), "sqlite:///"),
+        (("--max-draft", "1000"), "between 1 and 128"),
+        (("--verify-cost", "7"), "cost"),
+        (("--tenant", "a\nb"), "tenant"),
+        (("--speculative-config", "{}"), "--speculative-config"),
+        (("--additional-config", '{"agentspec": {"max_tree": 1}}'), "max_tree"),
+    ],
+)
+def test_bad_options_of_serve(agentspec: Program, arguments: tuple[str, ...], message: str) -> None:
+    status, printed = agentspec("serve", "no-such-model", *arguments)
+    assert status == 2
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_a_store_file_of_another_kind_is_named_and_left_alone(agentspec: Program, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("these are my notes, not a database")
+    status, printed = agentspec("serve", "no-such-model", "--store", f"sqlite:///{file}")
+    assert status == 2
+    assert "notes.txt" in printed
+    assert file.read_text() == "these are my notes, not a database"
+
+
+def test_a_password_does_not_reach_the_error(agentspec: Program) -> None:
+    status, printed = agentspec("serve", "no-such-model", "--store", "redis://:hunter2@localhost:notaport/0")
+    assert status == 2
+    assert "hunter2" not in printed
+
+
+def test_help_lists_the_commands(agentspec: Program) -> None:
+    status, printed = agentspec("--help")
+    assert status == 0
+    assert "serve" in printed
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agentspec.cli", "version"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip()[0].isdigit()
