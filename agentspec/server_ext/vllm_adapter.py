@@ -7,6 +7,9 @@ request ends. Three methods of its V1 model runner are therefore wrapped, once a
 ``_on_request_state_removed``  tells it that a request has finished or was aborted (never inferred from a batch)
 ``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
 
+Two more keep a step without any draft as cheap as in vLLM without speculation, where vLLM would run its rejection
+sampler over the whole vocabulary although there is nothing to verify: ``_calc_spec_decode_metadata``, ``_sample``.
+
 Everything else stays vLLM's: scheduling, verification, sampling. A new vLLM version is a change here.
 """
 
@@ -177,7 +180,7 @@ def returned_tokens(state: Any) -> int:
 
 
 def install_hooks() -> None:
-    """Wrap the three methods of vLLM's V1 model runner; doing it again changes nothing."""
+    """Wrap the methods of vLLM's V1 model runner; doing it again changes nothing."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if getattr(GPUModelRunner, "_agentspec_hooked", False):
@@ -186,6 +189,8 @@ def install_hooks() -> None:
         ("propose_draft_token_ids", _wrap_propose),
         ("_on_request_state_removed", _wrap_removed),
         ("_input_fits_in_drafter", _wrap_fits),
+        ("_calc_spec_decode_metadata", _wrap_metadata),
+        ("_sample", _wrap_sample),
     ):
         method = getattr(GPUModelRunner, name, None)
         if method is None:
@@ -229,6 +234,44 @@ def _wrap_fits(method: Callable[..., Any]) -> Callable[..., Any]:
         return bool(method(self, common_attn_metadata))
 
     return _input_fits_in_drafter
+
+
+def _wrap_metadata(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        if _drafter(self) is None or num_draft_tokens.any():
+            return method(self, num_draft_tokens, cu_num_scheduled_tokens)
+        return _metadata_without_drafts(cu_num_scheduled_tokens, self.device)
+
+    return _calc_spec_decode_metadata
+
+
+def _metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
+    """What vLLM would compute for n rows without drafts: one logit a row, at its last token."""
+    import torch
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    rows = len(cu_num_scheduled_tokens)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    return SpecDecodeMetadata(
+        draft_token_ids=none,
+        num_draft_tokens=[0] * rows,
+        cu_num_draft_tokens=torch.zeros(rows, dtype=torch.int32, device=device),
+        cu_num_sampled_tokens=counts[1:],
+        target_logits_indices=none,
+        bonus_logits_indices=counts[:-1],
+        logits_indices=torch.from_numpy(cu_num_scheduled_tokens - 1).to(device, non_blocking=True),
+    )
+
+
+def _wrap_sample(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        nothing = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+        return method(self, logits, None if nothing and _drafter(self) is not None else spec_decode_metadata)
+
+    return _sample
 
 
 def _is_first_rank() -> bool:

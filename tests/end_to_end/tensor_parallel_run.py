@@ -1,10 +1,11 @@
-"""Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON on the last line of stdout.
+"""Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON in a file.
 
-Usage: python tensor_parallel_run.py MODEL {plain|agentspec}
+Usage: python tensor_parallel_run.py MODEL {plain|agentspec} OUT
 """
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from agentspec.server_ext.vllm_launch import engine_options
@@ -15,7 +16,7 @@ def main() -> None:
     """Two rounds over the same prompts; with agentspec the second drafts from the first."""
     from vllm import LLM, SamplingParams
 
-    model, method = sys.argv[1:]
+    model, method, out = sys.argv[1:]
     options = engine_options(store="memory://", tenant="tp") if method == "agentspec" else {}
     llm = LLM(
         model,
@@ -37,7 +38,7 @@ def main() -> None:
     answers: list[Any] = []
     if method == "agentspec":
         answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
-    print(json.dumps({"texts": texts, "stats": answers}))
+    Path(out).write_text(json.dumps({"texts": texts, "stats": answers}))
 
 
 if __name__ == "__main__":

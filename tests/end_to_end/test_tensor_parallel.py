@@ -17,18 +17,18 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 
 
-def run(method: str) -> dict[str, Any]:
+def run(method: str, out: Path) -> dict[str, Any]:
     """One engine on two ranks."""
-    command = [sys.executable, "-m", "tests.end_to_end.tensor_parallel_run", str(MODEL), method]
+    command = [sys.executable, "-m", "tests.end_to_end.tensor_parallel_run", str(MODEL), method, str(out)]
     environment = {**os.environ, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(out.read_text())
     return answer
 
 
-def test_two_ranks_write_the_same_text_and_draft_on_one() -> None:
-    plain, fast = run("plain"), run("agentspec")
+def test_two_ranks_write_the_same_text_and_draft_on_one(tmp_path: Path) -> None:
+    plain, fast = run("plain", tmp_path / "plain.json"), run("agentspec", tmp_path / "fast.json")
     assert fast["texts"] == plain["texts"]
     with_trees = [answer for answer in fast["stats"] if answer is not None]
     assert len(fast["stats"]) == 2

@@ -87,6 +87,25 @@ def test_the_tokenizer_decides_the_fingerprint(tmp_path: Any) -> None:
     assert vllm_adapter.tokenizer_fingerprint("org/name", "r1") != vllm_adapter.tokenizer_fingerprint("org/name", "r2")
 
 
+def test_metadata_of_a_step_without_drafts_is_what_vllm_computes() -> None:
+    import numpy as np
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = object.__new__(GPUModelRunner)
+    runner.device = torch.device("cpu")
+    runner.input_ids = SimpleNamespace(gpu=torch.arange(500, dtype=torch.int32))
+    runner._arange_scratch = np.arange(500, dtype=np.int32)
+    runner.arange_np = np.arange(500, dtype=np.int32)
+    scheduled = np.array([4, 104, 105, 209], dtype=np.int32)
+    calculate = GPUModelRunner._calc_spec_decode_metadata
+    theirs = getattr(calculate, "__wrapped__", calculate)(runner, np.zeros(4, dtype=np.int32), scheduled)
+    ours = vllm_adapter._metadata_without_drafts(scheduled, runner.device)
+    assert vars(ours).keys() == vars(theirs).keys()
+    for name, value in vars(theirs).items():
+        mine = getattr(ours, name)
+        assert (mine.tolist() == value.tolist()) if isinstance(value, torch.Tensor) else (mine == value), name
+
+
 def test_hooks_are_installed_once() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
