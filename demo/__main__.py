@@ -97,7 +97,10 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int)
                     fast.stop()
                     _start(console, f"restarting the agentspec server in the middle of {name}", fast)
                     restarted = True
-                pairs.append(Pair(one.turn(), other.turn(), after_restart=restart))
+                with fast.paused():  # one at a time on the same cores
+                    without = one.turn()
+                with plain.paused():
+                    pairs.append(Pair(without, other.turn(), after_restart=restart))
                 _progress(console, pairs[-1])
     return pairs
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,12 +105,21 @@ class ModelServer:
             self._process.wait(timeout)
         self.kill()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop all its processes (SIGSTOP) for a while: vLLM spins for a second after each request, which would
+        slow down whatever else is being measured on the same cores."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """kill -9 of the server and of its engine processes."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 
@@ -135,6 +144,11 @@ class ModelServer:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         except OSError:
             return "(no log)"
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     def _command(self) -> list[str]:
         served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
