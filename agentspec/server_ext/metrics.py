@@ -2,11 +2,9 @@
 
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES
 
@@ -58,24 +56,22 @@ class Metrics:
         return figures
 
     def judged(
-        self, figures: RequestFigures, tokens: int, drafted: NDArray[np.int32], accepted: NDArray[np.int32]
+        self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
     ) -> tuple[int, int]:
         """Add one step of one request; drafted and accepted are counts by source. Returns their sums."""
         figures.tokens += tokens
         figures.steps += 1
-        by_source = drafted.tolist()
-        total = sum(by_source)
+        total = sum(drafted)
         if not total:
             return 0, 0
         figures.drafts += 1
-        hits = accepted.tolist()
-        for source, (n, ok) in enumerate(zip(by_source, hits, strict=True)):
+        for source, (n, ok) in enumerate(zip(drafted, accepted, strict=True)):
             figures.drafted[source] += n
             figures.accepted[source] += ok
         self.counters["drafts"] += 1
         self.counters["drafted"] += total
-        self.counters["accepted"] += sum(hits)
-        return total, sum(hits)
+        self.counters["accepted"] += sum(accepted)
+        return total, sum(accepted)
 
     def request(self, request_id: str) -> dict[str, Any] | None:
         """Figures of one API request, or None when it is not known (any more)."""

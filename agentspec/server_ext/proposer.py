@@ -137,20 +137,19 @@ class Proposer:
         self._persistence.deliver(self.cache)
         for new in step.started:
             self._start(new)
-        running = [self._running.get(request_id) for request_id in step.request_ids]
-        known = [i for i, entry in enumerate(running) if entry is not None]
-        if len(known) < len(running):
-            return self._propose_known(step, known)
-        if not known:
+        if not all(request_id in self._running for request_id in step.request_ids):
+            return self._propose_known(step)
+        if not step.request_ids:
             return []
         begin = time.perf_counter_ns()
         drafts = self.cache.step(step.request_ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled)
-        ns = (time.perf_counter_ns() - begin) // len(known)
+        ns = (time.perf_counter_ns() - begin) // len(step.request_ids)
         self._account(step, drafts, ns)
         return drafts.lists()
 
-    def _propose_known(self, step: Step, known: Sequence[int]) -> list[list[int]]:
+    def _propose_known(self, step: Step) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""
+        known = [i for i, request_id in enumerate(step.request_ids) if request_id in self._running]
         pick = np.asarray(known, dtype=np.int64)
         some = Step(
             started=(),
@@ -191,10 +190,11 @@ class Proposer:
         self._steps += 1
         offsets = drafts.offsets.tolist()
         lengths = step.lengths.tolist()
+        drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
         for i, request_id in enumerate(step.request_ids):
             running = self._running[request_id]
             added = lengths[i] - running.length
-            drafted, accepted = self.metrics.judged(running.figures, added, drafts.drafted[i], drafts.accepted[i])
+            drafted, accepted = self.metrics.judged(running.figures, added, drafted_by_source[i], accepted_by_source[i])
             if self._recorder is not None:
                 self._recorder.add(
                     {

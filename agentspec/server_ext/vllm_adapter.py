@@ -13,6 +13,7 @@ sampler over the whole vocabulary although there is nothing to verify: ``_calc_s
 Everything else stays vLLM's: scheduling, verification, sampling. A new vLLM version is a change here.
 """
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -93,14 +94,14 @@ class AgentSpecProposer:
         batch = runner.input_batch
         scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
         limit = min(self.max_draft, scheduler_output.num_spec_tokens_to_schedule or self.max_draft)
-        picked: list[int] = []
+        picked = [i for i, new_tokens in enumerate(sampled) if new_tokens]
+        lengths = batch.num_tokens_no_spec[picked].tolist()
+        kept: list[int] = []
         started: list[NewRequest] = []
         ids: list[str] = []
         room: list[int] = []
         scheduled: list[int] = []
-        for i, new_tokens in enumerate(sampled):
-            if not new_tokens:
-                continue
+        for i, length in zip(picked, lengths, strict=True):
             request_id = batch.req_ids[i]
             state = runner.requests[request_id]
             if state.prompt_token_ids is None:  # a prompt given as embeddings has no tokens to match
@@ -109,23 +110,24 @@ class AgentSpecProposer:
                 extra = state.sampling_params.extra_args if state.sampling_params else None
                 identity = identify(extra, self.settings.tenant)
                 started.append(NewRequest(request_id, state.prompt_token_ids, identity))
-            picked.append(i)
+            kept.append(i)
             ids.append(request_id)
-            room.append(min(limit, self._room(state, int(batch.num_tokens_no_spec[i]))))
+            room.append(min(limit, self._room(state, length)))
             # Only what the scheduler kept was verified: a grammar may have cut the draft, and a prefix-cache hit
             # leaves placeholders (-1).
-            scheduled.append(sum(token >= 0 for token in scheduled_drafts.get(request_id, ())))
-        rows = np.asarray(picked, dtype=np.int32)
+            draft = scheduled_drafts.get(request_id)
+            scheduled.append(sum(token >= 0 for token in draft) if draft else 0)
+        rows = np.array(kept, dtype=np.int32)
         step = Step(
             started=started,
             request_ids=ids,
             tokens=batch.token_ids_cpu,
             rows=rows,
-            lengths=np.ascontiguousarray(batch.num_tokens_no_spec[rows], dtype=np.int32),
-            room=np.asarray(room, dtype=np.int32),
-            scheduled=np.asarray(scheduled, dtype=np.int32),
+            lengths=batch.num_tokens_no_spec[rows].astype(np.int32, copy=False),
+            room=np.array(room, dtype=np.int32),
+            scheduled=np.array(scheduled, dtype=np.int32),
         )
-        return picked, step
+        return kept, step
 
     def _room(self, state: Any, length: int) -> int:
         """Tokens worth drafting: one more is always sampled, and nothing past either limit can be returned."""
@@ -249,9 +251,17 @@ def _wrap_metadata(method: Callable[..., Any]) -> Callable[..., Any]:
 def _metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
     """What vLLM would compute for n rows without drafts: one logit a row, at its last token."""
     import torch
+
+    indices = torch.from_numpy(cu_num_scheduled_tokens - 1).to(device, non_blocking=True)
+    return dataclasses.replace(_empty_metadata(len(indices), device), logits_indices=indices)
+
+
+@functools.cache
+def _empty_metadata(rows: int, device: Any) -> Any:
+    """The part of it that only depends on the number of rows; kept, for it is needed in most steps."""
+    import torch
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    rows = len(cu_num_scheduled_tokens)
     none = torch.empty(0, dtype=torch.int32, device=device)
     counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
     return SpecDecodeMetadata(
@@ -261,7 +271,7 @@ def _metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
         cu_num_sampled_tokens=counts[1:],
         target_logits_indices=none,
         bonus_logits_indices=counts[:-1],
-        logits_indices=torch.from_numpy(cu_num_scheduled_tokens - 1).to(device, non_blocking=True),
+        logits_indices=none,
     )
 
 
