@@ -32,7 +32,7 @@ from agentspec.server_ext.settings import Settings, check_draft_limit, load_sett
 
 logger = logging.getLogger("vllm.agentspec")
 
-OLDEST_VERSION = (0, 28)
+OLDEST_VERSION = (0, 32)
 NEWEST_VERSION = (0, 32)
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 RPC_METHOD = "agentspec_rpc"
@@ -158,10 +158,10 @@ def check_version(version: str) -> None:
     except ValueError:
         found = ()
     if not OLDEST_VERSION <= found <= NEWEST_VERSION:
-        oldest, newest = (".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION))
+        known = sorted({".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION)})
         raise UnsupportedEngineError(
-            f"vLLM {version} is not supported: agentspec works with vLLM {oldest} to {newest}; "
-            f'install one of those, e.g. pip install "vllm=={newest}.*"'
+            f"vLLM {version} is not supported: agentspec works with vLLM {' to '.join(known)}; "
+            f'install it, e.g. pip install "vllm=={known[-1]}.*"'
         )
 
 
