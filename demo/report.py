@@ -74,10 +74,8 @@ def print_table(pairs: Sequence[Pair], console: Console) -> None:
     for column in ("tok/s\nwithout", "tok/s\nwith", "speed-up"):
         table.add_column(column, justify="right")
     table.add_column("same\ntext")
-    previous = None
     for pair in pairs:
-        table.add_row(*_cells(pair), end_section=False, style="bold" if pair.after_restart else None)
-        previous = pair.fast.session if previous is None else previous
+        table.add_row(*_cells(pair), style="bold" if pair.after_restart else None)
     console.print(table)
 
 
