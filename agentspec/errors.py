@@ -1,4 +1,4 @@
-"""Every error that agentspec raises, as one tree.
+"""The errors that agentspec raises, as one tree (``agentspec.testing`` adds ServerFailedError and ReplayError to it).
 
     AgentSpecError
     ├── ConfigurationError          a setting, option or URL that cannot work (also a ValueError)

@@ -41,7 +41,7 @@ def main() -> int:
         _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
         pairs = _run(console, plain, fast, arguments.sessions)
     except ServerFailedError as error:
-        console.print(f"[bold red]{error}")
+        console.print(str(error), style="bold red", markup=False)  # it quotes a log, brackets included
         return 1
     finally:
         plain.stop()

@@ -29,12 +29,12 @@ from agentspec.server_ext.identity import SESSION_KEY, identify, merge_session
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.vllm_launch import PROPOSER_PATH
 
 logger = logging.getLogger("vllm.agentspec")
 
 OLDEST_VERSION = (0, 32)
 NEWEST_VERSION = (0, 32)
-PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 RPC_METHOD = "agentspec_rpc"
 
 
@@ -94,40 +94,37 @@ class AgentSpecProposer:
         batch = runner.input_batch
         scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
         limit = min(self.max_draft, scheduler_output.num_spec_tokens_to_schedule or self.max_draft)
-        picked = [i for i, new_tokens in enumerate(sampled) if new_tokens]
-        lengths = batch.num_tokens_no_spec[picked].tolist()
-        kept: list[int] = []
+        states = [runner.requests[request_id] for request_id in batch.req_ids[: len(sampled)]]
+        # A prompt given as embeddings has no tokens to match.
+        picked = [i for i, new in enumerate(sampled) if new and states[i].prompt_token_ids is not None]
+        rows = np.array(picked, dtype=np.int32)
+        lengths = batch.num_tokens_no_spec[rows].astype(np.int32, copy=False)
         started: list[NewRequest] = []
         ids: list[str] = []
         room: list[int] = []
         scheduled: list[int] = []
-        for i, length in zip(picked, lengths, strict=True):
-            request_id = batch.req_ids[i]
-            state = runner.requests[request_id]
-            if state.prompt_token_ids is None:  # a prompt given as embeddings has no tokens to match
-                continue
+        for i, length in zip(picked, lengths.tolist(), strict=True):
+            request_id, state = batch.req_ids[i], states[i]
             if not self.engine.knows(request_id):
                 extra = state.sampling_params.extra_args if state.sampling_params else None
                 identity = identify(extra, self.settings.tenant)
                 started.append(NewRequest(request_id, state.prompt_token_ids, identity))
-            kept.append(i)
             ids.append(request_id)
             room.append(min(limit, self._room(state, length)))
             # Only what the scheduler kept was verified: a grammar may have cut the draft, and a prefix-cache hit
             # leaves placeholders (-1).
             draft = scheduled_drafts.get(request_id)
             scheduled.append(sum(token >= 0 for token in draft) if draft else 0)
-        rows = np.array(kept, dtype=np.int32)
         step = Step(
             started=started,
             request_ids=ids,
             tokens=batch.token_ids_cpu,
             rows=rows,
-            lengths=batch.num_tokens_no_spec[rows].astype(np.int32, copy=False),
+            lengths=lengths,
             room=np.array(room, dtype=np.int32),
             scheduled=np.array(scheduled, dtype=np.int32),
         )
-        return kept, step
+        return picked, step
 
     def _room(self, state: Any, length: int) -> int:
         """Tokens worth drafting: one more is always sampled, and nothing past either limit can be returned."""

@@ -38,7 +38,7 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
         _drop(result, "--additional-config", "--additional_config")
     additional["agentspec"] = {**additional.get("agentspec", {}), **settings}
     load_settings(additional)  # a wrong setting shows now
-    result += ["--speculative-config", json.dumps(_speculative(max_draft))]
+    result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
 
@@ -51,7 +51,7 @@ def engine_options(*, max_draft: int = DEFAULT_MAX_DRAFT, **settings: Any) -> di
     """
     additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
     load_settings(additional)
-    return {"speculative_config": _speculative(check_draft_limit(max_draft)), "additional_config": additional}
+    return {"speculative_config": speculative_config(check_draft_limit(max_draft)), "additional_config": additional}
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -95,7 +95,8 @@ def name_cpu_build() -> None:
         importlib.metadata.version = version
 
 
-def _speculative(max_draft: int) -> dict[str, Any]:
+def speculative_config(max_draft: int) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` that names agentspec's proposer. ``max_draft``: longest draft, in tokens."""
     return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
 
 

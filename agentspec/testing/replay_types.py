@@ -121,9 +121,9 @@ def speculative_config(method: str, max_draft: int) -> dict[str, Any] | None:
             "prompt_lookup_max": NGRAM_MAX,
         }
     if method == "agentspec":
-        from agentspec.server_ext.vllm_launch import PROPOSER_PATH
+        from agentspec.server_ext import vllm_launch
 
-        return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
+        return vllm_launch.speculative_config(max_draft)
     raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
 
 
