@@ -13,6 +13,7 @@
     ├── StoreError                  the store could not be reached, read or written
     │   ├── StoreUnavailableError   it does not answer; trying again later may help
     │   └── StoreVersionError       the store's file was written by another schema version
+    ├── SnapshotError               a snapshot of the trees cannot be written or read
     └── RecordError                 one stored record cannot be used; it is skipped
         ├── CorruptRecordError      checksum or framing does not hold
         └── RecordVersionError      written in a format this version does not know
@@ -74,6 +75,10 @@ class StoreUnavailableError(StoreError):
 
 class StoreVersionError(StoreError):
     """The store was written by another schema version."""
+
+
+class SnapshotError(AgentSpecError):
+    """A snapshot of the trees cannot be written, or is damaged, of another version or of another core."""
 
 
 class RecordError(AgentSpecError):

@@ -9,13 +9,15 @@ step, drafted and accepted tokens do not depend on it.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
+
+import peer
+from trace_files import VOCABULARY, records
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import (
@@ -29,9 +31,6 @@ from agentspec.testing.replay import (
     compare,
     fitting_length,
 )
-
-VOCABULARY = 131_072
-"""The traces are token ids of the Mistral 'tekken' vocabulary."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,8 +77,8 @@ def row(method: str, result: ReplayResult) -> dict[str, Any]:
 
 def read_calls(options: argparse.Namespace) -> list[Call]:
     """The first ``--calls`` calls whose prompt is short enough. Raises ConfigurationError naming the option."""
-    records = _records(options.traces, options.workload)
-    calls = list(_fitting(records, options))
+    found = records(options.traces, options.workload)
+    calls = list(_fitting(found, options))
     if not calls:
         raise ConfigurationError(
             f"--max-prompt {options.max_prompt}: no call of {options.workload} has a prompt that short"
@@ -91,6 +90,7 @@ def read_calls(options: argparse.Namespace) -> list[Call]:
 
 def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, ReplayResult]:
     """One engine a method, all of them alive, taking turns."""
+    paths = {"suffix": [peer.build(options.peer_dir)]} if "suffix" in options.methods else {}
     _say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting vLLM, a minute or two")
     with ExitStack() as stack:
         engines = {
@@ -103,6 +103,7 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
                     max_draft=options.max_draft,
                     settings={"store": options.store, "tenant": options.tenant or None},
                     seed=options.seed,
+                    module_paths=paths.get(method, ()),
                 )
             )
             for method in options.methods
@@ -116,24 +117,9 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
         )
 
 
-def _records(folder: Path, workload: str) -> Iterable[dict[str, Any]]:
-    loader = folder / "load.py"
-    if not loader.is_file():
-        raise ConfigurationError(f"--traces {folder}: there is no load.py in it")
-    known = sorted(path.name.removesuffix(".tok.npz") for path in folder.glob("*.tok.npz"))
-    if workload not in known:
-        raise ConfigurationError(f"--workload {workload!r} is not in {folder}; there are: {', '.join(known)}")
-    spec = importlib.util.spec_from_file_location("agentspec_traces", loader)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    records: Iterable[dict[str, Any]] = module.tokens(workload)
-    return records
-
-
-def _fitting(records: Iterable[dict[str, Any]], options: argparse.Namespace) -> Iterator[Call]:
+def _fitting(candidates: Iterable[dict[str, Any]], options: argparse.Namespace) -> Iterator[Call]:
     found = 0
-    for record in records:
+    for record in candidates:
         if len(record["prompt"]) > options.max_prompt:
             continue
         found += 1
@@ -166,8 +152,10 @@ def _parser() -> argparse.ArgumentParser:
         type=_methods,
         default=",".join(METHODS),
         help="comma-separated, of: none (plain vLLM), ngram (vLLM's own prompt lookup with n-grams of "
-        f"{NGRAM_MIN} to {NGRAM_MAX} tokens), agentspec (%(default)s)",
+        f"{NGRAM_MIN} to {NGRAM_MAX} tokens), suffix (vLLM's own, on ArcticInference's extension), agentspec "
+        "(%(default)s)",
     )
+    peer.add_option(parser)
     add("--max-draft", type=_positive, default=16, metavar="K", help="draft tokens a step, all methods (%(default)s)")
     add("--chunk", type=_positive, metavar="N", help="calls until the next method's turn (twice the batch)")
     add("--store", default="memory://", metavar="URL", help="where agentspec keeps the turns (%(default)s)")

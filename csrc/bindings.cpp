@@ -1,6 +1,7 @@
 // Python's view of Cache: arrays in, arrays out. The façade (suffix_cache.py) has checked every argument.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -15,10 +16,10 @@ namespace {
 
 using Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Key = std::optional<std::string>;
+using Name = std::optional<std::string>;
 
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
-const std::string* pointer(const Key& key) { return key ? &*key : nullptr; }
+const std::string* pointer(const Name& key) { return key ? &*key : nullptr; }
 
 // Hands a vector's memory to numpy without copying it.
 template <class T>
@@ -43,23 +44,47 @@ nb::tuple to_python(Drafts&& drafts) {
 }
 
 nb::tuple step(Cache& cache, const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths,
-               const Vector& room, const Vector& scheduled) {
+               const Vector& room, const Vector& scheduled, double cost) {
   Drafts drafts;
   {
     nb::gil_scoped_release release;
     drafts = cache.step(view(slots), {tokens.data(), tokens.shape(0), tokens.shape(1)}, view(rows), view(lengths),
-                        view(room), view(scheduled));
+                        view(room), view(scheduled), cost);
   }
   return to_python(std::move(drafts));
 }
 
-nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room) {
+nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double cost) {
   Drafts drafts;
   {
     nb::gil_scoped_release release;
-    drafts = cache.propose(view(slots), view(room));
+    drafts = cache.propose(view(slots), view(room), cost);
   }
   return to_python(std::move(drafts));
+}
+
+// One row a candidate, in the order of core.py's CandidateArrays.
+nb::tuple candidates(Cache& cache, std::size_t slot) {
+  const auto path = cache.candidates(slot);
+  std::vector<std::int32_t> depths, tokens, lengths, counts;
+  std::vector<double> probabilities, shares;
+  std::vector<std::uint8_t> sources, ranks;
+  for (std::size_t depth = 0; depth < path.size(); ++depth) {
+    for (std::size_t c = 0; c < path[depth].count; ++c) {
+      const Candidate& candidate = path[depth].candidates[c];
+      depths.push_back(static_cast<std::int32_t>(depth));
+      tokens.push_back(candidate.token);
+      probabilities.push_back(candidate.probability);
+      sources.push_back(candidate.source);
+      ranks.push_back(candidate.rank);
+      lengths.push_back(static_cast<std::int32_t>(candidate.match_length));
+      counts.push_back(static_cast<std::int32_t>(candidate.count));
+      shares.push_back(candidate.share);
+    }
+  }
+  return nb::make_tuple(to_numpy(std::move(depths)), to_numpy(std::move(tokens)), to_numpy(std::move(probabilities)),
+                        to_numpy(std::move(sources)), to_numpy(std::move(ranks)), to_numpy(std::move(lengths)),
+                        to_numpy(std::move(counts)), to_numpy(std::move(shares)));
 }
 
 nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> output_limit) {
@@ -72,12 +97,30 @@ nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> out
   return nb::make_tuple(turn->kept, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
 }
 
-void init(Cache* cache, double cost, std::size_t max_draft, std::size_t min_match, double prior_weight, double memory,
-          std::vector<double> priors, std::size_t max_tokens, std::int64_t vocab_size) {
-  if (priors.size() != Odds::cells()) throw nb::value_error("priors: one for each cell is needed");
-  if (max_draft > kMaxDraft) throw nb::value_error("max_draft: at most 128");
-  PolicySettings settings{cost, max_draft, min_match, prior_weight, memory, std::move(priors)};
-  new (cache) Cache(std::move(settings), max_tokens, vocab_size);
+// The façade's DraftPolicy; its fields have been checked there.
+PolicySettings settings_of(const nb::object& policy) {
+  PolicySettings settings;
+  settings.max_draft = nb::cast<std::size_t>(policy.attr("max_draft"));
+  settings.min_match = nb::cast<std::size_t>(policy.attr("min_match"));
+  settings.judge = nb::cast<bool>(policy.attr("judge"));
+  settings.prior_weight = nb::cast<double>(policy.attr("prior_weight"));
+  settings.memory = nb::cast<double>(policy.attr("memory"));
+  settings.learning_rate = nb::cast<double>(policy.attr("learning_rate"));
+  if (const nb::object rule = policy.attr("rule"); !rule.is_none()) {
+    settings.fixed = FixedSettings{
+        nb::cast<std::size_t>(rule.attr("max_depth")), nb::cast<double>(rule.attr("max_spec_factor")),
+        nb::cast<double>(rule.attr("max_spec_offset")), nb::cast<double>(rule.attr("min_token_prob"))};
+  }
+  if (settings.max_draft > kMaxDraft) throw nb::value_error("max_draft: at most 128");
+  return settings;
+}
+
+using LimitNumbers = std::array<std::size_t, 6>;
+
+Limits limits_of(const LimitNumbers& n) { return {{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}}; }
+
+void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, std::int64_t vocab_size) {
+  new (cache) Cache(settings_of(policy), limits_of(limits), vocab_size);
 }
 
 nb::tuple stats(Cache& cache) {
@@ -92,37 +135,42 @@ NB_MODULE(_native, module) {
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Cache>(module, "Core")
-      .def("__init__", &init, "cost"_a, "max_draft"_a, "min_match"_a, "prior_weight"_a, "memory"_a, "priors"_a,
-           "max_tokens"_a, "vocab_size"_a)
+      .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(
           "start",
-          [](Cache& cache, std::size_t slot, const Vector& prompt, const Key& session, const Key& tenant) {
-            cache.start(slot, view(prompt), pointer(session), pointer(tenant));
+          [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
+             const Name& tenant) {
+            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant)});
           },
-          "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "tenant"_a.none(), Released())
+          "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), Released())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
-      .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert())
+      .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
+      .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a.noconvert(), "tokens"_a.noconvert(), "rows"_a.noconvert(),
-           "lengths"_a.noconvert(), "room"_a.noconvert(), "scheduled"_a.noconvert())
+           "lengths"_a.noconvert(), "room"_a.noconvert(), "scheduled"_a.noconvert(), "cost"_a)
       .def("finish", &finish, "slot"_a, "output_limit"_a.none())
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
-          [](Cache& cache, const Key& session, const Key& tenant, std::size_t kept, const Vector& prompt_tail,
-             const Vector& response) {
-            cache.restore(pointer(session), pointer(tenant), kept, view(prompt_tail), view(response));
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, std::size_t kept,
+             const Vector& prompt_tail, const Vector& response) {
+            cache.restore({pointer(session), pointer(group), pointer(tenant)}, kept, view(prompt_tail), view(response));
           },
-          "session"_a.none(), "tenant"_a.none(), "kept"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(),
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "kept"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(),
           Released())
       .def(
           "remove_session",
-          [](Cache& cache, const std::string& session, const Key& tenant) {
+          [](Cache& cache, const std::string& session, const Name& tenant) {
             cache.remove_session(session, pointer(tenant));
           },
           "session"_a, "tenant"_a.none(), Released())
       .def("has_session", &Cache::has_session, "session"_a, Released())
       .def("catch_up", &Cache::catch_up, "budget"_a, Released())
-      .def("stats", &stats);
+      .def(
+          "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
+      .def("stats", &stats)
+      .def("save", &Cache::save, "path"_a, Released())
+      .def("load", &Cache::load, "path"_a, Released());
 }

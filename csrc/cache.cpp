@@ -3,113 +3,89 @@
 #include <algorithm>
 #include <utility>
 
+#include "fixed_rule.hpp"
+
 namespace agentspec {
 namespace {
 
 std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
-  const std::size_t limit = std::min(a.size(), b.size());
-  return static_cast<std::size_t>(std::mismatch(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(limit), b.begin()).first -
-                                  a.begin());
-}
-
-std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
-  return tokens.last(std::min(tokens.size(), count));
-}
-
-void advance_some(TextIndex& index, std::size_t& budget) {
-  budget -= index.advance(std::min(budget, kIndexPerRequest));
-}
-
-// Appends one finished turn to the session's text, in place where the prompt repeats all that came before.
-void append_turn(Session& session, std::size_t kept, std::span<const Token> prompt_tail,
-                 std::span<const Token> response) {
-  if (kept < session.last.size()) {
-    session.last.resize(kept);
-    session.index.append_boundary();
-    session.index.append(last_of(session.last, kOverlap), false);
-  }
-  session.index.append(prompt_tail);
-  session.index.append(response);
-  session.last.insert(session.last.end(), prompt_tail.begin(), prompt_tail.end());
-  session.last.insert(session.last.end(), response.begin(), response.end());
+  const auto limit = static_cast<std::ptrdiff_t>(std::min(a.size(), b.size()));
+  return static_cast<std::size_t>(std::mismatch(a.begin(), a.begin() + limit, b.begin()).first - a.begin());
 }
 
 }  // namespace
 
-void Tenant::add(const std::string& session, std::span<const Token> context, std::span<const Token> response) {
-  const auto begin = static_cast<Position>(index.size());
-  index.append_boundary();
-  index.append(last_of(context, kOverlap), false);
-  const auto findable = static_cast<Position>(index.size());
-  index.append(response);
-  documents.push_back({session, begin, findable, static_cast<Position>(index.size())});
-}
-
-template <class Keep>
-void Tenant::rebuild(Keep&& keep) {
-  const TextIndex before = std::exchange(index, TextIndex{});
-  const auto old = std::exchange(documents, {});
-  for (const Document& document : old) {
-    if (!keep(document)) continue;
-    const auto text = before.text();
-    add(document.session, text.subspan(document.begin + 1, document.findable - document.begin - 1),
-        text.subspan(document.findable, document.end - document.findable));
-  }
-}
-
-Cache::Cache(PolicySettings settings, std::size_t max_tokens, std::int64_t vocab_size)
-    : settings_(std::move(settings)), max_tokens_(max_tokens), vocab_size_(vocab_size) {}
+Cache::Cache(PolicySettings settings, Limits limits, std::int64_t vocab_size)
+    : settings_(std::move(settings)), limits_(limits), vocab_size_(vocab_size) {}
 
 Request& Cache::request(std::size_t slot) { return *requests_.at(slot); }
 
-std::shared_ptr<Session> Cache::session(const std::string& key, bool own_odds) {
-  auto& entry = sessions_[key];
-  if (!entry) {
-    entry = std::make_shared<Session>();
-    entry->key = key;
-    if (own_odds) entry->odds = std::make_shared<Odds>(settings_);
-  }
-  touch(*entry);
-  return entry;
-}
-
-std::shared_ptr<Tenant> Cache::tenant(const std::string& key) {
-  auto& entry = tenants_[key];
+std::shared_ptr<Tenant> Cache::tenant(const std::string* key) {
+  if (!key) return nullptr;
+  auto& entry = tenants_[*key];
   if (!entry) {
     entry = std::make_shared<Tenant>();
-    entry->odds = std::make_shared<Odds>(settings_);
+    entry->key = *key;
+    entry->learned = std::make_shared<Learned>(settings_, kTenantBits);
   }
   entry->used = ++tick_;
   return entry;
 }
 
-void Cache::touch(Session& session) {
-  by_use_.erase(session.used);
-  session.used = ++tick_;
-  by_use_[session.used] = sessions_.at(session.key);
+template <class Kind>
+std::shared_ptr<Kind> Cache::holding(const std::string& key, const std::shared_ptr<Tenant>& tenant) {
+  auto& entry = holdings_[key];
+  if (!entry) {
+    entry = std::make_shared<Kind>();
+    entry->key = key;
+    entry->tenant = tenant;
+  }
+  touch(*entry);
+  return std::static_pointer_cast<Kind>(entry);
 }
 
-void Cache::start(std::size_t slot, std::span<const Token> prompt, const std::string* session_key,
-                  const std::string* tenant_key) {
+std::shared_ptr<Session> Cache::session(const std::string* key, const std::shared_ptr<Tenant>& tenant) {
+  if (!key) return nullptr;
+  const auto session = holding<Session>("s" + *key, tenant);
+  if (!tenant && !session->learned) session->learned = std::make_shared<Learned>(settings_, kSessionBits);
+  return session;
+}
+
+// Without a tenant to share it with, a group would join private sessions. A session that has none is a group of its
+// own: its responses alone, apart from what its prompts quote, are better to draft from.
+std::shared_ptr<Group> Cache::group(Names names, const std::shared_ptr<Tenant>& tenant) {
+  if (!tenant) return nullptr;
+  if (names.group) return holding<Group>("g" + *names.group, tenant);
+  return names.session ? holding<Group>("o" + *names.session, tenant) : nullptr;
+}
+
+void Cache::touch(Holding& holding) {
+  by_use_.erase(holding.used);
+  holding.used = ++tick_;
+  by_use_[holding.used] = holdings_.at(holding.key);
+}
+
+void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
-  if (tenant_key) fresh->tenant = tenant(*tenant_key);
-  if (session_key) {
-    fresh->session = session(*session_key, !tenant_key);
-    ++fresh->session->running;
-  }
-  fresh->odds = tenant_key    ? fresh->tenant->odds
-                : session_key ? fresh->session->odds
-                              : std::make_shared<Odds>(settings_);
+  fresh->tenant = tenant(names.tenant);
+  fresh->session = session(names.session, fresh->tenant);
+  fresh->group = group(names, fresh->tenant);
+  fresh->own_group = !names.group;
+  if (fresh->session) ++fresh->session->running;
+  if (fresh->group) ++fresh->group->running;
+  fresh->learned = fresh->tenant    ? fresh->tenant->learned
+                   : fresh->session ? fresh->session->learned
+                                    : std::make_shared<Learned>(settings_, kRequestBits);
   const std::size_t kept = fresh->session ? common_prefix(prompt, fresh->session->last) : 0;
   fresh->prompt_length = prompt.size();
   fresh->index.append(prompt.first(kept), false);
   fresh->index.append(prompt.subspan(kept));
+  fresh->state.begin = prompt.size();
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   ++running_;
-  std::size_t budget = kIndexPerCall;
-  advance(*requests_[slot], budget);
+  advance(*requests_[slot], kIndexPerCall);
 }
 
 void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
@@ -122,22 +98,24 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
   std::lock_guard lock(mutex_);
   Request& current = request(slot);
   const auto session = current.session;
+  const auto group = current.group;
   const auto tenant = current.tenant;
-  if ((!session && !tenant) || (session && session->erased)) {
+  if ((!session && !tenant) || (session && session->gone)) {
     release(slot);
     return std::nullopt;
   }
-  const auto prompt = current.index.text().first(current.prompt_length);
-  auto response = current.index.text().subspan(current.prompt_length);
+  const auto text = current.index.text();
+  const auto prompt = text.first(current.prompt_length);
+  auto response = text.subspan(current.prompt_length);
   if (output_limit) response = response.first(std::min(response.size(), *output_limit));
   Turn turn;
   if (session) turn.kept = common_prefix(prompt, session->last);
   const auto tail = session ? prompt.subspan(turn.kept) : last_of(prompt, kOverlap);
   turn.prompt_tail.assign(tail.begin(), tail.end());
   turn.response.assign(response.begin(), response.end());
-  keep(session, tenant, turn.kept, turn.prompt_tail, turn.response);
+  keep(session, group, tenant, turn.kept, turn.prompt_tail, turn.response);
   release(slot);
-  evict();
+  evict(tenant.get());
   return turn;
 }
 
@@ -148,33 +126,32 @@ void Cache::abort(std::size_t slot) {
 
 void Cache::release(std::size_t slot) {
   const auto session = request(slot).session;
+  const auto group = request(slot).group;
   requests_[slot].reset();
   --running_;
-  if (session) {
-    --session->running;
-    forget_if_empty(session);
+  for (const std::shared_ptr<Holding>& holding : {std::shared_ptr<Holding>(session), std::shared_ptr<Holding>(group)}) {
+    if (!holding) continue;
+    --holding->running;
+    forget_if_empty(holding);
   }
 }
 
-void Cache::forget_if_empty(const std::shared_ptr<Session>& session) {
-  if (session->erased || session->running > 0 || session->tokens() > 0) return;
-  by_use_.erase(session->used);
-  sessions_.erase(session->key);
-}
-
-void Cache::restore(const std::string* session_key, const std::string* tenant_key, std::size_t kept,
-                    std::span<const Token> prompt_tail, std::span<const Token> response) {
+void Cache::restore(Names names, std::size_t kept, std::span<const Token> prompt_tail,
+                    std::span<const Token> response) {
   std::lock_guard lock(mutex_);
-  const auto to_tenant = tenant_key ? tenant(*tenant_key) : nullptr;
-  const auto to_session = session_key ? session(*session_key, !tenant_key) : nullptr;
+  const auto to_tenant = tenant(names.tenant);
+  const auto to_session = session(names.session, to_tenant);
+  const auto to_group = group(names, to_tenant);
   if (!to_session || kept > to_session->last.size()) kept = 0;  // what the turn continued is no longer there
-  keep(to_session, to_tenant, kept, prompt_tail, response);
+  keep(to_session, to_group, to_tenant, kept, prompt_tail, response);
   if (to_session) forget_if_empty(to_session);
-  evict();
+  if (to_group) forget_if_empty(to_group);
+  evict(to_tenant.get());
 }
 
-void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Tenant>& tenant, std::size_t kept,
-                 std::span<const Token> prompt_tail, std::span<const Token> response) {
+void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
+                 const std::shared_ptr<Tenant>& tenant, std::size_t kept, std::span<const Token> prompt_tail,
+                 std::span<const Token> response) {
   std::size_t budget = kIndexPerCall;
   if (tenant && !response.empty()) {
     std::vector<Token> context;
@@ -183,152 +160,128 @@ void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<
       context.assign(before.begin(), before.end());
     }
     context.insert(context.end(), prompt_tail.begin(), prompt_tail.end());
-    tenant->add(session ? session->key : std::string(), context, response);
+    const std::string* of = session ? &session->key : nullptr;
+    tenant->corpus.add(of, context, response);
     tenant->used = ++tick_;
-    advance_some(tenant->index, budget);
+    if (group && !group->gone) {
+      group->corpus.add(of, context, response);
+      touch(*group);
+      budget -= group->advance(budget);
+      count(*group);
+    }
+    budget -= tenant->corpus.advance(budget);
+    count(*tenant);
   }
   if (session && !(prompt_tail.empty() && response.empty())) {
-    session_tokens_ -= session->tokens();
-    append_turn(*session, kept, prompt_tail, response);
-    session_tokens_ += session->tokens();
+    session->append(kept, prompt_tail, response);
+    trim(*session);
     touch(*session);
-    advance_some(session->index, budget);
+    session->advance(budget);
+    count(*session);
   }
-}
-
-std::size_t Cache::kept_tokens() const {
-  std::size_t total = session_tokens_;
-  for (const auto& [key, tenant] : tenants_) total += tenant->index.size();
-  return total;
-}
-
-// Makes room: a global tree that fills more than half of the budget loses its older half; otherwise the session that
-// was used least recently goes. Sessions with running requests stay.
-void Cache::evict() {
-  while (max_tokens_ > 0) {
-    const std::size_t total = kept_tokens();
-    if (total <= max_tokens_) return;
-    auto idle = std::find_if(by_use_.begin(), by_use_.end(), [](const auto& entry) {
-      return entry.second->running == 0 && entry.second->tokens() > 0;
-    });
-    if (2 * (total - session_tokens_) <= max_tokens_ && idle != by_use_.end()) {
-      const auto session = idle->second;
-      session_tokens_ -= session->tokens();
-      sessions_.erase(session->key);
-      by_use_.erase(idle);
-      continue;
-    }
-    Tenant* oldest = nullptr;
-    for (const auto& [key, tenant] : tenants_) {
-      if (tenant->index.size() > 0 && (!oldest || tenant->used < oldest->used)) oldest = tenant.get();
-    }
-    if (!oldest) return;
-    const Position half = static_cast<Position>(oldest->index.size() - oldest->index.size() / 2);
-    oldest->rebuild([&](const Tenant::Document& document) { return document.begin >= half; });
-  }
-}
-
-void Cache::remove_session(const std::string& session_key, const std::string* tenant_key) {
-  std::lock_guard lock(mutex_);
-  if (const auto found = sessions_.find(session_key); found != sessions_.end()) {
-    const auto session = found->second;
-    session->erased = true;
-    session_tokens_ -= session->tokens();
-    by_use_.erase(session->used);
-    sessions_.erase(found);
-  }
-  if (!tenant_key) return;
-  const auto found = tenants_.find(*tenant_key);
-  if (found == tenants_.end()) return;
-  const auto& documents = found->second->documents;
-  auto of_session = [&](const Tenant::Document& document) { return document.session == session_key; };
-  if (std::none_of(documents.begin(), documents.end(), of_session)) return;
-  found->second->rebuild([&](const Tenant::Document& document) { return !of_session(document); });
 }
 
 bool Cache::has_session(const std::string& key) {
   std::lock_guard lock(mutex_);
-  const auto found = sessions_.find(key);
-  return found != sessions_.end() && found->second->tokens() > 0;
-}
-
-std::size_t Cache::catch_up(std::size_t budget) {
-  std::lock_guard lock(mutex_);
-  const std::size_t whole = budget;
-  for (const auto& [key, session] : sessions_) budget -= session->index.advance(budget);
-  for (const auto& [key, tenant] : tenants_) budget -= tenant->index.advance(budget);
-  for (const auto& current : requests_) {
-    if (current) budget -= current->index.advance(budget);
-  }
-  return whole - budget;
+  const auto found = holdings_.find("s" + key);
+  return found != holdings_.end() && found->second->size().tokens > 0;
 }
 
 Stats Cache::stats() {
   std::lock_guard lock(mutex_);
   Stats stats;
-  stats.tokens = kept_tokens();
-  stats.sessions = static_cast<std::size_t>(
-      std::count_if(sessions_.begin(), sessions_.end(), [](const auto& entry) { return entry.second->tokens() > 0; }));
+  stats.tokens = held_.tokens;
   stats.requests = running_;
   stats.tenants = tenants_.size();
-  auto add = [&](const TextIndex& index) {
-    stats.bytes += index.bytes();
-    stats.pending += index.pending();
-  };
-  for (const auto& [key, session] : sessions_) {
-    add(session->index);
-    stats.bytes += session->last.capacity() * sizeof(Token);
+  for (const auto& [key, holding] : holdings_) {
+    stats.sessions += key.front() == 's' && holding->size().tokens > 0;
+    stats.bytes += holding->bytes();
+    stats.pending += holding->index().pending();
   }
-  for (const auto& [key, tenant] : tenants_) add(tenant->index);
+  for (const auto& [key, tenant] : tenants_) {
+    stats.bytes += tenant->corpus.bytes() + bytes_of(*tenant->learned);
+    stats.pending += tenant->corpus.index().pending();
+  }
   for (const auto& current : requests_) {
-    if (current) add(current->index);
+    if (!current) continue;
+    stats.bytes += current->index.bytes();
+    stats.pending += current->index.pending();
   }
   return stats;
 }
 
-void Cache::advance(Request& request, std::size_t& budget) {
-  advance_some(request.index, budget);
-  if (request.session) advance_some(request.session->index, budget);
-  if (request.tenant) advance_some(request.tenant->index, budget);
+// Indexes some of what is pending for one request, and takes out some of what was dropped. Returns how much was done.
+std::size_t Cache::advance(Request& request, std::size_t budget) {
+  std::size_t left = budget;
+  left -= request.index.advance(left);
+  if (request.session) left -= advance(*request.session, left);
+  if (request.group) left -= advance(*request.group, left);
+  if (!request.tenant) return budget - left;
+  const std::size_t before = left;
+  left -= request.tenant->corpus.advance(left);
+  left -= request.tenant->corpus.sweep(left);
+  if (left < before) count(*request.tenant);
+  return budget - left;
+}
+
+std::size_t Cache::advance(Holding& holding, std::size_t budget) {
+  if (holding.gone) return 0;
+  std::size_t left = budget;
+  left -= holding.advance(left);
+  left -= holding.sweep(left);
+  if (left < budget) count(holding);
+  return budget - left;
 }
 
 // Adds verified tokens, the first of which answer the draft; only `scheduled` tokens of that were verified.
 void Cache::take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
                  BySource& drafted) {
   if (tokens.empty()) return;
-  const DraftPath& draft = request.draft;
+  const auto& draft = request.draft.taken;
   bool right = true;
-  for (std::size_t d = 0; d < std::min(draft.drafted, scheduled); ++d) {
-    const Candidate& taken = draft.path[d].taken();
-    right = right && d < tokens.size() && tokens[d] == taken.token;
-    ++drafted[taken.source];
-    if (right) ++accepted[taken.source];
+  for (std::size_t d = 0; d < std::min(draft.size(), scheduled); ++d) {
+    right = right && d < tokens.size() && tokens[d] == draft[d].token;
+    const std::size_t source = request.source_of(draft[d]);
+    ++drafted[source];
+    if (right) ++accepted[source];
   }
-  learn(draft, tokens, *request.odds);
+  learn(settings_, request.sources(), tokens, request.state, request.draft, *request.learned);
   request.index.append(tokens);
-  request.draft.clear();
 }
 
-void Cache::draft_into(Request& request, std::size_t room, Drafts& drafts) {
-  Sources sources{&request.index, nullptr, nullptr};
-  if (request.session && !request.session->erased) sources[1] = &request.session->index;
-  if (request.tenant) sources[2] = &request.tenant->index;
-  draft(settings_, *request.odds, sources, request.index.text(), room, request.draft);
-  for (std::size_t d = 0; d < request.draft.drafted; ++d) {
-    const Candidate& taken = request.draft.path[d].taken();
+void Cache::draft_into(Request& request, std::size_t room, double cost, Drafts& drafts) {
+  const auto text = request.index.text();
+  if (settings_.fixed) {
+    draft_fixed(*settings_.fixed, request.sources(), text, request.prompt_length, std::min(room, settings_.max_draft),
+                request.draft);
+  } else {
+    draft(settings_, *request.learned, request.sources(), text, room, cost, request.state, request.draft);
+  }
+  for (const Candidate& taken : request.draft.taken) {
     drafts.tokens.push_back(taken.token);
-    drafts.sources.push_back(taken.source);
+    drafts.sources.push_back(request.source_of(taken));
     drafts.probabilities.push_back(static_cast<float>(taken.probability));
   }
 }
 
-Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room) {
-  return step(slots, {nullptr, 0, 0}, {}, {}, room, {});
+std::vector<Scored> Cache::candidates(std::size_t slot) {
+  std::lock_guard lock(mutex_);
+  auto path = request(slot).draft.path;
+  for (Scored& scored : path) {
+    for (std::size_t c = 0; c < scored.count; ++c) {
+      scored.candidates[c].source = request(slot).source_of(scored.candidates[c]);
+    }
+  }
+  return path;
+}
+
+Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost) {
+  return step(slots, {nullptr, 0, 0}, {}, {}, room, {}, cost);
 }
 
 Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
                    std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-                   std::span<const std::int32_t> scheduled) {
+                   std::span<const std::int32_t> scheduled, double cost) {
   std::lock_guard lock(mutex_);
   Drafts drafts;
   std::size_t budget = kIndexPerCall;
@@ -342,13 +295,12 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       const Token* row = table.data + static_cast<std::size_t>(rows[i]) * table.columns;
       std::size_t end = std::min(known, length);
       while (end < length && legal(row[end])) ++end;
-      take(current, {row + std::min(known, end), end - std::min(known, end)}, static_cast<std::size_t>(std::max(scheduled[i], 0)),
-           accepted, drafted);
+      const std::size_t begin = std::min(known, end);
+      take(current, {row + begin, end - begin}, static_cast<std::size_t>(std::max(scheduled[i], 0)), accepted, drafted);
       sound = current.index.size() == length;  // otherwise a draft would continue another text than the engine's
     }
-    advance(current, budget);
-    current.draft.clear();
-    if (sound) draft_into(current, static_cast<std::size_t>(std::max(room[i], 0)), drafts);
+    budget -= advance(current, budget);
+    draft_into(current, sound ? static_cast<std::size_t>(std::max(room[i], 0)) : 0, cost, drafts);
     drafts.offsets.push_back(static_cast<std::int32_t>(drafts.tokens.size()));
     drafts.match_lengths.push_back(static_cast<std::int32_t>(current.draft.match_length));
     drafts.accepted.push_back(accepted);

@@ -3,7 +3,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,53 +12,12 @@
 #include <unordered_map>
 #include <vector>
 
-#include "drafter.hpp"
-#include "text_index.hpp"
+#include "holdings.hpp"
 
 namespace agentspec {
 
-inline constexpr std::size_t kOverlap = 32;             // context kept in front of a document, so matches span its start
-inline constexpr std::size_t kIndexPerRequest = 4096;   // pending tokens indexed for one request and source a call
-inline constexpr std::size_t kIndexPerCall = 16384;     // and in one call altogether
-
-// What one conversation leaves behind: its turns as one growing text.
-struct Session {
-  std::string key;
-  bool erased = false;
-  std::size_t running = 0;
-  std::uint64_t used = 0;  // tick of its last use; key in the order of eviction
-  TextIndex index;
-  std::vector<Token> last;     // full text of the last finished request
-  std::shared_ptr<Odds> odds;  // its own where there is no tenant to share them with
-
-  std::size_t tokens() const { return index.size() + last.size(); }
-};
-
-// What all sessions of one tenant share: finished responses and learned odds.
-struct Tenant {
-  struct Document {
-    std::string session;  // empty: none
-    Position begin, findable, end;
-  };
-  std::uint64_t used = 0;
-  TextIndex index;
-  std::deque<Document> documents;
-  std::shared_ptr<Odds> odds;
-
-  void add(const std::string& session, std::span<const Token> context, std::span<const Token> response);
-  // Keeps the documents that `keep` chooses; they become findable again as the index advances.
-  template <class Keep>
-  void rebuild(Keep&& keep);
-};
-
-struct Request {
-  std::shared_ptr<Session> session;
-  std::shared_ptr<Tenant> tenant;
-  std::shared_ptr<Odds> odds;
-  TextIndex index;  // holds the whole text; findable is what the session does not already hold
-  std::size_t prompt_length = 0;
-  DraftPath draft;
-};
+inline constexpr std::size_t kIndexPerCall = 2048;  // places put into or taken out of indexes in one call: well under 1 ms
+inline constexpr std::size_t kEvictPerCall = 64;    // sessions, groups or documents evicted in one call
 
 struct Turn {
   std::size_t kept = 0;
@@ -88,56 +46,86 @@ struct TokenTable {
   std::size_t rows, columns;
 };
 
-// Requests, sessions and tenants, and the calls on them. Every public call takes the lock.
+// What may be held; 0: no limit.
+struct Limits {
+  Size process, tenant, session;
+};
+
+// To whom a request belongs; null: to none.
+struct Names {
+  const std::string *session, *group, *tenant;
+};
+
+// Requests, sessions, groups and tenants, and the calls on them. Every public call takes the lock.
 class Cache {
  public:
-  Cache(PolicySettings settings, std::size_t max_tokens, std::int64_t vocab_size);
+  Cache(PolicySettings settings, Limits limits, std::int64_t vocab_size);
 
-  // The caller chooses unused slots and has checked the tokens. Null keys: none.
-  void start(std::size_t slot, std::span<const Token> prompt, const std::string* session, const std::string* tenant);
+  // The caller chooses unused slots and has checked the tokens.
+  void start(std::size_t slot, std::span<const Token> prompt, Names names);
   void extend(std::size_t slot, std::span<const Token> tokens);
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit);
   void abort(std::size_t slot);
-  void restore(const std::string* session, const std::string* tenant, std::size_t kept,
-               std::span<const Token> prompt_tail, std::span<const Token> response);
+  void restore(Names names, std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
+  // Does what steps leave for later: indexing, and giving back what was evicted. Returns how much was done.
   std::size_t catch_up(std::size_t budget);
+  void resize(Limits limits);
   Stats stats();
 
-  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room);
+  // `cost`: price of verifying one more token, as a share of a step.
+  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost);
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
               std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-              std::span<const std::int32_t> scheduled);
+              std::span<const std::int32_t> scheduled, double cost);
+  // Every scored position of the request's last draft.
+  std::vector<Scored> candidates(std::size_t slot);
+
+  // Sessions, groups, tenants and what was learned, without running requests. Both throw std::runtime_error.
+  void save(const std::string& path);
+  void load(const std::string& path);  // into a new cache
 
  private:
   Request& request(std::size_t slot);
-  std::shared_ptr<Session> session(const std::string& key, bool own_odds);
-  std::shared_ptr<Tenant> tenant(const std::string& key);
-  void touch(Session& session);
+  std::shared_ptr<Tenant> tenant(const std::string* key);
+  std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
+  std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
+  template <class Kind>
+  std::shared_ptr<Kind> holding(const std::string& key, const std::shared_ptr<Tenant>& tenant);
+  void touch(Holding& holding);
+  void count(Holding& holding);
+  void count(Tenant& tenant);
+  void drop(const std::shared_ptr<Holding>& holding);
+  void forget_if_empty(const std::shared_ptr<Holding>& holding);
   void release(std::size_t slot);
-  void forget_if_empty(const std::shared_ptr<Session>& session);
-  std::size_t kept_tokens() const;
-  void keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Tenant>& tenant, std::size_t kept,
-            std::span<const Token> prompt_tail, std::span<const Token> response);
-  void evict();
-  void advance(Request& request, std::size_t& budget);
+  void keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
+            const std::shared_ptr<Tenant>& tenant, std::size_t kept, std::span<const Token> prompt_tail,
+            std::span<const Token> response);
+
+  void trim(Session& session);
+  std::size_t evict(Tenant* tenant);
+  bool evict_one(Tenant* only);
+  void load_holding(SnapshotReader& reader);
+
+  std::size_t advance(Request& request, std::size_t budget);
+  std::size_t advance(Holding& holding, std::size_t budget);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);
-  void draft_into(Request& request, std::size_t room, Drafts& drafts);
+  void draft_into(Request& request, std::size_t room, double cost, Drafts& drafts);
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
   std::mutex mutex_;
   PolicySettings settings_;
-  std::size_t max_tokens_;   // 0: no limit
+  Limits limits_;
   std::int64_t vocab_size_;
   std::uint64_t tick_ = 0;
   std::vector<std::unique_ptr<Request>> requests_;
   std::size_t running_ = 0;
-  std::size_t session_tokens_ = 0;
-  std::unordered_map<std::string, std::shared_ptr<Session>> sessions_;
-  std::map<std::uint64_t, std::shared_ptr<Session>> by_use_;  // least recently used first
-  std::unordered_map<std::string, std::shared_ptr<Tenant>> tenants_;
+  Size held_;  // sessions, groups and tenants together
+  std::unordered_map<std::string, std::shared_ptr<Holding>> holdings_;
+  std::map<std::uint64_t, std::shared_ptr<Holding>> by_use_;  // least recently used first
+  std::map<std::string, std::shared_ptr<Tenant>> tenants_;
 };
 
 }  // namespace agentspec

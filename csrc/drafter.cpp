@@ -2,167 +2,151 @@
 
 #include <algorithm>
 
+#include "scoring.hpp"
+
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kLengths = 9, kShapes = 12, kOthers = 3;
+constexpr std::size_t kTail = 256;          // tokens of context that look-ups within a draft see
+constexpr std::uint32_t kLongEnough = 32;   // one match of so many tokens: the other sources need not be searched
+constexpr std::uint32_t kListedEnough = 4;  // so many listed occurrences may stand for all of them
+constexpr std::uint32_t kTrailLength = 4;   // a match of so many tokens that goes wrong leaves a trail
+// The token taken is the one that looks best of several, so its chances are somewhat overrated; it is made up for here.
+constexpr double kCaution = 1.3;
 
-std::size_t length_bucket(std::size_t length) {
-  constexpr std::array<std::size_t, kLengths - 1> bounds{1, 2, 3, 4, 6, 9, 15, 31};
-  return static_cast<std::size_t>(std::lower_bound(bounds.begin(), bounds.end(), length) - bounds.begin());
-}
-
-std::size_t shape_bucket(std::size_t count, std::size_t winner) {
-  if (count == 1) return 0;
-  if (count == 2) return winner == 2 ? 2 : 1;
-  const std::size_t first = count <= 5 ? 3 : 7;
-  if (winner == count) return first + (count <= 5 ? 3 : 4);
-  if (count <= 5) return first + (2 * winner < count ? 0 : 4 * winner < 3 * count ? 1 : 2);
-  return first + (4 * winner < count ? 0 : 2 * winner < count ? 1 : 4 * winner < 3 * count ? 2 : 3);
-}
-
-// Most frequent successor of the matched places, the newest of them where counts are equal.
-struct Successor {
-  Token token;
-  std::size_t winner;
-};
-
-Successor best_successor(const TextIndex& index, const Match& match) {
-  std::array<Token, kWindow> tokens;
-  std::array<std::size_t, kWindow> counts;
-  std::size_t distinct = 0;
-  std::size_t last = 0;
-  for (std::size_t k = 0; k < match.count; ++k) {
-    const Token token = index.at(match.positions[k]);
-    if (distinct == 0 || tokens[last] != token) {
-      for (last = 0; last < distinct && tokens[last] != token; ++last) {
-      }
-      if (last == distinct) {
-        tokens[distinct] = token;
-        counts[distinct++] = 0;
-      }
+// Brings the matches up to date with the sources: followed ones are kept, the others searched for.
+void refresh(const Sources& sources, std::span<const Token> context, MatchState& state) {
+  for (std::size_t s = 0; s < kSources; ++s) {
+    Match& match = state.matches[s];
+    if (!sources[s]) {
+      match.clear();
+      continue;
     }
-    ++counts[last];
+    const std::uint64_t version = sources[s]->version();
+    if (state.started && version == state.versions[s] && match.listed > 0 && match.complete()) continue;
+    sources[s]->look_up(context, match);
+    state.versions[s] = version;
   }
-  std::size_t best = 0;
-  for (std::size_t k = 1; k < distinct; ++k) {
-    if (counts[k] > counts[best]) best = k;
-  }
-  return {tokens[best], counts[best]};
+  state.started = true;
 }
 
-// What the other sources say: 0 nothing, 1 one of them the same, 2 something else.
-std::size_t agreement(const Scored& scored, std::size_t of) {
-  for (std::size_t c = 0; c < scored.count; ++c) {
-    if (c != of && scored.candidates[c].token == scored.candidates[of].token) return 1;
+// Moves on within a draft. True where the match must be searched for instead.
+bool move_on(const TextIndex& index, Token token, Match& match) {
+  if (match.listed == 0) return true;
+  if (!match.complete()) {
+    match.count = match.listed;
+    return !index.follow(token, match) || match.listed < kListedEnough;
   }
-  return scored.count > 1 ? 2 : 0;
+  return !index.follow(token, match) || match.listed == 0;
 }
 
-Scored score(const PolicySettings& settings, const Odds& odds, const Sources& sources,
-             const std::array<Match, kSources>& matches) {
-  Scored scored;
-  std::array<std::size_t, kSources> winners;
+void move_on(const Sources& sources, Token token, std::span<const Token> context, Front& front) {
+  std::uint32_t longest = 0;
+  std::array<bool, kSources> search{};
   for (std::size_t s = 0; s < kSources; ++s) {
-    const Match& match = matches[s];
-    if (match.count == 0 || match.length < settings.min_match) continue;
-    const Successor next = best_successor(*sources[s], match);
-    winners[scored.count] = next.winner;
-    scored.candidates[scored.count++] = {next.token, 0, 0.0, static_cast<std::uint8_t>(s)};
+    if (!sources[s]) continue;
+    search[s] = move_on(*sources[s], token, front.matches[s]);
+    if (!search[s]) longest = std::max(longest, front.matches[s].length);
   }
-  for (std::size_t c = 0; c < scored.count; ++c) {
-    Candidate& candidate = scored.candidates[c];
-    const Match& match = matches[candidate.source];
-    candidate.cell = Odds::cell(candidate.source, match.length, match.count, winners[c], agreement(scored, c));
-    candidate.probability = odds.probability(candidate.cell);
-    if (candidate.probability > scored.taken().probability) scored.best = static_cast<std::uint8_t>(c);
+  for (std::size_t s = 0; s < kSources; ++s) {
+    if (!search[s]) continue;
+    if (longest < kLongEnough) {
+      sources[s]->look_up(context, front.matches[s]);
+    } else {
+      front.matches[s].clear();
+    }
   }
-  return scored;
+  advance_trail(sources, token, front.trail);
 }
 
-void look_up_missing(const Sources& sources, std::span<const Token> context, std::array<Match, kSources>& matches) {
-  for (std::size_t s = 0; s < kSources; ++s) {
-    if (sources[s] && matches[s].count == 0) sources[s]->look_up(context, matches[s]);
-  }
+void take(std::size_t drafted, DraftPath& result) {
+  for (std::size_t d = 0; d < drafted; ++d) result.taken.push_back(result.path[d].taken());
+  if (drafted > 0) result.match_length = result.taken[0].match_length;
 }
 
-void move_on(const Sources& sources, Token token, std::span<const Token> context,
-             std::array<Match, kSources>& matches) {
-  bool followed = false;
+// Drops what was found in a source that has changed since. The request's own text only grows.
+void distrust(const Sources& sources, MatchState& state) {
   for (std::size_t s = 0; s < kSources; ++s) {
-    if (matches[s].count == 0) continue;
-    sources[s]->follow(token, matches[s]);
-    followed = followed || matches[s].count > 0;
+    const bool same = sources[s] && sources[s]->version() == state.versions[s];
+    if (!same) state.matches[s].clear();
+    if (state.trail.source == s && !same && (s > 0 || !sources[s])) state.trail.drop();
   }
-  if (!followed) look_up_missing(sources, context, matches);
 }
 
 }  // namespace
 
-Odds::Odds(const PolicySettings& settings) : table_(cells()), memory_(settings.memory) {
-  for (std::size_t c = 0; c < table_.size(); ++c) {
-    table_[c] = {settings.priors[c] * settings.prior_weight, settings.prior_weight};
-  }
-}
-
-std::size_t Odds::cells() { return kSources * kLengths * kShapes * kOthers; }
-
-Odds::Cell Odds::cell(std::size_t source, std::size_t length, std::size_t count, std::size_t winner,
-                      std::size_t others) {
-  const std::size_t row = (source * kLengths + length_bucket(length)) * kShapes + shape_bucket(count, winner);
-  return static_cast<Cell>(row * kOthers + others);
-}
-
-void Odds::learn(Cell cell, bool hit) {
-  Tally& tally = table_[cell];
-  if (tally.total >= memory_) {
-    tally.hits *= 0.5;
-    tally.total *= 0.5;
-  }
-  tally.total += 1;
-  if (hit) tally.hits += 1;
-}
-
-void draft(const PolicySettings& settings, const Odds& odds, const Sources& sources, std::span<const Token> context,
-           std::size_t room, DraftPath& result) {
+void draft(const PolicySettings& settings, const Learned& learned, const Sources& sources,
+           std::span<const Token> context, std::size_t room, double cost, MatchState& state, DraftPath& result) {
   result.clear();
-  const std::size_t limit = std::min(room, settings.max_draft);
+  const std::size_t limit = std::min({room, settings.max_draft, kMaxDraft});
   if (limit == 0) return;
-  std::array<Token, kCap + kMaxDraft> tail;  // end of the context, then the draft as it grows
-  const std::size_t known = std::min(context.size(), kCap);
-  std::copy(context.end() - static_cast<std::ptrdiff_t>(known), context.end(), tail.begin());
-  std::array<Match, kSources> matches;
-  look_up_missing(sources, {tail.data(), known}, matches);
+  if (state.started) distrust(sources, state);
+  refresh(sources, context, state);
 
+  std::array<Token, kTail + kMaxDraft> tail;  // end of the context, then the draft as it grows
+  const std::size_t known = std::min(context.size(), kTail);
+  std::copy(context.end() - static_cast<std::ptrdiff_t>(known), context.end(), tail.begin());
+  Front front{state.matches, state.trail};
+  const double price = kCaution * cost;
+  const std::size_t written = context.size() - state.begin;
   double chance = 1, expected = 1, best_ratio = 1;
-  while (result.path.size() < limit) {
-    const std::size_t depth = result.path.size();
-    const Scored scored = score(settings, odds, sources, matches);
-    if (scored.count == 0) break;
-    result.path.push_back(scored);
-    if (depth == 0) result.match_length = matches[scored.taken().source].length;
+  std::size_t drafted = 0;
+  for (std::size_t depth = 0; depth < limit; ++depth) {
+    Scored& scored = result.path.emplace_back();
+    const Situation situation{{tail.data(), known + depth}, depth, state.begin, written + depth, state.outcome};
+    score(settings, learned, sources, front, situation, scored);
+    if (scored.count == 0) {
+      result.path.pop_back();
+      break;
+    }
     chance *= scored.taken().probability;
     expected += chance;
-    const double ratio = expected / (1 + settings.cost * static_cast<double>(depth + 1));
+    const double ratio = expected / (1 + price * static_cast<double>(depth + 1));
     if (ratio > best_ratio) {
       best_ratio = ratio;
-      result.drafted = depth + 1;
+      drafted = depth + 1;
     }
-    if (chance < settings.cost * best_ratio || depth + 1 == limit) break;
+    if (chance < price * best_ratio || depth + 1 == limit) break;
     tail[known + depth] = scored.taken().token;
-    move_on(sources, scored.taken().token, {tail.data(), known + depth + 1}, matches);
+    move_on(sources, scored.taken().token, {tail.data(), known + depth + 1}, front);
   }
-  if (result.drafted == 0) result.match_length = 0;
+  take(drafted, result);
 }
 
-void learn(const DraftPath& drafted, std::span<const Token> verified, Odds& odds) {
-  for (std::size_t d = 0; d < std::min(drafted.path.size(), verified.size()); ++d) {
-    const Scored& scored = drafted.path[d];
-    for (std::size_t c = 0; c < scored.count; ++c) {
-      odds.learn(scored.candidates[c].cell, scored.candidates[c].token == verified[d]);
+void learn(const PolicySettings& settings, const Sources& sources, std::span<const Token> verified, MatchState& state,
+           DraftPath& drafted, Learned& learned) {
+  if (verified.empty()) return;
+  distrust(sources, state);
+  std::size_t right = 0;
+  const std::size_t revealed = std::min(drafted.path.size(), verified.size());
+  for (; right < revealed; ++right) {
+    const Scored& scored = drafted.path[right];
+    const Token token = verified[right];
+    for (std::size_t i = 0; i < scored.proposed; ++i) {
+      learned.table.learn(scored.proposals[i].cell, scored.proposals[i].token == token);
     }
-    if (scored.taken().token != verified[d]) break;
+    for (std::size_t c = 0; settings.judge && c < scored.count; ++c) {
+      const Candidate& candidate = scored.candidates[c];
+      const double error = (candidate.token == token ? 1.0 : 0.0) - candidate.probability;
+      learned.judge.learn(scored.features[c], error, settings.learning_rate);
+    }
+    if (scored.taken().token != token) break;
   }
+  state.outcome = drafted.taken.empty() ? 0 : right >= drafted.taken.size() ? 1 : 2;
+
+  for (std::size_t d = 0; d < verified.size(); ++d) {
+    if (d == right && d < revealed) {
+      const Candidate& wrong = drafted.path[d].taken();
+      const bool worth = wrong.rank < 2 && (wrong.match_length >= kTrailLength || !state.trail.active());
+      if (worth) state.trail = {wrong.source, drafted.path[d].places[drafted.path[d].best], 0, 0};
+    }
+    advance_trail(sources, verified[d], state.trail);
+    for (std::size_t s = 0; s < kSources; ++s) {
+      Match& match = state.matches[s];
+      if (match.listed > 0 && !sources[s]->follow(verified[d], match)) match.clear();
+    }
+  }
+  drafted.path.clear();
 }
 
 }  // namespace agentspec

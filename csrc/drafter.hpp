@@ -3,84 +3,126 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "judge.hpp"
+#include "odds.hpp"
 #include "text_index.hpp"
 
 namespace agentspec {
 
-inline constexpr std::size_t kSources = 3;        // request, session, global
+inline constexpr std::size_t kSources = 4;        // request, session, group, global
 inline constexpr std::size_t kMaxDraft = 128;     // the engine verifies no more
+inline constexpr std::size_t kCandidates = 4;     // judged at each position of a draft
+inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two successors a source, and the trail's
+
+// Slots of the judge, as a power of two, by whose it is.
+inline constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;
+
+// The peer's rule; fixed_rule.hpp explains it.
+struct FixedSettings {
+  std::size_t max_depth = 64;
+  double max_spec_factor = 1.0;
+  double max_spec_offset = 0.0;
+  double min_token_prob = 0.1;
+};
 
 struct PolicySettings {
-  double cost = 0.02;          // price of verifying one more token, as a share of a step
+  std::optional<double> cost;  // price of verifying one more token, as a share of a step; none: measured
   std::size_t max_draft = 32;  // tokens
   std::size_t min_match = 1;   // tokens
-  double prior_weight = 8;     // observations that a prior counts for
-  double memory = 200;         // observations after which older ones are halved
-  std::vector<double> priors;  // mean of each cell before anything was observed
+  double prior_weight = 200;   // observations that a prior counts for
+  double memory = 1000;        // observations after which older ones are halved
+  bool judge = true;           // whether the judge corrects the table
+  double learning_rate = 0.5;  // of the judge
+  std::optional<FixedSettings> fixed;  // where set, this rule drafts and nothing is learned
 };
 
-// Online odds of acceptance by source, match length, agreement among the occurrences and with other sources.
-class Odds {
- public:
-  using Cell = std::uint32_t;
+// What acceptance taught: one for each tenant, for each session without one, for each request with neither.
+struct Learned {
+  Odds table;
+  Judge judge;
 
-  explicit Odds(const PolicySettings& settings);
-
-  // `others`: 0 where no other source has a candidate, 1 where one has the same, 2 where all have another.
-  static Cell cell(std::size_t source, std::size_t length, std::size_t count, std::size_t winner, std::size_t others);
-  static std::size_t cells();
-
-  double probability(Cell cell) const { return table_[cell].hits / table_[cell].total; }
-  void learn(Cell cell, bool hit);
-
- private:
-  struct Tally {
-    double hits, total;
-  };
-  std::vector<Tally> table_;
-  double memory_;
+  Learned(const PolicySettings& settings, unsigned judge_bits)
+      : table(settings.prior_weight, settings.memory), judge(judge_bits) {}
 };
 
-// One source's most likely next token at its longest match.
+// One possible next token.
 struct Candidate {
-  Token token;
-  Odds::Cell cell;
-  double probability;
-  std::uint8_t source;
+  Token token = 0;
+  std::uint8_t source = 0;
+  std::uint8_t rank = 0;           // 0: the source's most frequent successor, 1: its second, 2: the trail's
+  std::uint32_t match_length = 0;  // tokens of context that agree
+  std::uint32_t count = 0;         // occurrences that were looked at
+  double share = 0;                // of them followed by the token
+  double probability = 0;          // that it is right, given that the draft before it is
 };
 
-// A scored position of a draft: every source's candidate, and which of them the draft takes.
+// A position of a draft: the judged candidates, likeliest by the table first, and which of them the draft takes.
 struct Scored {
-  std::array<Candidate, kSources> candidates;
-  std::uint8_t count = 0;
+  struct Proposal {  // what the table learns from: every successor of every source
+    Token token;
+    Odds::Cell cell;
+  };
+  std::array<Candidate, kCandidates> candidates;
+  std::array<Position, kCandidates> places;  // where each was found in its source
+  std::array<FeatureSlots, kCandidates> features;
+  std::array<Proposal, kProposals> proposals;
+  std::uint8_t count = 0;     // of candidates
+  std::uint8_t proposed = 0;  // of proposals
   std::uint8_t best = 0;
 
   const Candidate& taken() const { return candidates[best]; }
 };
 
 // What was drafted for one request. `path` may be longer than the draft: positions that were scored but did not pay
-// are kept, so that they can be learned from when the verified tokens reveal them.
+// are kept, so that they can be learned from when the verified tokens reveal them. The fixed rule fills `taken` only.
 struct DraftPath {
   std::vector<Scored> path;
-  std::size_t drafted = 0;       // the first so many of path are the draft
-  std::size_t match_length = 0;  // of the first token's source
+  std::vector<Candidate> taken;  // the draft's tokens
+  std::size_t match_length = 0;  // of the first token's source; 0 where nothing is drafted
 
+  std::size_t drafted() const { return taken.size(); }
   void clear() {
     path.clear();
-    drafted = match_length = 0;
+    taken.clear();
+    match_length = 0;
   }
+};
+
+// A place that was being copied when the copy went wrong once: text often goes on there after a replaced token.
+struct Trail {
+  std::uint8_t source = kSources;  // kSources: none
+  Position place = 0;              // of the token that it proposes
+  std::uint32_t hits = 0;          // tokens that agreed since the last that did not
+  std::uint32_t misses = 0;        // in a row
+
+  bool active() const { return source < kSources; }
+  void drop() { source = kSources; }
+};
+
+// What a request keeps from step to step, so that a step follows its matches rather than searching again.
+struct MatchState {
+  std::array<Match, kSources> matches;
+  std::array<std::uint64_t, kSources> versions{};  // of the sources that the matches are of
+  Trail trail;
+  std::size_t begin = 0;     // length of the context when the response began
+  std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
+  bool started = false;
 };
 
 using Sources = std::array<const TextIndex*, kSources>;  // null where a source is not to be used
 
-// Drafts at most `room` tokens after `context`; policy.py explains the rule.
-void draft(const PolicySettings& settings, const Odds& odds, const Sources& sources, std::span<const Token> context,
-           std::size_t room, DraftPath& result);
+// Drafts at most `room` tokens after `context`, the request's whole text; policy.py explains the rule.
+void draft(const PolicySettings& settings, const Learned& learned, const Sources& sources,
+           std::span<const Token> context, std::size_t room, double cost, MatchState& state, DraftPath& result);
 
-// Learns from the verified tokens: every position whose predecessors were all right was revealed.
-void learn(const DraftPath& drafted, std::span<const Token> verified, Odds& odds);
+// Learns from the verified tokens, every position whose predecessors were all right, and follows the matches with
+// them. To be called before they are appended to the request's text, after every draft and also without one.
+// Afterwards `drafted.taken` is still there, `drafted.path` is not: nothing is learned twice.
+void learn(const PolicySettings& settings, const Sources& sources, std::span<const Token> verified, MatchState& state,
+           DraftPath& drafted, Learned& learned);
 
 }  // namespace agentspec

@@ -1,168 +1,254 @@
 #include "text_index.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
+#include <functional>
 #include <stdexcept>
 
 namespace agentspec {
 namespace {
 
-// Odd pseudo-random multipliers (splitmix64), one for each distance from the end of the gram.
-constexpr std::array<std::uint64_t, kLongest> make_multipliers() {
-  std::array<std::uint64_t, kLongest> values{};
-  std::uint64_t state = 0x5EEDA6E27B1D4C33u;
-  for (auto& value : values) {
-    std::uint64_t z = (state += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    value = (z ^ (z >> 31)) | 1u;
-  }
-  return values;
-}
-constexpr auto kMultipliers = make_multipliers();
-
-constexpr Position kBatch = 16;
-
-using Hashes = std::array<std::uint32_t, kLevels.size()>;
-
-// Hashes of the last k tokens before `end` for the levels k <= length; returns the index of the first such level.
-std::size_t hash_levels(const Token* end, std::size_t length, Hashes& hashes) {
-  std::uint64_t sum = 0;
-  std::size_t done = 0;
-  std::size_t level = kLevels.size();
-  while (level > 0 && kLevels[level - 1] <= length) {
-    --level;
-    for (; done < kLevels[level]; ++done) {
-      sum += (static_cast<std::uint64_t>(static_cast<std::uint32_t>(end[-1 - static_cast<std::ptrdiff_t>(done)])) + 1) *
-             kMultipliers[done];
-    }
-    std::uint64_t mixed = (sum ^ (sum >> 29)) * 0x9E3779B97F4A7C15u;
-    hashes[level] = static_cast<std::uint32_t>(mixed >> 32);
-  }
-  return level;
-}
-
-bool equal_before(const Token* a, const Token* b, std::size_t length) {
-  return std::memcmp(a - length, b - length, length * sizeof(Token)) == 0;
-}
-
-std::size_t common_suffix(const Token* a, const Token* b, std::size_t limit) {
-  std::size_t length = 0;
-  while (length + 8 <= limit && equal_before(a - length, b - length, 8)) length += 8;
-  while (length < limit && a[-1 - static_cast<std::ptrdiff_t>(length)] == b[-1 - static_cast<std::ptrdiff_t>(length)]) {
-    ++length;
-  }
-  return length;
-}
+constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
+constexpr std::uint32_t kDeep = 512;              // tokens in common from which on neighbours are followed
+constexpr Position kRebase = Position{1} << 31;  // released positions from which on all are moved down
 
 }  // namespace
 
 void TextIndex::append(std::span<const Token> tokens, bool findable) {
   if (tokens.empty()) return;
-  if (tokens.size() >= kNowhere - 2 - text_.size()) throw std::length_error("an index holds fewer than 2^32 tokens");
-  const auto begin = static_cast<Position>(text_.size());
-  text_.insert(text_.end(), tokens.begin(), tokens.end());
-  const auto end = static_cast<Position>(text_.size());
-  if (!findable) return;
-  if (pending_ == 0 && levels_[0].previous.empty()) base_ = begin;
-  if (!ranges_.empty() && ranges_.back().end == begin) {
-    ranges_.back().end = end;
-  } else {
-    ranges_.push_back({begin, end});
+  if (tokens.size() > kLargest - size()) throw std::length_error("an index holds fewer than 2^32 tokens");
+  if (text_.empty()) {
+    text_.resize(kPad);
+    std::fill_n(text_.data(), kPad, kBoundary);
   }
-  pending_ += end - begin;
+  const auto begin = static_cast<Position>(size());
+  text_.resize(text_.size() + tokens.size());
+  std::copy(tokens.begin(), tokens.end(), text_.data() + kPad + begin);
+  if (!findable) return;
+  const auto end = static_cast<Position>(size());
+  if (!pending_.empty() && pending_.back().end == begin) {
+    pending_.back().end = end;
+  } else {
+    pending_.push_back({begin, end});
+  }
+  pending_count_ += tokens.size();
 }
 
 void TextIndex::append_boundary() { append(std::span<const Token>(&kBoundary, 1), false); }
 
+void TextIndex::clear() {
+  const std::uint64_t next = version_ + 1;
+  *this = TextIndex();
+  version_ = next;
+}
+
 std::size_t TextIndex::advance(std::size_t budget) {
+  const Token* const text = text_.data() + kPad;
   std::size_t done = 0;
-  while (done < budget && !ranges_.empty()) {
-    Range& range = ranges_.front();
-    const auto count = static_cast<Position>(std::min<std::size_t>(budget - done, range.end - range.begin));
-    for (auto& level : levels_) level.previous.resize(range.begin + count - base_, kNowhere);
-    for (Position left = count; left > 0;) {
-      const Position batch = std::min<Position>(left, kBatch);
-      insert(range.begin, batch);
-      range.begin += batch;
-      left -= batch;
+  while (done < budget && !pending_.empty()) {
+    Range& range = pending_.front();
+    const std::size_t left = std::min<std::size_t>(budget - done, range.end - range.begin);
+    auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, ContextOrder::kBatch));
+    if (trail_next_ == range.begin && std::max(trail_.left_common, trail_.right_common) >= kDeep) {
+      count = 1;
+      insert_next(range.begin);
+    } else {
+      trail_ = order_.insert_batch(text, range.begin, count);
     }
+    trail_next_ = range.begin + count;
+    for (std::uint32_t i = 0; i < count; ++i) mark(range.begin + i, true);
+    range.begin += count;
     done += count;
-    if (range.begin == range.end) ranges_.pop_front();
+    if (range.begin == range.end) pending_.pop_front();
   }
-  pending_ -= done;
+  pending_count_ -= done;
+  version_ += done > 0;
   return done;
 }
 
-// Several positions at once: all their table slots are on the way from memory before the first is needed.
-void TextIndex::insert(Position begin, Position count) {
-  const Token* text = text_.data();
-  std::array<Hashes, kBatch> hashes;
-  std::array<std::size_t, kBatch> first;
-  for (Position n = 0; n < count; ++n) {
-    const Token* here = text + begin + n;
-    const std::size_t limit = std::min<std::size_t>(begin + n, kLongest);
-    std::size_t length = 0;
-    while (length < limit && here[-1 - static_cast<std::ptrdiff_t>(length)] != kBoundary) ++length;
-    first[n] = hash_levels(here, length, hashes[n]);
-    for (std::size_t i = first[n]; i < kLevels.size(); ++i) levels_[i].newest.prefetch(hashes[n][i]);
-  }
-  for (Position n = 0; n < count; ++n) {
-    const Position position = begin + n;
-    for (std::size_t i = first[n]; i < kLevels.size(); ++i) {
-      auto same = [&](Position other) { return equal_before(text + other, text + position, kLevels[i]); };
-      levels_[i].previous[position - base_] = levels_[i].newest.replace(hashes[n][i], position, same);
+// Indexes the position after the last one. Where the neighbours there were followed by the same token, what follows
+// them are the neighbours here, and share one token more: no need to compare long contexts once more. Without this a
+// text that repeats itself would take quadratic time.
+void TextIndex::insert_next(Position position) {
+  const Token* const text = text_.data() + kPad;
+  const Query query = Query::of_position(text, position);
+  auto follows = [&](Position neighbour, std::uint32_t common) {
+    return common > 0 && at(neighbour) == at(position - 1) && is_indexed(neighbour + 1);
+  };
+  const bool left = follows(trail_.left, trail_.left_common);
+  const bool right = follows(trail_.right, trail_.right_common);
+  Found found;
+  bool known = false;
+  if (left && order_.locate(text, trail_.left + 1, found.place)) {
+    ++found.place.slot;
+    found.left = trail_.left_common + 1;
+    Place next = found.place;
+    known = true;
+    if (order_.normalise(next)) {
+      const Position other = order_.at(next);
+      const Order order = right && other == trail_.right + 1 ? Order{true, trail_.right_common + 1}
+                                                              : compare(query, text, other, 0);
+      found.right = order.common;
+      known = order.less;
+    }
+  } else if (right && order_.locate(text, trail_.right + 1, found.place)) {
+    found.right = trail_.right_common + 1;
+    Place before = found.place;
+    known = true;
+    if (order_.previous(before)) {
+      const Order order = compare(query, text, order_.at(before), 0);
+      found.left = order.common;
+      known = !order.less;
     }
   }
+  if (!known) found = order_.search(text, query);
+  trail_ = order_.neighbours(found);
+  order_.insert(text, found.place, position);
 }
 
 void TextIndex::look_up(std::span<const Token> context, Match& match) const {
   match.clear();
-  const Token* text = text_.data();
-  const Token* end = context.data() + context.size();
-  const std::size_t available = std::min(context.size(), kCap);
-  Hashes hashes;
-  const std::size_t first = hash_levels(end, available, hashes);
-  for (std::size_t i = first; i < kLevels.size(); ++i) levels_[i].newest.prefetch(hashes[i]);
-  for (std::size_t i = first; i < kLevels.size(); ++i) {
-    auto same = [&](Position other) { return equal_before(text + other, end, kLevels[i]); };
-    Position position = levels_[i].newest.find(hashes[i], same);
-    if (position == kNowhere) continue;
-    std::array<Position, kWindow> window;
+  if (context.empty() || order_.size() == 0) return;
+  const Token* const text = text_.data() + kPad;
+  const Found found = order_.search_deep(text, context);
+  const std::uint32_t length = std::max(found.left, found.right);
+  if (length == 0) return;
+  list(order_.extent(text, context, length, found), length, match);
+}
+
+void TextIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
+  match.clear();
+  if (length == 0 || length > context.size() || order_.size() == 0) return;
+  const Token* const text = text_.data() + kPad;
+  list(order_.extent(text, context, length), length, match);
+}
+
+// Fills `match` with the positions of an extent.
+void TextIndex::list(const Extent& extent, std::size_t length, Match& match) const {
+  const std::size_t count = order_.distance(extent.low, extent.high);
+  if (count == 0) return;
+  match.length = static_cast<std::uint32_t>(length);
+  match.count = static_cast<std::uint32_t>(count);
+  match.listed = static_cast<std::uint32_t>(std::min(count, kWindow));
+  order_.pick(text_.data() + kPad, extent.low, count, {match.positions.data(), match.listed});
+  if (match.complete()) std::sort(match.positions.begin(), match.positions.begin() + count, std::greater<>());
+}
+
+bool TextIndex::follow(Token token, Match& match) const {
+  if (!match.complete()) return false;
+  std::uint32_t kept = 0;
+  for (std::uint32_t k = 0; k < match.count; ++k) {
+    const Position position = match.positions[k];
+    if (at(position) == token && is_indexed(position + 1)) match.positions[kept++] = position + 1;
+  }
+  match.count = match.listed = kept;
+  match.length = kept > 0 ? match.length + 1 : 0;
+  return true;
+}
+
+std::size_t TextIndex::remove(Position begin, Position end, std::size_t budget) {
+  begin = std::max(begin, released_);
+  end = std::min(end, static_cast<Position>(size()));
+  if (begin >= end) return 0;
+  forget_pending(begin, end);
+  Token* const text = text_.data() + kPad;
+  std::size_t done = 0;
+  while (done < budget) {
+    std::array<Position, ContextOrder::kBatch> batch;
     std::size_t count = 0;
-    for (; position != kNowhere && count < kWindow; position = levels_[i].previous[position - base_]) {
-      __builtin_prefetch(text + position);
-      window[count++] = position;
+    Position first = end;
+    for (const std::size_t most = std::min<std::size_t>(batch.size(), budget - done); count < most; ++count) {
+      const Position last = last_indexed(begin, first);
+      if (last == first) break;
+      batch[count] = first = last;
+      mark(last, false);
     }
-    for (std::size_t k = 0; k < count; ++k) {
-      const std::size_t limit = std::min<std::size_t>(available, window[k]);
-      const std::size_t length = common_suffix(text + window[k], end, limit);
-      if (length < match.length) continue;
-      if (length > match.length) {
-        match.length = length;
-        match.count = 0;
-      }
-      match.positions[match.count++] = window[k];
-    }
-    return;
+    if (count == 0) break;
+    order_.erase_batch(text, {batch.data(), count});
+    std::fill(text + first, text + end, kBoundary);  // no indexed context reaches it any more
+    end = first;
+    done += count;
+  }
+  if (done < budget) std::fill(text + begin, text + end, kBoundary);
+  version_ += done > 0;
+  trail_next_ = 0;
+  return done;
+}
+
+// The last indexed position of [begin, end), or `end` if there is none.
+Position TextIndex::last_indexed(Position begin, Position end) const {
+  std::size_t word = std::min<std::size_t>((end + kMarks - 1) / kMarks, marks_.size());
+  while (word-- > begin / kMarks) {
+    std::uint64_t bits = marks_[word];
+    if (end < (word + 1) * kMarks) bits &= (std::uint64_t{1} << end % kMarks) - 1;
+    if (bits == 0) continue;
+    const auto last = static_cast<Position>(word * kMarks + static_cast<std::size_t>(std::bit_width(bits)) - 1);
+    return last >= begin ? last : end;
+  }
+  return end;
+}
+
+void TextIndex::forget_pending(Position begin, Position end) {
+  auto range = std::partition_point(pending_.begin(), pending_.end(), [&](const Range& r) { return r.end <= begin; });
+  while (range != pending_.end() && range->begin < end) {
+    const Range before{range->begin, std::max(range->begin, begin)}, after{std::min(range->end, end), range->end};
+    pending_count_ -= (range->end - range->begin) - (before.end - before.begin) - (after.end - after.begin);
+    range = pending_.erase(range);
+    if (after.begin < after.end) range = pending_.insert(range, after);
+    if (before.begin < before.end) range = pending_.insert(range, before) + 1;
   }
 }
 
-void TextIndex::follow(Token token, Match& match) const {
-  std::size_t kept = 0;
-  for (std::size_t k = 0; k < match.count; ++k) {
-    const Position position = match.positions[k];
-    if (text_[position] != token) continue;
-    if (position + 1 < text_.size() && text_[position + 1] != kBoundary) match.positions[kept++] = position + 1;
+Position TextIndex::release_before(Position position) {
+  position = std::min(position, static_cast<Position>(size()));
+  if (position > released_) {
+    Token* const text = text_.data() + kPad;
+    std::fill(text + std::max(released_, position - std::min<Position>(position, kPad)), text + position, kBoundary);
+    text_.release_front(position);
+    marks_.release_front(position / kMarks);
+    released_ = position;
   }
-  match.count = kept;
-  match.length = kept ? std::min(match.length + 1, kCap) : 0;
+  if (released_ < kRebase) return 0;
+  const Position by = released_ / kMarks * kMarks;
+  rebase(by);
+  return by;
+}
+
+void TextIndex::rebase(Position by) {
+  Buffer<Token> text;
+  text.resize(text_.size() - by);
+  std::copy_n(text_.data() + by, text.size(), text.data());
+  std::fill_n(text.data(), kPad, kBoundary);
+  text_ = std::move(text);
+  Buffer<std::uint64_t> marks;
+  if (marks_.size() > by / kMarks) {
+    marks.resize(marks_.size() - by / kMarks);
+    std::copy_n(marks_.data() + by / kMarks, marks.size(), marks.data());
+  }
+  marks_ = std::move(marks);
+  order_.rebase(by);
+  for (Range& range : pending_) range = {range.begin - by, range.end - by};
+  released_ -= by;
+  trail_next_ = 0;
+  ++version_;
+}
+
+bool TextIndex::is_indexed(Position position) const {
+  return position / kMarks < marks_.size() && (marks_[position / kMarks] >> position % kMarks & 1) != 0;
+}
+
+void TextIndex::mark(Position position, bool indexed) {
+  const std::size_t word = position / kMarks;
+  if (const std::size_t size = marks_.size(); word >= size) {
+    marks_.resize(word + 1);
+    std::fill(marks_.data() + size, marks_.data() + word + 1, 0);
+  }
+  const std::uint64_t bit = std::uint64_t{1} << position % kMarks;
+  marks_[word] = indexed ? marks_[word] | bit : marks_[word] & ~bit;
 }
 
 std::size_t TextIndex::bytes() const {
-  std::size_t total = text_.capacity() * sizeof(Token) + sizeof(*this);
-  for (const auto& level : levels_) total += level.newest.bytes() + level.previous.capacity() * sizeof(Position);
-  return total;
+  return sizeof(*this) + text_.bytes() + marks_.bytes() + order_.bytes() + pending_.size() * sizeof(Range);
 }
 
 }  // namespace agentspec

@@ -5,68 +5,109 @@
 #include <cstdint>
 #include <deque>
 #include <span>
-#include <vector>
 
-#include "gram_table.hpp"
+#include "buffer.hpp"
+#include "context.hpp"
+#include "context_order.hpp"
 
 namespace agentspec {
 
-inline constexpr Token kBoundary = -1;                                  // between documents; matches nothing
-inline constexpr std::array<std::size_t, 7> kLevels{32, 16, 8, 4, 3, 2, 1};  // context lengths with a chain each
-inline constexpr std::size_t kLongest = kLevels.front();
-inline constexpr std::size_t kWindow = 32;                              // newest occurrences that a look-up considers
-inline constexpr std::size_t kCap = 256;                                // match lengths are counted up to here
+class SnapshotWriter;
+class SnapshotReader;
 
-// Where the end of a context occurred before: the positions of the tokens that followed it, newest first.
+inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
+static_assert(kWindow <= ContextOrder::kMostPicked);
+inline constexpr std::size_t kMarks = 64;   // bits in a word of marks
+
+// Where the end of a context occurred before.
 struct Match {
-  std::size_t length = 0;
-  std::size_t count = 0;
-  std::array<Position, kWindow> positions;
+  std::uint32_t length = 0;                 // tokens that agree, without limit; 0: none
+  std::uint32_t count = 0;                  // number of occurrences, exact
+  std::uint32_t listed = 0;                 // how many of them are in `positions`: all, or kWindow where there are more
+  std::array<Position, kWindow> positions;  // of the tokens that followed: newest first when complete, otherwise
+                                            // evenly spaced in the order of their contexts
 
-  void clear() { length = count = 0; }
+  bool complete() const { return listed == count; }
+  void clear() { length = count = listed = 0; }
 };
 
-// An append-only token log and, for every context length of kLevels, chains of the positions with equal context.
+// An append-only token log and all its positions sorted by what precedes them.
 //
-// Appending is a copy; positions become findable when `advance` reaches them, so a long prompt can be indexed over
-// several steps. agentspec/cache/reference.py specifies the answers.
+// A position is sorted by its context: text[p-1], text[p-2], ... back to a boundary or the start, without a limit of
+// depth. So the occurrences of any text are neighbours, the longest match of a context is next to where it would be
+// inserted, and counts are exact. Appending is a copy; positions become findable when `advance` reaches them.
+// agentspec/cache/reference.py specifies the answers.
 class TextIndex {
  public:
-  // Appends tokens; with `findable` false they are context only and never proposed by a look-up.
+  // Appends tokens; with `findable` false they are context only and never a look-up's answer.
   void append(std::span<const Token> tokens, bool findable = true);
   void append_boundary();
 
-  // Indexes at most `budget` pending positions; returns how many.
+  // Indexes at most `budget` pending positions, oldest first; returns how many.
   std::size_t advance(std::size_t budget);
 
-  // Longest match of the context (its last kCap tokens suffice) among indexed positions; clear() if there is none.
+  // Longest match of the context among the indexed positions; clear() if there is none.
   void look_up(std::span<const Token> context, Match& match) const;
 
-  // Moves the positions of `match` that were followed by `token` one on, and drops the others.
-  void follow(Token token, Match& match) const;
+  // The occurrences of exactly the last `length` tokens of the context; clear() if there are none.
+  void look_up(std::span<const Token> context, std::size_t length, Match& match) const;
 
-  Token at(Position position) const { return text_[position]; }
-  std::span<const Token> text() const { return text_; }
-  std::size_t size() const { return text_.size(); }
-  std::size_t pending() const { return pending_; }
-  std::size_t bytes() const;
+  // Moves on to the indexed positions behind those of `match` that were followed by `token`; clear() if there are none.
+  // False, and `match` as it was, where not all occurrences are listed: the caller looks up again.
+  // An occurrence whose own preceding position is not indexed (the first findable token of a document) is not reached.
+  bool follow(Token token, Match& match) const;
+
+  // Un-indexes positions of [begin, end), which must be whole documents, newest first and at most `budget` of them,
+  // and overwrites their text with boundaries; returns how many. Fewer than `budget`: all is done. What is pending
+  // there will never be indexed.
+  std::size_t remove(Position begin, Position end, std::size_t budget);
+
+  // Gives back the memory of everything before `position`, all of which was removed. Returns what the caller has to
+  // subtract from every position it keeps: 0 but once in billions of tokens, when positions are about to run out.
+  [[nodiscard]] Position release_before(Position position);
+
+  // Forgets everything; the version goes on.
+  void clear();
+
+  // Changes whenever indexed positions change, so that a kept Match can be trusted.
+  std::uint64_t version() const { return version_; }
+
+  Token at(Position position) const { return text_[kPad + position]; }
+  std::span<const Token> text() const { return {text_.data() + (text_.empty() ? 0 : kPad), size()}; }
+  std::size_t size() const { return text_.empty() ? 0 : text_.size() - kPad; }
+  std::size_t pending() const { return pending_count_; }
+  std::size_t indexed() const { return order_.size(); }
+  std::size_t bytes() const;  // memory held, in bytes
+
+  // Both throw std::runtime_error. Loading maps large parts privately: they are copied where they are written to.
+  void save(SnapshotWriter& writer) const;
+  void load(SnapshotReader& reader);  // into an empty index
+
+  // What positions are less by once saved and loaded: released memory is left out.
+  Position save_offset() const { return released_ / kMarks * kMarks; }
 
  private:
   struct Range {
     Position begin, end;
   };
-  struct Level {
-    GramTable newest;
-    std::vector<Position> previous;  // by position - base_
-  };
 
-  void insert(Position begin, Position count);
+  void insert_next(Position position);
+  bool is_indexed(Position position) const;
+  void mark(Position position, bool indexed);
+  Position last_indexed(Position begin, Position end) const;
+  void forget_pending(Position begin, Position end);
+  void list(const Extent& extent, std::size_t length, Match& match) const;
+  void rebase(Position by);
 
-  std::vector<Token> text_;
-  std::deque<Range> ranges_;  // findable positions still to be indexed
-  std::size_t pending_ = 0;
-  Position base_ = 0;  // first position that is indexed: a request need not pay for what its session holds
-  std::array<Level, kLevels.size()> levels_;
+  Buffer<Token> text_;            // kPad boundaries, then the log
+  Buffer<std::uint64_t> marks_;   // one bit a position: indexed
+  ContextOrder order_;
+  std::deque<Range> pending_;     // findable positions still to be indexed, oldest first
+  std::size_t pending_count_ = 0;
+  Neighbours trail_;           // of the position that was indexed last, which is followed by
+  Position trail_next_ = 0;    // this one; 0: unknown
+  Position released_ = 0;
+  std::uint64_t version_ = 0;
 };
 
 }  // namespace agentspec

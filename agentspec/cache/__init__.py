@@ -2,11 +2,13 @@
 
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.suffix_cache import SuffixCache, native_available
-from agentspec.cache.types import SOURCES, CacheStats, Draft, FinishedTurn, StepDrafts
+from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, FinishedTurn, StepDrafts
 
 __all__ = [
     "SOURCES",
+    "Budget",
     "CacheStats",
+    "Candidate",
     "Draft",
     "DraftPolicy",
     "FinishedTurn",

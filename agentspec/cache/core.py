@@ -1,22 +1,29 @@
 """What a core does: the compiled one (_native.Core) and the plain one (reference_core.ReferenceCore) are alike.
 
-Slots are small integers that the façade gives to requests; session and tenant keys are strings that it composed so
-that equal names of different tenants differ. Arguments were checked. A step's drafts travel as a tuple of arrays in
-the order of StepDrafts' fields.
+Slots are small integers that the façade gives to requests; session, group and tenant keys are strings that it composed
+so that equal names of different tenants differ. Arguments were checked. A step's drafts travel as a tuple of arrays in
+the order of StepDrafts' fields, candidates as one of arrays in the order of Candidate's fields after the depth.
 """
 
 from typing import Protocol
 
-from agentspec.cache.types import Float32Array, Int32Array, UInt8Array
+from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array
 
 DraftArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array, Int32Array, Int32Array]
+CandidateArrays = tuple[
+    Int32Array, Int32Array, Float64Array, UInt8Array, UInt8Array, Int32Array, Int32Array, Float64Array
+]
 TurnArrays = tuple[int, Int32Array, Int32Array]
+LimitNumbers = tuple[int, int, int, int, int, int]
+"""Tokens and bytes that the process, a tenant and a session may hold; 0: no limit."""
 
 
 class Core(Protocol):
-    def start(self, slot: int, prompt: Int32Array, session: str | None, tenant: str | None) -> None: ...
+    def start(
+        self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None
+    ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
-    def propose(self, slots: Int32Array, room: Int32Array) -> DraftArrays: ...
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays: ...
     def step(
         self,
         slots: Int32Array,
@@ -25,12 +32,15 @@ class Core(Protocol):
         lengths: Int32Array,
         room: Int32Array,
         scheduled: Int32Array,
+        cost: float,
     ) -> DraftArrays: ...
+    def candidates(self, slot: int) -> CandidateArrays: ...
     def finish(self, slot: int, output_limit: int | None) -> TurnArrays | None: ...
     def abort(self, slot: int) -> None: ...
     def restore(
         self,
         session: str | None,
+        group: str | None,
         tenant: str | None,
         kept: int,
         prompt_tail: Int32Array,
@@ -39,4 +49,7 @@ class Core(Protocol):
     def remove_session(self, session: str, tenant: str | None) -> None: ...
     def has_session(self, session: str) -> bool: ...
     def catch_up(self, budget: int) -> int: ...
+    def resize(self, limits: LimitNumbers) -> None: ...
     def stats(self) -> tuple[int, int, int, int, int, int]: ...
+    def save(self, path: str) -> None: ...
+    def load(self, path: str) -> None: ...

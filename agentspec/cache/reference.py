@@ -1,33 +1,44 @@
 """The index in plain Python: the specification of csrc/text_index.cpp, its oracle in the tests, and the fallback.
 
-An index is an append-only log of tokens with a boundary between documents. A look-up finds where the end of a context
-occurred before, the way a suffix tree would: it takes the longest k of LEVELS for which the context's last k tokens
-occurred, of those places the newest WINDOW, and of these the ones that agree with the context over the most tokens.
+An index is an append-only log of tokens and all its indexed positions, sorted by what precedes them. The context of
+position p is text[p-1], text[p-2], ... back to a boundary or to the start of the text, without a limit of depth. Where
+contexts differ, the one that ended comes first, then tokens in the order of their numbers; of two that ended at the
+same depth the smaller position comes first. So all occurrences of a piece of text are neighbours, and the longest match
+of a context is next to where it would be inserted.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-LEVELS = (32, 16, 8, 4, 3, 2, 1)
-WINDOW = 32
-CAP = 256
-BOUNDARY = -1
+BOUNDARY = -1  # between documents: ends every context; equal to nothing, not even itself
+WINDOW = 32  # occurrences that a match lists
 
 
 @dataclass(slots=True)
 class Match:
-    """Where a context occurred: positions of the tokens that followed it, newest first; `length` tokens agree."""
+    """Where the end of a context occurred: positions of the tokens that followed it; `length` tokens agree.
+
+    All `count` occurrences are listed, newest first, where there are at most WINDOW; otherwise WINDOW of them, evenly
+    spaced in the order of their contexts. A match of length 0 has no occurrences.
+    """
 
     length: int = 0
+    count: int = 0
     positions: list[int] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.positions) == self.count
 
 
 class ReferenceIndex:
     def __init__(self) -> None:
         self.text: list[int] = []
-        self._pending: list[tuple[int, int]] = []  # ranges of positions that are still to be indexed
-        self._grams: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self.version = 0  # changes whenever indexed positions change
+        self._order: list[int] = []  # indexed positions, sorted
+        self._indexed: set[int] = set()
+        self._pending: list[tuple[int, int]] = []  # ranges of positions still to be indexed, oldest first
 
     def __len__(self) -> int:
         return len(self.text)
@@ -36,11 +47,15 @@ class ReferenceIndex:
     def pending(self) -> int:
         return sum(end - begin for begin, end in self._pending)
 
-    def append(self, tokens: Sequence[int], findable: bool = True) -> None:
-        """Adds tokens to the log; those that are not findable are context only."""
+    @property
+    def indexed(self) -> int:
+        return len(self._order)
+
+    def append(self, tokens: list[int], findable: bool = True) -> None:
+        """Adds tokens to the log; those that are not findable are context only, never a look-up's answer."""
         begin = len(self.text)
         self.text.extend(tokens)
-        if findable and len(tokens):
+        if findable and tokens:
             self._pending.append((begin, len(self.text)))
 
     def append_boundary(self) -> None:
@@ -50,46 +65,142 @@ class ReferenceIndex:
         """Indexes at most `budget` pending positions, oldest first; returns how many."""
         done = 0
         while self._pending and done < budget:
-            begin, end = self._pending.pop(0)
+            begin, end = self._pending[0]
             stop = min(end, begin + budget - done)
             for position in range(begin, stop):
-                self._insert(position)
-            if stop < end:
-                self._pending.insert(0, (stop, end))
+                self._order.insert(self._rank(position), position)
+                self._indexed.add(position)
+            self._pending[:1] = [(stop, end)] if stop < end else []
             done += stop - begin
+        self.version += done > 0
         return done
 
-    def _insert(self, position: int) -> None:
-        before = self.text[max(position - LEVELS[0], 0) : position]
-        for k in LEVELS:
-            gram = tuple(before[-k:])
-            if len(gram) == k and BOUNDARY not in gram:
-                self._grams[gram].append(position)
+    def look_up(self, context: list[int], length: int | None = None) -> Match:
+        """Longest match of the context, or the occurrences of exactly its last `length` tokens."""
+        if length is None:
+            low = self._bound(context, len(context), behind=False)
+            neighbours = self._order[max(low - 1, 0) : low + 1]
+            length = max((self._agreement(position, context, len(context)) for position in neighbours), default=0)
+        if not 0 < length <= len(context):
+            return Match()
+        low = self._bound(context, length, behind=False)
+        high = self._bound(context, length, behind=True)
+        count = high - low
+        if count == 0:
+            return Match()
+        if count > WINDOW:
+            return Match(length, count, [self._order[low + k * count // WINDOW] for k in range(WINDOW)])
+        return Match(length, count, sorted(self._order[low:high], reverse=True))
 
-    def look_up(self, context: Sequence[int]) -> Match:
-        for k in LEVELS:
-            gram = tuple(context[-k:])
-            if len(gram) == k and gram in self._grams:
-                newest = self._grams[gram][: -WINDOW - 1 : -1]
-                lengths = [self._agreement(position, context) for position in newest]
-                longest = max(lengths)
-                return Match(longest, [p for p, length in zip(newest, lengths, strict=True) if length == longest])
-        return Match()
+    def follow(self, token: int, match: Match) -> Match | None:
+        """The indexed positions behind those of `match` that were followed by `token`; None if not all are listed.
 
-    def _agreement(self, position: int, context: Sequence[int]) -> int:
-        limit = min(position, len(context), CAP)
-        for length in range(limit):
-            if self.text[position - 1 - length] != context[-1 - length]:
-                return length
-        return limit
+        That is the match of the context with `token` behind it, but for occurrences whose own preceding position is
+        not indexed (the first findable token after others).
+        """
+        if not match.complete:
+            return None
+        moved = [p + 1 for p in match.positions if self.text[p] == token and p + 1 in self._indexed]
+        return Match(match.length + 1, len(moved), moved) if moved else Match()
 
-    def follow(self, token: int, match: Match) -> Match:
-        """The match after one more token of context, from the places of `match` that were followed by it."""
-        moved = [p + 1 for p in match.positions if self.text[p] == token]
-        moved = [p for p in moved if p < len(self.text) and self.text[p] != BOUNDARY]
-        return Match(min(match.length + 1, CAP), moved) if moved else Match()
+    def remove(self, begin: int, end: int, budget: int) -> int:
+        """Un-indexes positions of whole documents, newest first and at most `budget`; returns how many.
 
-    def best_successor(self, match: Match) -> tuple[int, int]:
-        """The token that followed at most of the matched places (the newest of equals), and at how many."""
-        counts = Counter(self.text[position] for position in match.positions)
-        return max(counts.items(), key=lambda item: item[1])  # the first of equals: Counter keeps the order
+        Fewer than `budget`: all is done. What is pending there will never be indexed; the text of what is gone is
+        overwritten with BOUNDARY.
+        """
+        end = min(end, len(self.text))
+        self._forget_pending(begin, end)
+        done, cleared = 0, end
+        for position in range(end - 1, begin - 1, -1):
+            if done == budget:
+                break
+            if position in self._indexed:
+                del self._order[self._rank(position)]
+                self._indexed.remove(position)
+                done += 1
+                cleared = position
+        if done < budget:
+            cleared = begin
+        self.text[cleared:end] = [BOUNDARY] * (end - cleared)
+        self.version += done > 0
+        return done
+
+    def indexed_positions(self) -> list[int]:
+        """All indexed positions, sorted by their contexts."""
+        return self._order
+
+    def load(self, text: list[int], indexed: list[int]) -> None:
+        """Takes over the text and the indexed positions of another index."""
+        self.text = text
+        for position in indexed:
+            self._order.insert(self._rank(position), position)
+            self._indexed.add(position)
+
+    def clear(self) -> None:
+        """Forgets everything; the version goes on."""
+        version = self.version + 1
+        self.__init__()  # type: ignore[misc]
+        self.version = version
+
+    def release_before(self, position: int) -> int:
+        """All before `position` was removed. Returns how far positions moved down: plain Python never needs to."""
+        return 0
+
+    def _forget_pending(self, begin: int, end: int) -> None:
+        kept: list[tuple[int, int]] = []
+        for first, last in self._pending:
+            kept += [(first, min(last, begin)), (max(first, end), last)]
+        self._pending = [(first, last) for first, last in kept if first < last]
+
+    def _rank(self, position: int) -> int:
+        """Where a position stands among the sorted ones, or would be inserted."""
+
+        def not_before(other: int) -> bool:
+            depth = _agreement(self.text, other, self.text, position)
+            left, right = _rank_before(self.text, other - depth), _rank_before(self.text, position - depth)
+            return left > right or (left == right and other >= position)
+
+        return self._first(not_before)
+
+    def _bound(self, context: list[int], length: int, behind: bool) -> int:
+        """Rank of the first position whose context comes after the last `length` tokens of `context`.
+
+        Contexts that agree with all of them count as after, or with `behind` as before.
+        """
+
+        def after(position: int) -> bool:
+            depth = self._agreement(position, context, length)
+            if depth == length:
+                return not behind
+            return _rank_before(self.text, position - depth) >= _rank_before(context, len(context) - depth)
+
+        return self._first(after)
+
+    def _first(self, condition: Callable[[int], bool]) -> int:
+        """Rank of the first sorted position that meets a condition, which all behind it meet too."""
+        return bisect_left(self._order, True, key=condition)
+
+    def _agreement(self, position: int, context: list[int], length: int) -> int:
+        return min(_agreement(self.text, position, context, len(context)), length)
+
+
+def _agreement(a: list[int], i: int, b: list[int], j: int) -> int:
+    """How many tokens before a[i] and before b[j] are the same, up to a boundary; compares growing pieces at once."""
+    limit, depth, step = min(i, j), 0, 1
+    while depth < limit:
+        step = min(step, limit - depth)
+        piece = a[i - depth - step : i - depth]
+        if piece == b[j - depth - step : j - depth] and BOUNDARY not in piece:
+            depth += step
+            step *= 2
+        elif step > 1:
+            step //= 2
+        else:
+            break
+    return depth
+
+
+def _rank_before(text: list[int], end: int) -> int:
+    """Order of the token before `end`: 0 where the context ended."""
+    return (text[end - 1] + 1) % 2**32 if end > 0 else 0

@@ -1,38 +1,40 @@
-"""Requests, sessions and tenants in plain Python: the specification of csrc/cache.cpp, and the fallback."""
+"""The calls on requests, sessions, groups and tenants in plain Python: the specification of csrc/cache.cpp and
+csrc/eviction.cpp, and the fallback."""
 
 import numpy as np
 
-from agentspec.cache.core import DraftArrays, TurnArrays
+from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, TurnArrays
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.reference import ReferenceIndex
-from agentspec.cache.reference_drafter import DraftPath, Odds, draft, learn
-from agentspec.cache.reference_state import OVERLAP, Request, Session, Tenant, common_prefix
+from agentspec.cache.reference_drafter import REQUEST_BITS, DraftPath, draft, learn
+from agentspec.cache.reference_fixed import draft_fixed
+from agentspec.cache.reference_holdings import Holdings
+from agentspec.cache.reference_judge import Learned
+from agentspec.cache.reference_scoring import Candidate
+from agentspec.cache.reference_state import OVERLAP, Group, Request, Session, Tenant, common_prefix
 from agentspec.cache.types import SOURCES, Int32Array
 
-INDEX_PER_REQUEST = 4096  # pending tokens indexed for one request and source a call
-INDEX_PER_CALL = 16384  # and in one call altogether
+INDEX_PER_CALL = 2048  # places put into or taken out of indexes in one call
 
 
 class ReferenceCore:
-    def __init__(self, policy: DraftPolicy, max_tokens: int, vocab_size: int) -> None:
+    def __init__(self, policy: DraftPolicy, limits: LimitNumbers, vocab_size: int) -> None:
         self._policy = policy
-        self._max_tokens = max_tokens  # 0: no limit
         self._vocab_size = vocab_size
-        self._tick = 0
         self._requests: dict[int, Request] = {}
-        self._sessions: dict[str, Session] = {}  # least recently used first
-        self._tenants: dict[str, Tenant] = {}
+        self._held = Holdings(policy, limits)
 
-    def start(self, slot: int, prompt: Int32Array, session: str | None, tenant: str | None) -> None:
-        of_tenant = None if tenant is None else self._tenant(tenant)
-        of_session = None if session is None else self._session(session, own_odds=tenant is None)
-        shared = of_tenant.odds if of_tenant else of_session.odds if of_session else None
-        request = Request(of_session, of_tenant, shared or Odds(self._policy), len(prompt))
+    def start(self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None) -> None:
+        of_tenant = self._held.tenant(tenant)
+        of_session = self._held.session(session, of_tenant)
+        of_group = self._held.group(group, session, of_tenant)
+        shared = of_tenant.learned if of_tenant else of_session.learned if of_session else None
+        learned = shared or Learned(self._policy, REQUEST_BITS)
+        request = Request(of_session, of_group, of_tenant, learned, len(prompt), own_group=group is None)
+        for holding in request.holdings():
+            holding.running += 1
+        request.state.begin = len(prompt)
         text = prompt.tolist()
-        kept = 0
-        if of_session:
-            of_session.running += 1
-            kept = common_prefix(text, of_session.last)
+        kept = common_prefix(text, of_session.last) if of_session else 0
         request.index.append(text[:kept], findable=False)
         request.index.append(text[kept:])
         self._requests[slot] = request
@@ -40,16 +42,16 @@ class ReferenceCore:
 
     def extend(self, slot: int, tokens: Int32Array) -> None:
         request = self._requests[slot]
-        self._take(request, tokens.tolist(), request.draft.drafted)
+        self._take(request, tokens.tolist(), len(request.draft.taken))
 
-    def propose(self, slots: Int32Array, room: Int32Array) -> DraftArrays:
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays:
         budget = INDEX_PER_CALL
         drafts = _Drafts()
         for slot, free in zip(slots.tolist(), room.tolist(), strict=True):
             request = self._requests[slot]
-            budget = self._advance(request, budget)
-            self._draft(request, free)
-            drafts.add(request.draft, ([0] * len(SOURCES), [0] * len(SOURCES)))
+            budget -= self._advance(request, budget)
+            self._draft(request, free, cost)
+            drafts.add(request, ([0] * len(SOURCES), [0] * len(SOURCES)))
         return drafts.arrays()
 
     def step(
@@ -60,6 +62,7 @@ class ReferenceCore:
         lengths: Int32Array,
         room: Int32Array,
         scheduled: Int32Array,
+        cost: float,
     ) -> DraftArrays:
         budget = INDEX_PER_CALL
         drafts = _Drafts()
@@ -68,111 +71,107 @@ class ReferenceCore:
             fresh = tokens[rows[i], len(request.index) : lengths[i]].tolist()
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
             counts = self._take(request, fresh[: next(illegal, None)], int(scheduled[i]))
-            budget = self._advance(request, budget)
+            budget -= self._advance(request, budget)
             # Otherwise a draft would continue another text than the engine's.
             sound = len(request.index) == lengths[i]
-            self._draft(request, int(room[i]) if sound else 0)
-            drafts.add(request.draft, counts)
+            self._draft(request, int(room[i]) if sound else 0, cost)
+            drafts.add(request, counts)
         return drafts.arrays()
+
+    def candidates(self, slot: int) -> CandidateArrays:
+        rows = [
+            (depth, candidate)
+            for depth, scored in enumerate(self._requests[slot].draft.path)
+            for candidate in scored.candidates
+        ]
+        of = [candidate for _, candidate in rows]
+        return (
+            np.array([depth for depth, _ in rows], np.int32),
+            np.array([candidate.token for candidate in of], np.int32),
+            np.array([candidate.probability for candidate in of], np.float64),
+            np.array([self._requests[slot].source_of(candidate) for candidate in of], np.uint8),
+            np.array([candidate.rank for candidate in of], np.uint8),
+            np.array([candidate.match_length for candidate in of], np.int32),
+            np.array([candidate.count for candidate in of], np.int32),
+            np.array([candidate.share for candidate in of], np.float64),
+        )
 
     def finish(self, slot: int, output_limit: int | None) -> TurnArrays | None:
         request = self._requests[slot]
         session, tenant = request.session, request.tenant
-        if (not session and not tenant) or (session and session.erased):
+        if (not session and not tenant) or (session and session.gone):
             self.abort(slot)
             return None
         prompt = request.index.text[: request.prompt_length]
         response = request.index.text[request.prompt_length :][:output_limit]
         kept = common_prefix(prompt, session.last) if session else 0
         tail = prompt[kept:] if session else prompt[-OVERLAP:]
-        self._keep(session, tenant, kept, tail, response)
+        self._keep(session, request.group, tenant, kept, tail, response)
         self.abort(slot)
-        self._evict()
+        self._held.evict(tenant)
         return kept, np.array(tail, np.int32), np.array(response, np.int32)
 
     def abort(self, slot: int) -> None:
-        session = self._requests.pop(slot).session
-        if session:
-            session.running -= 1
-            self._forget_if_empty(session)
+        for holding in self._requests.pop(slot).holdings():
+            holding.running -= 1
+            self._held.forget_if_empty(holding)
 
     def restore(
         self,
         session: str | None,
+        group: str | None,
         tenant: str | None,
         kept: int,
         prompt_tail: Int32Array,
         response: Int32Array,
     ) -> None:
-        of_tenant = None if tenant is None else self._tenant(tenant)
-        of_session = None if session is None else self._session(session, own_odds=tenant is None)
+        of_tenant = self._held.tenant(tenant)
+        of_session = self._held.session(session, of_tenant)
+        of_group = self._held.group(group, session, of_tenant)
         if of_session is None or kept > len(of_session.last):
             kept = 0  # what the turn continued is no longer there
-        self._keep(of_session, of_tenant, kept, prompt_tail.tolist(), response.tolist())
-        if of_session:
-            self._forget_if_empty(of_session)
-        self._evict()
+        self._keep(of_session, of_group, of_tenant, kept, prompt_tail.tolist(), response.tolist())
+        for holding in (of_session, of_group):
+            if holding:
+                self._held.forget_if_empty(holding)
+        self._held.evict(of_tenant)
 
     def remove_session(self, session: str, tenant: str | None) -> None:
-        gone = self._sessions.pop(session, None)
-        if gone:
-            gone.erased = True
-        of_tenant = None if tenant is None else self._tenants.get(tenant)
-        if of_tenant and any(document.session == session for document in of_tenant.documents):
-            of_tenant.rebuild(lambda document: document.session != session)
+        self._held.remove_session(session, tenant)
 
     def has_session(self, session: str) -> bool:
-        return session in self._sessions and self._sessions[session].tokens > 0
+        return self._held.has_session(session)
 
     def catch_up(self, budget: int) -> int:
-        left = budget
-        for index in self._indexes():
-            left -= index.advance(left)
+        left = budget - self._held.catch_up(budget)
+        for _, request in sorted(self._requests.items()):
+            left -= request.index.advance(left)
         return budget - left
 
+    def resize(self, limits: LimitNumbers) -> None:
+        self._held.limits = limits
+        self._held.evict(None)
+
     def stats(self) -> tuple[int, int, int, int, int, int]:
-        size = 4 + 8 * 7  # a rough figure a token: plain Python does not say what its dicts hold
-        return (
-            self._kept_tokens(),
-            size * sum(len(index) for index in self._indexes()),
-            sum(session.tokens > 0 for session in self._sessions.values()),
-            len(self._requests),
-            len(self._tenants),
-            sum(index.pending for index in self._indexes()),
-        )
+        return self._held.stats([request.index for request in self._requests.values()])
 
-    def _indexes(self) -> list[ReferenceIndex]:
-        return [
-            *(session.index for session in self._sessions.values()),
-            *(tenant.index for tenant in self._tenants.values()),
-            *(request.index for request in self._requests.values()),
-        ]
+    def save(self, path: str) -> None:
+        self._held.save(path, self._vocab_size)
 
-    def _session(self, key: str, own_odds: bool) -> Session:
-        session = self._sessions.get(key) or Session(key, Odds(self._policy) if own_odds else None)
-        self._touch(session)
-        return session
-
-    def _touch(self, session: Session) -> None:
-        self._sessions.pop(session.key, None)
-        self._sessions[session.key] = session
-
-    def _tenant(self, key: str) -> Tenant:
-        tenant = self._tenants.setdefault(key, Tenant(Odds(self._policy)))
-        self._tick += 1
-        tenant.used = self._tick
-        return tenant
-
-    def _forget_if_empty(self, session: Session) -> None:
-        if not session.erased and session.running == 0 and session.tokens == 0:
-            del self._sessions[session.key]
+    def load(self, path: str) -> None:
+        self._held.load(path, self._vocab_size)
 
     def _advance(self, request: Request, budget: int) -> int:
-        session, tenant = request.session, request.tenant
-        for index in (request.index, session.index if session else None, tenant.index if tenant else None):
-            if index is not None:
-                budget -= index.advance(min(budget, INDEX_PER_REQUEST))
-        return budget
+        left = budget
+        left -= request.index.advance(left)
+        for holding in request.holdings():
+            if not holding.gone:
+                left -= holding.advance(left)
+                left -= holding.sweep(left)
+        if request.tenant:
+            left -= request.tenant.corpus.advance(left)
+            left -= request.tenant.corpus.sweep(left)
+        return budget - left
 
     def _take(self, request: Request, tokens: list[int], scheduled: int) -> tuple[list[int], list[int]]:
         """Adds verified tokens, the first of which answer the draft; returns accepted and verified by source."""
@@ -180,77 +179,80 @@ class ReferenceCore:
         if not tokens:
             return accepted, drafted
         path = request.draft
-        judged = path.taken[: min(path.drafted, max(scheduled, 0))]
+        judged = path.taken[: max(scheduled, 0)]
         right = common_prefix([candidate.token for candidate in judged], tokens)
         for depth, candidate in enumerate(judged):
-            drafted[candidate.source] += 1
-            accepted[candidate.source] += depth < right
-        learn(path, tokens, request.odds)
+            source = request.source_of(candidate)
+            drafted[source] += 1
+            accepted[source] += depth < right
+        learn(self._policy, request.sources(), tokens, request.state, path, request.learned)
         request.index.append(tokens)
-        request.draft = DraftPath()
         return accepted, drafted
 
-    def _draft(self, request: Request, room: int) -> None:
-        request.draft = draft(self._policy, request.odds, request.sources(), request.index.text, room)
+    def _draft(self, request: Request, room: int, cost: float) -> None:
+        policy, sources, text = self._policy, request.sources(), request.index.text
+        if policy.rule is None:
+            request.draft = draft(policy, request.learned, sources, text, room, cost, request.state)
+            return
+        fixed = draft_fixed(
+            policy.rule, sources[0], sources[3], text, request.prompt_length, min(room, policy.max_draft)
+        )
+        request.draft = DraftPath(match_length=fixed.length if fixed.tokens else 0)
+        request.draft.taken = [
+            Candidate(token, 3 if fixed.source else 0, 0, fixed.length + depth, 0, probability, probability, 0)
+            for depth, (token, probability) in enumerate(zip(fixed.tokens, fixed.probabilities, strict=True))
+        ]
 
     def _keep(
         self,
         session: Session | None,
+        group: Group | None,
         tenant: Tenant | None,
         kept: int,
         prompt_tail: list[int],
         response: list[int],
     ) -> None:
+        budget = INDEX_PER_CALL
         if tenant and response:
-            before = session.last[:kept][-OVERLAP:] if session else []
-            tenant.add(session.key if session else None, before + prompt_tail, response)
-            self._tick += 1
-            tenant.used = self._tick
-            tenant.index.advance(INDEX_PER_REQUEST)
+            context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
+            key = session.key if session else None
+            tenant.corpus.add(key, context, response)
+            tenant.used = self._held.next_tick()
+            if group and not group.gone:
+                group.corpus.add(key, context, response)
+                self._held.touch(group)
+                budget -= group.advance(budget)
+            budget -= tenant.corpus.advance(budget)
         if session and (prompt_tail or response):
-            session.append_turn(kept, prompt_tail, response)
-            self._touch(session)
-            session.index.advance(INDEX_PER_REQUEST)
-
-    def _kept_tokens(self) -> int:
-        return sum(s.tokens for s in self._sessions.values()) + sum(len(t.index) for t in self._tenants.values())
-
-    def _evict(self) -> None:
-        """Makes room: a global tree that fills more than half of the budget loses its older half; otherwise the
-        session that was used least recently goes. Sessions with running requests stay."""
-        while self._max_tokens and self._kept_tokens() > self._max_tokens:
-            idle = [s for s in self._sessions.values() if s.running == 0 and s.tokens > 0]
-            shared = [t for t in self._tenants.values() if len(t.index)]
-            if idle and 2 * sum(len(t.index) for t in shared) <= self._max_tokens:
-                del self._sessions[idle[0].key]
-            elif shared:
-                oldest = min(shared, key=lambda tenant: tenant.used)
-                half = len(oldest.index) - len(oldest.index) // 2
-                oldest.rebuild(lambda document, half=half: document.begin >= half)  # type: ignore[misc]
-            else:
-                return
+            session.append(kept, prompt_tail, response)
+            self._held.trim(session)
+            self._held.touch(session)
+            session.advance(budget)
 
 
 class _Drafts:
     """Collects a step's drafts into flat arrays."""
 
     def __init__(self) -> None:
-        self._paths: list[DraftPath] = []
+        self._taken: list[list[tuple[int, int, float]]] = []
+        self._lengths: list[int] = []
         self._counts: list[tuple[list[int], list[int]]] = []
 
-    def add(self, path: DraftPath, counts: tuple[list[int], list[int]]) -> None:
-        self._paths.append(path)
+    def add(self, request: Request, counts: tuple[list[int], list[int]]) -> None:
+        taken = request.draft.taken
+        self._taken.append([(c.token, request.source_of(c), c.probability) for c in taken])
+        self._lengths.append(request.draft.match_length)
         self._counts.append(counts)
 
     def arrays(self) -> DraftArrays:
-        taken = [candidate for path in self._paths for candidate in path.taken[: path.drafted]]
-        shape = (len(self._paths), len(SOURCES))
+        taken = [candidate for draft in self._taken for candidate in draft]
+        shape = (len(self._taken), len(SOURCES))
         return (
-            np.array([candidate.token for candidate in taken], np.int32),
-            np.cumsum([0, *(path.drafted for path in self._paths)], dtype=np.int32),
-            np.array([candidate.source for candidate in taken], np.uint8),
-            np.array([candidate.probability for candidate in taken], np.float32),
-            np.array([path.match_length for path in self._paths], np.int32),
+            np.array([token for token, _, _ in taken], np.int32),
+            np.cumsum([0, *map(len, self._taken)], dtype=np.int32),
+            np.array([source for _, source, _ in taken], np.uint8),
+            np.array([probability for _, _, probability in taken], np.float32),
+            np.array(self._lengths, np.int32),
             np.array([accepted for accepted, _ in self._counts], np.int32).reshape(shape),
             np.array([drafted for _, drafted in self._counts], np.int32).reshape(shape),
         )

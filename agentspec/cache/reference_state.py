@@ -1,31 +1,110 @@
-"""What the plain-Python core keeps: requests, sessions and tenants. See reference_core.py for the calls on them."""
+"""What the plain-Python core holds: requests, sessions, groups and tenants. See reference_core.py for the calls."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentspec.cache.reference import ReferenceIndex
-from agentspec.cache.reference_drafter import DraftPath, Odds
+from agentspec.cache.reference import BOUNDARY, ReferenceIndex
+from agentspec.cache.reference_drafter import DraftPath, MatchState
+from agentspec.cache.reference_judge import Learned
+from agentspec.cache.reference_scoring import Candidate
 
-OVERLAP = 32  # context kept in front of a document, so that matches can span its start
+OVERLAP = 8  # context kept in front of a response, so that its first tokens can be matched
+BYTES_PER_TOKEN = 12  # as budgets count, which is what the compiled core needs
+BYTES_PER_LEARNER = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    session: str | None
+    begin: int
+    end: int
 
 
 @dataclass(slots=True)
+class Corpus:
+    """Finished responses, oldest first, as documents of one growing text.
+
+    A dropped document counts as gone at once; its places leave the index with the next sweeps, a few at a time.
+    """
+
+    index: ReferenceIndex = field(default_factory=ReferenceIndex)
+    documents: deque[Document] = field(default_factory=deque)
+    dropped: deque[Document] = field(default_factory=deque)
+    tokens: int = 0
+
+    def add(self, session: str | None, context: list[int], response: list[int]) -> None:
+        begin = len(self.index)
+        self.index.append_boundary()
+        self.index.append(context[-OVERLAP:], findable=False)
+        self.index.append(response)
+        self.documents.append(Document(session, begin, len(self.index)))
+        self.tokens += len(self.index) - begin
+
+    @property
+    def bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.tokens
+
+    def drop_oldest(self) -> None:
+        self._drop(self.documents.popleft())
+
+    def drop_session(self, session: str) -> None:
+        for document in [document for document in self.documents if document.session == session]:
+            self.documents.remove(document)
+            self._drop(document)
+
+    def _drop(self, document: Document) -> None:
+        self.tokens -= document.end - document.begin
+        self.dropped.append(document)
+
+    def advance(self, budget: int) -> int:
+        return self.index.advance(budget)
+
+    def sweep(self, budget: int) -> int:
+        left = budget
+        while self.dropped and left > 0:
+            oldest = self.dropped[0]
+            done = self.index.remove(oldest.begin, oldest.end, left)
+            whole = done < left
+            left -= done
+            if not whole:
+                break  # perhaps it is: the next call will find nothing left of it
+            self.dropped.popleft()
+            left -= 1
+        return budget - left
+
+
+@dataclass(slots=True)
+class Tenant:
+    """What all sessions of one tenant share: finished responses and what was learned about drafts."""
+
+    learned: Learned
+    used: int = 0
+    corpus: Corpus = field(default_factory=Corpus)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """What one conversation leaves behind: its turns as one growing text."""
 
     key: str
-    odds: Odds | None  # its own where there is no tenant to share them with
+    tenant: Tenant | None
+    learned: Learned | None  # its own where there is no tenant to share it with
     index: ReferenceIndex = field(default_factory=ReferenceIndex)
     last: list[int] = field(default_factory=list)  # full text of the last finished request
     running: int = 0
-    erased: bool = False
+    gone: bool = False
 
     @property
     def tokens(self) -> int:
         return len(self.index) + len(self.last)
 
-    def append_turn(self, kept: int, prompt_tail: list[int], response: list[int]) -> None:
-        """Appends in place where the prompt repeats all that came before, else as a new document."""
+    @property
+    def bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.tokens + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
+
+    def append(self, kept: int, prompt_tail: list[int], response: list[int]) -> None:
+        """Appends one finished turn, in place where the prompt repeats all that came before."""
         if kept < len(self.last):
             del self.last[kept:]
             self.index.append_boundary()
@@ -34,50 +113,80 @@ class Session:
         self.index.append(response)
         self.last += prompt_tail + response
 
+    def trim(self, tokens: int) -> None:
+        """Starts again from its newest tokens, at most `tokens` of them."""
+        text = self.index.text[max(len(self.index) - tokens, 0) :]
+        self.index.clear()
+        for token in text:
+            if token == BOUNDARY:
+                self.index.append_boundary()
+            else:
+                self.index.append([token])
+        if len(self.last) > tokens:
+            self.last = []
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    session: str | None
-    begin: int
-    context: list[int]
-    response: list[int]
+    def advance(self, budget: int) -> int:
+        return self.index.advance(budget)
+
+    def sweep(self, _: int) -> int:
+        return 0
 
 
-@dataclass(slots=True)
-class Tenant:
-    """What all sessions of one tenant share: finished responses and learned odds."""
+@dataclass(slots=True, eq=False)
+class Group:
+    """Responses to one problem, from all sessions of a tenant that worked on it; or those of one session."""
 
-    odds: Odds
-    used: int = 0
-    index: ReferenceIndex = field(default_factory=ReferenceIndex)
-    documents: list[Document] = field(default_factory=list)
+    key: str
+    tenant: Tenant
+    corpus: Corpus = field(default_factory=Corpus)
+    running: int = 0
+    gone: bool = False
 
-    def add(self, session: str | None, context: list[int], response: list[int]) -> None:
-        document = Document(session, len(self.index), context[-OVERLAP:], response)
-        self.documents.append(document)
-        self.index.append_boundary()
-        self.index.append(document.context, findable=False)
-        self.index.append(response)
+    @property
+    def index(self) -> ReferenceIndex:
+        return self.corpus.index
 
-    def rebuild(self, keep: Callable[[Document], bool]) -> None:
-        """Keeps some documents; they become findable again as the index advances."""
-        old, self.documents, self.index = self.documents, [], ReferenceIndex()
-        for document in filter(keep, old):
-            self.add(document.session, document.context, document.response)
+    @property
+    def tokens(self) -> int:
+        return self.corpus.tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.corpus.bytes
+
+    def advance(self, budget: int) -> int:
+        return self.corpus.advance(budget)
+
+    def sweep(self, budget: int) -> int:
+        return self.corpus.sweep(budget)
+
+
+Holding = Session | Group
+"""What can be evicted as a whole."""
 
 
 @dataclass(slots=True)
 class Request:
     session: Session | None
+    group: Group | None
     tenant: Tenant | None
-    odds: Odds
+    learned: Learned
     prompt_length: int
+    own_group: bool = False  # the group is the session's own, not one that was named
     index: ReferenceIndex = field(default_factory=ReferenceIndex)  # whole text; findable: what the session lacks
+    state: MatchState = field(default_factory=MatchState)
     draft: DraftPath = field(default_factory=DraftPath)
 
     def sources(self) -> list[ReferenceIndex | None]:
-        session = self.session.index if self.session and not self.session.erased else None
-        return [self.index, session, self.tenant.index if self.tenant else None]
+        holdings = [holding.index if holding and not holding.gone else None for holding in (self.session, self.group)]
+        return [self.index, *holdings, self.tenant.corpus.index if self.tenant else None]
+
+    def source_of(self, candidate: Candidate) -> int:
+        """Where a candidate comes from as users see it."""
+        return 1 if self.own_group and candidate.source == 2 else candidate.source
+
+    def holdings(self) -> list[Holding]:
+        return [holding for holding in (self.session, self.group) if holding is not None]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

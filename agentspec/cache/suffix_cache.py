@@ -12,33 +12,39 @@ the same. Use one cache from one thread.
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.core import Core
+from agentspec.cache.core import Core, LimitNumbers
 from agentspec.cache.identifiers import check_session_id
-from agentspec.cache.policy import DraftPolicy
+from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
 from agentspec.cache.reference_core import ReferenceCore
 from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_int32, as_tokens, check_table
-from agentspec.cache.types import CacheStats, Draft, FinishedTurn, Int32Array, StepDrafts
+from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, FinishedTurn, Int32Array, StepDrafts
 from agentspec.errors import (
     ConfigurationError,
     DuplicateRequestError,
     InvalidInputError,
+    SnapshotError,
     UnknownRequestError,
 )
 
 Rows = NDArray[np.integer] | Sequence[int]
+_ALL = 2**62
 
 
 class SuffixCache:
     """Suffix trees of running requests, sessions and tenants, and the drafts from them.
 
-    max_tokens: budget for what is kept of finished requests (None: no limit); least recently used sessions and the
-    older part of global trees go first, running requests never. vocab_size: token ids must be below it (None:
-    below 2**31). native: True needs the compiled core, False takes plain Python, None the compiled one if it is there.
+    max_tokens, max_bytes: budget for what is kept of finished requests (None: no limit); per_tenant, per_session: the
+    same for one of each. Least recently used sessions and groups and the oldest part of global trees go first, a
+    session over its own budget keeps its newest part, and what a running request drafts from stays. Bytes are reckoned
+    at 12 a token. vocab_size: token ids must be below it (None: below 2**31). native: True needs the compiled core,
+    False takes plain Python, None the compiled one if it is there.
     Raises ConfigurationError for a value out of range.
     """
 
@@ -46,20 +52,24 @@ class SuffixCache:
         self,
         *,
         max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        per_tenant: Budget | None = None,
+        per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
         native: bool | None = None,
     ) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise ConfigurationError(f"max_tokens={max_tokens}: give a positive number of tokens, or None")
+        limits = _limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
         if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
         self._vocab_size = vocab_size or MAX_VOCAB
-        self._core, self._native = _make_core(self.policy, max_tokens or 0, self._vocab_size, native)
+        self._core, self._native = _make_core(self.policy, limits, self._vocab_size, native)
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._names: dict[str, tuple[str | None, str | None]] = {}  # session and tenant of each running request
+        self._batch_ids: tuple[str, ...] | None = None  # the latest step's requests, and their slots
+        self._batch_slots: Int32Array = np.zeros(0, np.int32)
+        self._names: dict[str, _Names] = {}  # of each running request
 
     def start(
         self,
@@ -70,8 +80,11 @@ class SuffixCache:
         group: str | None = None,
         tenant: str | None = None,
     ) -> None:
-        """Begins a request. prompt: int32 [P] or a sequence of int. `group` is checked and not used yet.
+        """Begins a request. prompt: int32 [P] or a sequence of int.
 
+        session: whose earlier turns it drafts from. group: the problem that it works on; sessions of a tenant that
+        share one draft from each other's answers to it first. tenant: whose global tree it shares; without one, the
+        session is private and a group has no effect.
         Raises InvalidTokenError, InvalidSessionError or DuplicateRequestError; then nothing has changed.
         """
         if request_id in self._slots:
@@ -79,21 +92,39 @@ class SuffixCache:
         tokens = as_tokens(prompt, "prompt", self._vocab_size)
         _check_ids(session=session, group=group, tenant=tenant)
         slot = self._free.pop() if self._free else len(self._slots)
-        self._core.start(slot, tokens, _session_key(tenant, session), tenant)
+        self._core.start(slot, tokens, _key(tenant, session), _key(tenant, group), tenant)
         self._slots[request_id] = slot
-        self._names[request_id] = (session, tenant)
+        self._names[request_id] = _Names(session, group, tenant)
 
-    def propose(self, request_ids: Sequence[str], max_draft: int | Sequence[int]) -> list[Draft]:
-        """Drafts at most `max_draft` tokens (one number for all, or one each) for every request."""
+    def propose(
+        self, request_ids: Sequence[str], max_draft: int | Sequence[int], *, cost: float | None = None
+    ) -> list[Draft]:
+        """Drafts at most `max_draft` tokens (one number for all, or one each) for every request.
+
+        cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
+        """
         slots = self._slots_of(request_ids)
         room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
-        arrays = self._core.propose(slots, as_int32(room, "max_draft", len(slots)))
+        arrays = self._core.propose(slots, as_int32(room, "max_draft", len(slots)), self._cost(cost))
         tokens, offsets, sources, probabilities, lengths = arrays[:5]
         parts = [slice(begin, end) for begin, end in pairwise(offsets.tolist())]
         return [
             Draft(tokens[part], probabilities[part], sources[part], int(length))
             for part, length in zip(parts, lengths, strict=True)
         ]
+
+    def candidates(self, request_id: str) -> list[list[Candidate]]:
+        """All that was scored for the request's last draft, position by position, as data for another judge.
+
+        The draft itself is the likeliest candidate of each of its positions; there may be more positions than it has.
+        """
+        arrays = self._core.candidates(self._slot(request_id))
+        depths: list[int] = arrays[0].tolist()
+        positions: list[list[Candidate]] = [[] for _ in range(depths[-1] + 1 if depths else 0)]
+        columns = [array.tolist() for array in arrays[1:]]
+        for depth, token, probability, source, *figures in zip(depths, *columns, strict=True):
+            positions[depth].append(Candidate(token, probability, SOURCES[source], *figures))
+        return positions
 
     def extend(self, request_id: str, tokens: TokenIds) -> None:
         """Adds verified tokens (accepted and bonus; int32 [n]), which also judge the last proposed draft."""
@@ -108,21 +139,30 @@ class SuffixCache:
         lengths: Rows,
         room: Rows,
         scheduled: Rows,
+        *,
+        cost: float | None = None,
     ) -> StepDrafts:
         """One decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] of them
         valid. What is new there is taken in (steps may be skipped), judges the previous draft, of which only the
         first scheduled[i] tokens were verified, and then at most room[i] tokens are drafted (0: none).
+        cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         A row with an illegal token, or shorter than what is known, is used up to there and gets no draft.
         Raises UnknownRequestError or InvalidInputError; then nothing has changed.
         """
-        slots = self._slots_of(request_ids)
+        if request_ids is self._batch_ids:
+            slots = self._batch_slots
+        else:
+            slots = self._slots_of(request_ids)
+            if type(request_ids) is tuple:
+                self._batch_ids, self._batch_slots = request_ids, slots
         count = len(slots)
         row_of, length_of = as_int32(rows, "rows", count), as_int32(lengths, "lengths", count)
         check_table(tokens, row_of, length_of)
         room_of, scheduled_of = as_int32(room, "room", count), as_int32(scheduled, "scheduled", count)
-        return StepDrafts(*self._core.step(slots, tokens, row_of, length_of, room_of, scheduled_of))
+        price = self._cost(cost)
+        return StepDrafts(*self._core.step(slots, tokens, row_of, length_of, room_of, scheduled_of, price))
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
         """Ends a request and keeps its response for its session and tenant; returns what to store, if anything.
@@ -133,10 +173,10 @@ class SuffixCache:
         slot = self._slot(request_id)
         if output_limit is not None and output_limit < 0:
             raise InvalidInputError(f"output_limit={output_limit}: give a number of tokens, at least 0")
-        session, tenant = self._names[request_id]
+        names = self._names[request_id]
         turn = self._core.finish(slot, output_limit)
         self._release(request_id)
-        return None if turn is None else FinishedTurn(tenant, session, *turn)
+        return None if turn is None else FinishedTurn(names.tenant, names.session, *turn, names.group)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request; nothing of it is kept."""
@@ -145,12 +185,13 @@ class SuffixCache:
 
     def restore(self, turn: FinishedTurn) -> None:
         """Takes in a stored turn: the same effect as that turn having run here. Order matters within a session."""
-        _check_ids(session=turn.session, tenant=turn.tenant)
+        _check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
         if turn.kept < 0:
             raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
         tail = as_tokens(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
-        self._core.restore(_session_key(turn.tenant, turn.session), turn.tenant, turn.kept, tail, response)
+        session, group = _key(turn.tenant, turn.session), _key(turn.tenant, turn.group)
+        self._core.restore(session, group, turn.tenant, turn.kept, tail, response)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erases a session: its own text and what it gave to the tenant's global tree. No error if it is unknown.
@@ -158,26 +199,95 @@ class SuffixCache:
         Requests of it that still run go on, drafting from their own text, and keep nothing when they finish.
         """
         _check_ids(session=session, tenant=tenant)
-        key = _session_key(tenant, session)
+        key = _key(tenant, session)
         assert key is not None
         self._core.remove_session(key, tenant)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
         """Whether text of this session is held."""
         _check_ids(session=session, tenant=tenant)
-        key = _session_key(tenant, session)
+        key = _key(tenant, session)
         assert key is not None
         return self._core.has_session(key)
 
     def catch_up(self, budget: int | None = None) -> int:
-        """Indexes at most `budget` tokens that are held but pending (None: all); returns how many.
+        """Does what is left for later: indexing what is held but pending, evicting, taking out what was evicted.
 
-        Steps do this little by little by themselves; after restoring much at start, this does it at once.
+        At most about `budget` tokens' worth (None: all); returns how many, 0 when nothing is left. Steps do this
+        little by little by themselves; after restoring much at start, this does it at once.
         """
-        return self._core.catch_up(2**62 if budget is None else max(budget, 0))
+        if budget is not None:
+            return self._core.catch_up(max(budget, 0))
+        total = 0
+        while done := self._core.catch_up(_ALL):
+            total += done
+        return total
+
+    def resize(
+        self,
+        *,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        per_tenant: Budget | None = None,
+        per_session: Budget | None = None,
+    ) -> None:
+        """Replaces all budgets. What is over them leaves with the calls that follow, a little with each."""
+        limits = _limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
+        self._core.resize(limits)
+
+    def save(self, path: str | Path) -> None:
+        """Writes sessions, groups, tenants and what was learned to a file; running requests are not part of it.
+
+        First indexes what is pending. The file is complete or not there: it is written beside `path` and then renamed.
+        Raises SnapshotError if it cannot be written.
+        """
+        try:
+            self._core.save(str(path))
+        except (OSError, RuntimeError) as error:
+            raise SnapshotError(f"{path}: cannot save the snapshot: {error}") from error
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        per_tenant: Budget | None = None,
+        per_session: Budget | None = None,
+        policy: DraftPolicy | None = None,
+        vocab_size: int | None = None,
+        native: bool | None = None,
+    ) -> "SuffixCache":
+        """A cache with what `save` wrote. The compiled core maps the file and copies only what changes later.
+
+        The other arguments are those of SuffixCache; what was learned is dropped where `policy` learns otherwise.
+        Raises SnapshotError, naming what is wrong, for a file that is damaged, of another version or of another core.
+        """
+        cache = cls(
+            max_tokens=max_tokens,
+            max_bytes=max_bytes,
+            per_tenant=per_tenant,
+            per_session=per_session,
+            policy=policy,
+            vocab_size=vocab_size,
+            native=native,
+        )
+        try:
+            cache._core.load(str(path))
+        except (OSError, RuntimeError) as error:
+            raise SnapshotError(f"{path}: cannot load the snapshot: {error}") from error
+        return cache
 
     def stats(self) -> CacheStats:
         return CacheStats(*self._core.stats(), native=self._native)
+
+    def _cost(self, cost: float | None) -> float:
+        if cost is None:
+            return DEFAULT_COST if self.policy.cost is None else self.policy.cost
+        if not 0.0 <= cost <= 10.0:
+            raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
+        return cost
 
     def _slot(self, request_id: str) -> int:
         slot = self._slots.get(request_id)
@@ -192,6 +302,7 @@ class SuffixCache:
             raise UnknownRequestError(f"request_id {error.args[0]!r} is not running: start it first") from None
 
     def _release(self, request_id: str) -> None:
+        self._batch_ids = None
         self._free.append(self._slots.pop(request_id))
         del self._names[request_id]
 
@@ -201,9 +312,16 @@ def native_available() -> bool:
     return importlib.util.find_spec("agentspec.cache._native") is not None
 
 
-def _make_core(policy: DraftPolicy, max_tokens: int, vocab_size: int, native: bool | None) -> tuple[Core, bool]:
+@dataclass(frozen=True, slots=True)
+class _Names:
+    session: str | None
+    group: str | None
+    tenant: str | None
+
+
+def _make_core(policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, native: bool | None) -> tuple[Core, bool]:
     if native is False or (native is None and not native_available()):
-        return ReferenceCore(policy, max_tokens, vocab_size), False
+        return ReferenceCore(policy, limits, vocab_size), False
     if not native_available():
         raise ConfigurationError(
             "native=True: the compiled core is not installed; install a C++ compiler and reinstall agentspec, "
@@ -211,17 +329,24 @@ def _make_core(policy: DraftPolicy, max_tokens: int, vocab_size: int, native: bo
         )
     from agentspec.cache import _native
 
-    core = _native.Core(
-        cost=policy.cost,
-        max_draft=policy.max_draft,
-        min_match=policy.min_match,
-        prior_weight=policy.prior_weight,
-        memory=policy.memory,
-        priors=policy.priors(),
-        max_tokens=max_tokens,
-        vocab_size=vocab_size,
+    return _native.Core(policy=policy, limits=limits, vocab_size=vocab_size), True
+
+
+def _limits(process: Budget, tenant: Budget, session: Budget) -> LimitNumbers:
+    names = (
+        "max_tokens",
+        "max_bytes",
+        "per_tenant.tokens",
+        "per_tenant.bytes",
+        "per_session.tokens",
+        "per_session.bytes",
     )
-    return core, True
+    values = (process.tokens, process.bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
+    for name, value in zip(names, values, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
+    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
+    return first, second, third, fourth, fifth, sixth
 
 
 def _check_ids(**ids: str | None) -> None:
@@ -230,8 +355,8 @@ def _check_ids(**ids: str | None) -> None:
             check_session_id(value, name)
 
 
-def _session_key(tenant: str | None, session: str | None) -> str | None:
-    """Names a session so that no two pairs of tenant and session share a key; the tenant's length frames it."""
-    if session is None:
+def _key(tenant: str | None, name: str | None) -> str | None:
+    """Names a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
+    if name is None:
         return None
-    return f"-{session}" if tenant is None else f"{len(tenant)}:{tenant}{session}"
+    return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"

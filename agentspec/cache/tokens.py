@@ -1,6 +1,7 @@
 """Checking what callers hand in, before anything changes."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from agentspec.errors import InvalidInputError, InvalidTokenError
 TokenIds = NDArray[np.integer] | Sequence[int]
 
 MAX_VOCAB = 2**31
+_INT32 = np.dtype(np.int32)
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
@@ -42,6 +44,13 @@ def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
 
 def as_int32(values: NDArray[np.integer] | Sequence[int], name: str, length: int) -> Int32Array:
     """A row of `length` small numbers as int32 [length]; raises InvalidInputError otherwise."""
+    if (
+        type(values) is np.ndarray
+        and values.dtype == _INT32
+        and values.shape == (length,)
+        and values.flags.c_contiguous
+    ):
+        return cast(Int32Array, values)
     array = np.asarray(values) if length else np.asarray(values, dtype=np.int32)
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")
@@ -56,7 +65,8 @@ def check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> No
         raise InvalidInputError("tokens: the array must be C-contiguous; it is read in place, not copied")
     if not len(rows):
         return
-    if rows.min() < 0 or rows.max() >= tokens.shape[0]:
-        raise InvalidInputError(f"rows: indices must be from 0 to {tokens.shape[0] - 1}, got {rows.tolist()}")
-    if lengths.min() < 0 or lengths.max() > tokens.shape[1]:
-        raise InvalidInputError(f"lengths: must be from 0 to {tokens.shape[1]}, got {lengths.tolist()}")
+    row_list, length_list = rows.tolist(), lengths.tolist()  # for a batch's few numbers faster than numpy's own
+    if min(row_list) < 0 or max(row_list) >= tokens.shape[0]:
+        raise InvalidInputError(f"rows: indices must be from 0 to {tokens.shape[0] - 1}, got {row_list}")
+    if min(length_list) < 0 or max(length_list) > tokens.shape[1]:
+        raise InvalidInputError(f"lengths: must be from 0 to {tokens.shape[1]}, got {length_list}")

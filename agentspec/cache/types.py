@@ -6,12 +6,40 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-SOURCES = ("request", "session", "global")
+SOURCES = ("request", "session", "group", "global")
 """Where a drafted token can come from; the index is the value in every `sources` array."""
 
 Int32Array = NDArray[np.int32]
 UInt8Array = NDArray[np.uint8]
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be held, in tokens and in bytes; None: no limit."""
+
+    tokens: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One token that a source proposes for one position of a draft.
+
+    probability: chance that it is accepted, given that the draft before it is. source: one of SOURCES. rank: 0 for
+    the source's most frequent successor, 1 for its second, 2 for the place after the last matched one, continued past
+    a mismatch. match_length: tokens of context that match. count: occurrences of that context that were looked at.
+    share: the part of them that this token followed.
+    """
+
+    token: int
+    probability: float
+    source: str
+    rank: int
+    match_length: int
+    count: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +91,7 @@ class FinishedTurn:
 
     kept: tokens at the start of the session's previous context that this prompt repeats, so that the prompt is
     previous_context[:kept] + prompt_tail. prompt_tail, response: int32 arrays. Without a session, kept is 0 and
-    prompt_tail is only the end of the prompt.
+    prompt_tail is only the end of the prompt. group: what the request was started with.
     """
 
     tenant: str | None
@@ -71,6 +99,7 @@ class FinishedTurn:
     kept: int
     prompt_tail: Int32Array
     response: Int32Array
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

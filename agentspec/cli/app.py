@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from agentspec.cli import serve
+from agentspec.cli import serve, simulate
 from agentspec.errors import AgentSpecError
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 serve.add_to(app)
+simulate.add_to(app)
 
 
 @app.command()

@@ -1,8 +1,9 @@
 """Which tenant, session and group a request belongs to.
 
 The session arrives by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, body
-``vllm_xargs.session_id``), and reaches the engine as an entry of ``SamplingParams.extra_args``. The tenant is a
-setting of the server: nothing that a caller writes into a request can choose it.
+``vllm_xargs.session_id``), the group in the body alone (``vllm_xargs.group_id``, for which vLLM has no other place);
+both reach the engine as entries of ``SamplingParams.extra_args``. The tenant is a setting of the server: nothing that
+a caller writes into a request can choose it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,10 @@ GROUP_KEY = "group_id"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose trees a request may read and feed. ``None`` means: none of that kind."""
+    """Whose trees a request may read and feed. ``None`` means: none of that kind.
+
+    A group joins sessions of one tenant; without a tenant sessions are private, and there is none.
+    """
 
     tenant: str | None = None
     session: str | None = None
@@ -49,4 +53,5 @@ def identify(extra_args: Mapping[str, Any] | None, tenant: str | None) -> Identi
         checked = merge_session(extra_args, None) or {}
     except InvalidSessionError:
         checked = {}
-    return Identity(tenant=tenant, session=checked.get(SESSION_KEY), group=checked.get(GROUP_KEY))
+    group = checked.get(GROUP_KEY) if tenant is not None else None
+    return Identity(tenant=tenant, session=checked.get(SESSION_KEY), group=group)

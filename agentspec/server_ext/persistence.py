@@ -45,6 +45,7 @@ class Persistence:
                 prompt_tail=turn.prompt_tail,
                 response=turn.response,
                 created=time.time(),
+                group=turn.group,
             )
         )
 
@@ -107,6 +108,7 @@ class Persistence:
                     kept=record.kept,
                     prompt_tail=record.prompt_tail,
                     response=record.response,
+                    group=record.group if self._tenant is not None else None,
                 )
             )
         except Exception as error:  # e.g. a token that this model does not have

@@ -18,6 +18,7 @@ from agentspec.server_ext.metrics import Metrics, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.recorder import Recorder
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,13 @@ class NewRequest:
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """One decode step: ``n`` rows that have just been given verified tokens."""
+    """One decode step: ``n`` rows that have just been given verified tokens. Good for one call of ``propose``."""
 
     started: Sequence[NewRequest]
-    request_ids: Sequence[str]
-    """[n]"""
+    request_ids: tuple[str, ...]
+    """[n]; the same object as in the step before while the rows stay the same, which saves work"""
     tokens: Int32
     """[R, L] the engine's token array, prompt and verified output of each row; read in place"""
     rows: Int32
@@ -50,6 +51,10 @@ class Step:
     """[n] how many tokens may be drafted"""
     scheduled: Int32
     """[n] how many tokens of the previous draft were really verified"""
+    drafted: int
+    """draft tokens that were in the step's forward pass, of all rows; not less than the sum of ``scheduled``"""
+    seconds: float | None = None
+    """how long the step took, if it was one of decoding only, else None"""
 
 
 @dataclass(slots=True)
@@ -69,15 +74,18 @@ class Proposer:
         self.metrics = Metrics()
         self.cache = SuffixCache(
             max_tokens=settings.max_tokens,
-            policy=DraftPolicy(cost=settings.cost, max_draft=max_draft),
+            policy=DraftPolicy(max_draft=max_draft),
             vocab_size=vocab_size,
             native=settings.native,
         )
+        self.step_cost = StepCost()
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
         self._running: dict[str, _Running] = {}
         self._given_up: set[str] = set()  # running requests that failed here once: no more drafts for them
         self._steps = 0
+        self._batch: tuple[str, ...] | None = None  # the latest step's requests, if all of them run here
+        self._quiet = 0  # steps of that batch without drafts that its figures don't have yet
         self._logged_error = False
 
     def warm_up(self) -> int:
@@ -106,6 +114,7 @@ class Proposer:
         ``output_limit``: tokens of the response that the engine really returned. Never raises.
         """
         self._given_up.discard(request_id)
+        self._leave_batch()
         if self._running.pop(request_id, None) is None:
             return
         try:
@@ -123,9 +132,15 @@ class Proposer:
             "steps": self._steps,
             "running": len(self._running),
             "counters": dict(self.metrics.counters),
+            "verify_cost": {"given": self.settings.cost, **self.step_cost.stats()},
             "cache": {name: getattr(tree, name) for name in tree.__slots__},
             "store": self._persistence.stats(),
         }
+
+    def request(self, request_id: str) -> dict[str, Any] | None:
+        """Figures of one API request up to now, as JSON; None when it is not known (any more)."""
+        self._settle()
+        return self.metrics.request(request_id)
 
     def close(self) -> None:
         """Write what is queued."""
@@ -137,15 +152,32 @@ class Proposer:
         self._persistence.deliver(self.cache)
         for new in step.started:
             self._start(new)
-        if not all(request_id in self._running for request_id in step.request_ids):
-            return self._propose_known(step)
-        if not step.request_ids:
+        ids = step.request_ids
+        if not ids:
             return []
+        if ids is not self._batch:
+            if not all(request_id in self._running for request_id in ids):
+                return self._propose_known(step)
+            self._leave_batch()
+            self._batch = ids
+        cost = self._cost(step)
         begin = time.perf_counter_ns()
-        drafts = self.cache.step(step.request_ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled)
-        ns = (time.perf_counter_ns() - begin) // len(step.request_ids)
-        self._account(step, drafts, ns)
-        return drafts.lists()
+        drafts = self.cache.step(ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost)
+        self._steps += 1
+        if step.drafted or self._recorder is not None:
+            self._account(step, drafts, (time.perf_counter_ns() - begin) // len(ids))
+        else:
+            self._quiet += 1
+        return drafts.lists() if len(drafts.token_ids) else [[] for _ in ids]
+
+    def _cost(self, step: Step) -> float:
+        """The price of verifying one more token, as it was set or as it is measured."""
+        if self.settings.cost is not None:
+            return self.settings.cost
+        rows = len(step.request_ids)
+        if step.seconds is not None:
+            self.step_cost.observe(rows, step.drafted, step.seconds)
+        return self.step_cost.cost(rows)
 
     def _propose_known(self, step: Step) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""
@@ -153,12 +185,13 @@ class Proposer:
         pick = np.asarray(known, dtype=np.int64)
         some = Step(
             started=(),
-            request_ids=[step.request_ids[i] for i in known],
+            request_ids=tuple(step.request_ids[i] for i in known),
             tokens=step.tokens,
             rows=step.rows[pick],
             lengths=step.lengths[pick],
             room=step.room[pick],
             scheduled=step.scheduled[pick],
+            drafted=step.drafted,
         )
         result: list[list[int]] = [[] for _ in step.request_ids]
         for i, draft in zip(known, self._propose(some), strict=True):
@@ -187,7 +220,7 @@ class Proposer:
             self._persistence.want(self.cache, identity.session)
 
     def _account(self, step: Step, drafts: StepDrafts, ns: int) -> None:
-        self._steps += 1
+        self._settle()
         offsets = drafts.offsets.tolist()
         lengths = step.lengths.tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
@@ -195,26 +228,44 @@ class Proposer:
             running = self._running[request_id]
             added = lengths[i] - running.length
             drafted, accepted = self.metrics.judged(running.figures, added, drafted_by_source[i], accepted_by_source[i])
-            if self._recorder is not None:
-                self._recorder.add(
-                    {
-                        "step": self._steps,
-                        "request": request_id,
-                        "session": running.identity.session,
-                        "source": running.source if drafted else None,
-                        "drafted": drafted,
-                        "accepted": accepted,
-                        "tokens": added,
-                        "ns": running.ns,
-                    }
-                )
             running.length = lengths[i]
+            if self._recorder is None:
+                continue
+            self._recorder.add(
+                {
+                    "step": self._steps,
+                    "request": request_id,
+                    "session": running.identity.session,
+                    "source": running.source if drafted else None,
+                    "drafted": drafted,
+                    "accepted": accepted,
+                    "tokens": added,
+                    "ns": running.ns,
+                }
+            )
             running.ns = ns
             begin, end = offsets[i], offsets[i + 1]
             running.source = SOURCES[drafts.sources[begin]] if end > begin else None
 
+    def _settle(self) -> None:
+        """Add the steps without drafts to the figures; each of them gave every row one token."""
+        quiet, self._quiet = self._quiet, 0
+        if not quiet or self._batch is None:
+            return
+        for request_id in self._batch:
+            running = self._running[request_id]
+            running.figures.tokens += quiet
+            running.figures.steps += quiet
+            running.length += quiet
+
+    def _leave_batch(self) -> None:
+        """The next step is of other requests, or of the same in a new tuple."""
+        self._settle()
+        self._batch = None
+
     def _forget(self, request_id: str) -> None:
         self._given_up.add(request_id)
+        self._leave_batch()
         if self._running.pop(request_id, None) is not None:
             try:
                 self.cache.abort(request_id)

@@ -49,8 +49,8 @@ class Settings(BaseModel):
     """How many of the newest stored turns are read into the trees at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
     """Seconds that the start waits for them at most; the rest arrives while serving."""
-    cost: float = Field(default=0.02, gt=0.0, le=1.0)
-    """Price of verifying one more draft token, as a share of a decode step."""
+    cost: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
     native: bool | None = None

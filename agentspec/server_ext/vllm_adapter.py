@@ -1,4 +1,4 @@
-"""The one module that knows vLLM's internals: engine state -> Step, drafts -> engine.
+"""What knows vLLM's internals, with ``vllm_batch``: engine state -> Step, drafts -> engine.
 
 vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a
 request ends. Three methods of its V1 model runner are therefore wrapped, once a process:
@@ -7,8 +7,9 @@ request ends. Three methods of its V1 model runner are therefore wrapped, once a
 ``_on_request_state_removed``  tells it that a request has finished or was aborted (never inferred from a batch)
 ``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
 
-Two more keep a step without any draft as cheap as in vLLM without speculation, where vLLM would run its rejection
-sampler over the whole vocabulary although there is nothing to verify: ``_calc_spec_decode_metadata``, ``_sample``.
+Three more keep a step without any draft as cheap as in vLLM without speculation, where vLLM would run its rejection
+sampler over the whole vocabulary although there is nothing to verify, and hand empty drafts round:
+``_calc_spec_decode_metadata``, ``_sample``, ``take_draft_token_ids``.
 
 Everything else stays vLLM's: scheduling, verification, sampling. A new vLLM version is a change here.
 """
@@ -25,10 +26,11 @@ import numpy as np
 
 from agentspec.cache.store import namespace, open_store
 from agentspec.errors import InvalidSessionError, UnsupportedEngineError
-from agentspec.server_ext.identity import SESSION_KEY, identify, merge_session
+from agentspec.server_ext.identity import SESSION_KEY, merge_session
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.proposer import NewRequest, Proposer, Step
+from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.vllm_batch import BatchReader
 from agentspec.server_ext.vllm_launch import PROPOSER_PATH
 
 logger = logging.getLogger("vllm.agentspec")
@@ -48,10 +50,13 @@ class AgentSpecProposer:
         check_engine(vllm_config)
         self.settings = load_settings(vllm_config.additional_config)
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
-        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.idle = False
+        """Whether the latest step left every row without a draft."""
         self._reported = False
         # Under tensor parallelism vLLM takes the drafts of the first rank: the trees live only there.
         self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
+        knows = self.engine.knows if self.engine is not None else bool
+        self._reader = BatchReader(self.max_draft, vllm_config.model_config.max_model_len, self.settings.tenant, knows)
         install_hooks()
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -66,73 +71,35 @@ class AgentSpecProposer:
 
     def propose_for(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
         """Drafts for the runner's batch, one list a row. Never raises."""
-        drafts: list[list[int]] = [[] for _ in sampled]
-        if self.engine is None:
-            return drafts
+        self.idle = True
+        if self.engine is None or not self.settings.enabled:
+            return [[] for _ in sampled]
         try:
-            picked, step = self._read_step(runner, scheduler_output, sampled)
-            if picked:
-                for i, draft in zip(picked, self.engine.propose(step), strict=True):
-                    drafts[i] = draft
+            step = self._reader.read(runner, scheduler_output, sampled)
+            drafts = self.engine.propose(step)
+            self.idle = not any(drafts)
+            if len(drafts) == len(sampled):
+                return drafts
+            return _spread(drafts, step.rows.tolist(), len(sampled))
         except Exception:  # the engine's state was not as expected: no drafts, said once
             self.engine.metrics.counters["errors_adapter"] += 1
             if not self._reported:
                 self._reported = True
                 logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
-        return drafts
+        return [[] for _ in sampled]
 
     def request_removed(self, request_id: str, state: Any) -> None:
         """The request has finished or was aborted. ``state``: vLLM's CachedRequestState, or None."""
         if self.engine is not None:
             self.engine.finish(request_id, None if state is None else returned_tokens(state))
 
-    def _read_step(
-        self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]
-    ) -> tuple[list[int], Step]:
-        """The rows that were given tokens in this step (a prompt still being prefilled was not)."""
-        assert self.engine is not None
-        batch = runner.input_batch
-        scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
-        limit = min(self.max_draft, scheduler_output.num_spec_tokens_to_schedule or self.max_draft)
-        states = [runner.requests[request_id] for request_id in batch.req_ids[: len(sampled)]]
-        # A prompt given as embeddings has no tokens to match.
-        picked = [i for i, new in enumerate(sampled) if new and states[i].prompt_token_ids is not None]
-        rows = np.array(picked, dtype=np.int32)
-        lengths = batch.num_tokens_no_spec[rows].astype(np.int32, copy=False)
-        started: list[NewRequest] = []
-        ids: list[str] = []
-        room: list[int] = []
-        scheduled: list[int] = []
-        for i, length in zip(picked, lengths.tolist(), strict=True):
-            request_id, state = batch.req_ids[i], states[i]
-            if not self.engine.knows(request_id):
-                extra = state.sampling_params.extra_args if state.sampling_params else None
-                identity = identify(extra, self.settings.tenant)
-                started.append(NewRequest(request_id, state.prompt_token_ids, identity))
-            ids.append(request_id)
-            room.append(min(limit, self._room(state, length)))
-            # Only what the scheduler kept was verified: a grammar may have cut the draft, and a prefix-cache hit
-            # leaves placeholders (-1).
-            draft = scheduled_drafts.get(request_id)
-            scheduled.append(sum(token >= 0 for token in draft) if draft else 0)
-        step = Step(
-            started=started,
-            request_ids=ids,
-            tokens=batch.token_ids_cpu,
-            rows=rows,
-            lengths=lengths,
-            room=np.array(room, dtype=np.int32),
-            scheduled=np.array(scheduled, dtype=np.int32),
-        )
-        return picked, step
 
-    def _room(self, state: Any, length: int) -> int:
-        """Tokens worth drafting: one more is always sampled, and nothing past either limit can be returned."""
-        room = self.max_model_len - length - 1
-        max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
-        if max_tokens is not None:
-            room = min(room, max_tokens - len(state.output_token_ids) - 1)
-        return max(0, room)
+def _spread(drafts: Sequence[list[int]], rows: Sequence[int], count: int) -> list[list[int]]:
+    """The drafts of some rows of a batch of ``count``, with empty ones for the others."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    for row, draft in zip(rows, drafts, strict=True):
+        result[row] = draft
+    return result
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -190,6 +157,7 @@ def install_hooks() -> None:
         ("_input_fits_in_drafter", _wrap_fits),
         ("_calc_spec_decode_metadata", _wrap_metadata),
         ("_sample", _wrap_sample),
+        ("take_draft_token_ids", _wrap_take),
     ):
         method = getattr(GPUModelRunner, name, None)
         if method is None:
@@ -238,24 +206,28 @@ def _wrap_fits(method: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_metadata(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        if _drafter(self) is None or num_draft_tokens.any():
+        if _drafter(self) is None or np.count_nonzero(num_draft_tokens):
             return method(self, num_draft_tokens, cu_num_scheduled_tokens)
-        return _metadata_without_drafts(cu_num_scheduled_tokens, self.device)
+        return metadata_without_drafts(cu_num_scheduled_tokens, self.device)
 
     return _calc_spec_decode_metadata
 
 
-def _metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
+def metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
     """What vLLM would compute for n rows without drafts: one logit a row, at its last token."""
+    rows = len(cu_num_scheduled_tokens)
+    decoding = _decode_metadata(rows, device)
+    if cu_num_scheduled_tokens[-1] == rows:
+        return decoding
     import torch
 
     indices = torch.from_numpy(cu_num_scheduled_tokens - 1).to(device, non_blocking=True)
-    return dataclasses.replace(_empty_metadata(len(indices), device), logits_indices=indices)
+    return dataclasses.replace(decoding, logits_indices=indices)
 
 
 @functools.cache
-def _empty_metadata(rows: int, device: Any) -> Any:
-    """The part of it that only depends on the number of rows; kept, for it is needed in most steps."""
+def _decode_metadata(rows: int, device: Any) -> Any:
+    """It for rows with one token each, which most steps have: nobody changes it, so one serves all of them."""
     import torch
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
@@ -268,7 +240,7 @@ def _empty_metadata(rows: int, device: Any) -> Any:
         cu_num_sampled_tokens=counts[1:],
         target_logits_indices=none,
         bonus_logits_indices=counts[:-1],
-        logits_indices=none,
+        logits_indices=counts[:-1],
     )
 
 
@@ -279,6 +251,23 @@ def _wrap_sample(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, logits, None if nothing and _drafter(self) is not None else spec_decode_metadata)
 
     return _sample
+
+
+def _wrap_take(method: Callable[..., Any]) -> Callable[..., Any]:
+    """None, which vLLM knows as "no news", in place of an empty draft for every row.
+
+    The scheduler has taken away a request's draft when it scheduled it, so there is nothing left to be replaced.
+    Under asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
+    """
+
+    @functools.wraps(method)
+    def take_draft_token_ids(self: Any) -> Any:
+        drafter = _drafter(self)
+        if drafter is not None and drafter.idle and not self.use_async_scheduling:
+            return None
+        return method(self)
+
+    return take_draft_token_ids
 
 
 def _is_first_rank() -> bool:
@@ -323,7 +312,7 @@ def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     if drafter is None or drafter.engine is None:
         return None
     if what == "request":
-        return drafter.engine.metrics.request(str(args[0]))
+        return drafter.engine.request(str(args[0]))
     return drafter.engine.stats()
 
 

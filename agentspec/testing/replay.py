@@ -14,9 +14,11 @@ a tiny model makes drafting look expensive and verification cheap, compared with
 
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,8 +60,10 @@ class ReplayEngine:
 
     ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a
     run. ``settings``: agentspec's settings (default: a memory store and a tenant). ``async_scheduling``: off for
-    every method, so that they can be compared; None leaves it to vLLM. Starting takes about a minute and goes on
-    in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
+    every method, so that they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's
+    process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). Starting takes
+    about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError for arguments
+    that cannot work.
     """
 
     def __init__(
@@ -74,8 +78,12 @@ class ReplayEngine:
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         async_scheduling: bool | None = False,
+        module_paths: Iterable[str | Path] = (),
     ) -> None:
         speculative_config(method, max_draft)  # an unknown name shows now
+        paths = tuple(map(str, module_paths))
+        if method == "suffix":
+            _check_suffix(paths)
         if max_batch < 1:
             raise ConfigurationError(f"max_batch must be at least 1, got {max_batch}")
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -92,6 +100,7 @@ class ReplayEngine:
             settings={"store": "memory://", "tenant": "replay"} if settings is None else dict(settings),
             seed=seed,
             async_scheduling=async_scheduling,
+            module_paths=paths,
         )
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -216,6 +225,15 @@ def fitting_length(calls: Iterable[Call], max_draft: int = DEFAULT_MAX_DRAFT) ->
     """A ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
     longest = max((len(call.prompt) + len(call.response) for call in calls), default=1)
     return longest + 2 * max_draft + 2
+
+
+def _check_suffix(paths: Sequence[str]) -> None:
+    """Looks for the module without importing it: an installed one patches vLLM when it is imported."""
+    if PathFinder.find_spec("arctic_inference", [*paths, *sys.path]) is None:
+        raise ConfigurationError(
+            "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/peer.py of this "
+            "project does, without torch) and name its folder in module_paths"
+        )
 
 
 @contextmanager

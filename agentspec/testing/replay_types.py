@@ -57,6 +57,7 @@ class EngineSpec:
     settings: Mapping[str, Any]
     seed: int
     async_scheduling: bool | None
+    module_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ def speculative_config(method: str, max_draft: int) -> dict[str, Any] | None:
             "prompt_lookup_min": NGRAM_MIN,
             "prompt_lookup_max": NGRAM_MAX,
         }
+    if method == "suffix":
+        return {"method": "suffix", "num_speculative_tokens": max_draft}
     if method == "agentspec":
         from agentspec.server_ext import vllm_launch
 
@@ -127,5 +130,6 @@ def speculative_config(method: str, max_draft: int) -> dict[str, Any] | None:
     raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
 
 
-METHODS = ("none", "ngram", "agentspec")
-"""``none``: one token a step. ``ngram``: vLLM's own prompt lookup. ``agentspec``: this package's extension."""
+METHODS = ("none", "ngram", "suffix", "agentspec")
+"""``none``: one token a step. ``ngram``: vLLM's own prompt lookup. ``suffix``: vLLM's own suffix decoding, which needs
+ArcticInference's module and runs with vLLM's defaults. ``agentspec``: this package's extension."""

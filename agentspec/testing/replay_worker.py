@@ -3,6 +3,7 @@
 Between two commands nothing runs here, so that several engines can take turns on one machine.
 """
 
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ class Engine:
     """A vLLM engine in this process that plays recorded responses."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        sys.path[:0] = spec.module_paths
         from vllm import LLM
         from vllm.platforms import current_platform
 

@@ -1,6 +1,8 @@
 """Token streams that are hard on suffix trees, and a pair of caches that must always give the same answers."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -41,13 +43,21 @@ policies = st.builds(
 class Pair:
     """The compiled core and the reference side by side: every call goes to both, and every answer is compared."""
 
-    def __init__(self, policy: DraftPolicy | None = None, max_tokens: int | None = None) -> None:
-        self.native = SuffixCache(policy=policy, max_tokens=max_tokens, native=True)
-        self.plain = SuffixCache(policy=policy, max_tokens=max_tokens, native=False)
+    def __init__(self, policy: DraftPolicy | None = None, max_tokens: int | None = None, **budgets: Any) -> None:
+        self.policy = policy
+        self.native = SuffixCache(policy=policy, max_tokens=max_tokens, native=True, **budgets)
+        self.plain = SuffixCache(policy=policy, max_tokens=max_tokens, native=False, **budgets)
 
-    def start(self, request: str, prompt: Sequence[int], session: str | None, tenant: str | None) -> None:
+    def start(
+        self,
+        request: str,
+        prompt: Sequence[int],
+        session: str | None,
+        tenant: str | None,
+        group: str | None = None,
+    ) -> None:
         for cache in (self.native, self.plain):
-            cache.start(request, prompt, session=session, tenant=tenant)
+            cache.start(request, prompt, session=session, group=group, tenant=tenant)
 
     def extend(self, request: str, new: Sequence[int]) -> None:
         for cache in (self.native, self.plain):
@@ -104,6 +114,23 @@ class Pair:
         for cache in (self.native, self.plain):
             cache.remove_session(tenant, session)
 
+    def check_candidates(self, request: str) -> None:
+        assert self.native.candidates(request) == self.plain.candidates(request)
+
+    def catch_up(self, budget: int) -> None:
+        assert self.native.catch_up(budget) == self.plain.catch_up(budget)
+
+    def resize(self, **limits: Any) -> None:
+        for cache in (self.native, self.plain):
+            cache.resize(**limits)
+
+    def reload(self, folder: Path, **limits: Any) -> None:
+        """Both are saved and go on as what was loaded."""
+        self.native.save(folder / "native")
+        self.plain.save(folder / "plain")
+        self.native = SuffixCache.load(folder / "native", policy=self.policy, native=True, **limits)
+        self.plain = SuffixCache.load(folder / "plain", policy=self.policy, native=False, **limits)
+
     def check_stats(self) -> None:
         ours, expected = self.native.stats(), self.plain.stats()
         for name in ("tokens", "sessions", "requests", "tenants", "pending"):
@@ -111,7 +138,7 @@ class Pair:
 
 
 def same_turn(a: FinishedTurn, b: FinishedTurn) -> bool:
-    return (a.tenant, a.session, a.kept) == (b.tenant, b.session, b.kept) and all(
+    return (a.tenant, a.session, a.group, a.kept) == (b.tenant, b.session, b.group, b.kept) and all(
         x.dtype == y.dtype and x.tolist() == y.tolist()
         for x, y in ((a.prompt_tail, b.prompt_tail), (a.response, b.response))
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
-from agentspec.cache.reference_core import INDEX_PER_REQUEST
+from agentspec.cache.reference_core import INDEX_PER_CALL
 from tests.cache.conftest import MakeCache
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -136,12 +136,12 @@ def _chance(cache: SuffixCache) -> float:
 
 def test_long_prompt_is_indexed_little_by_little(make_cache: MakeCache) -> None:
     cache = make_cache()
-    prompt = np.arange(3 * INDEX_PER_REQUEST, dtype=np.int32)
+    prompt = np.arange(3 * INDEX_PER_CALL, dtype=np.int32)
     cache.start("r", np.concatenate([prompt, prompt[-20:-10]]))
-    assert cache.stats().pending == 2 * INDEX_PER_REQUEST + 10
+    assert cache.stats().pending == 2 * INDEX_PER_CALL + 10
     assert drafts(cache, "r") == []  # what would be drafted lies in the pending part
-    assert cache.stats().pending == INDEX_PER_REQUEST + 10
-    assert cache.catch_up() == INDEX_PER_REQUEST + 10
+    assert cache.stats().pending == INDEX_PER_CALL + 10
+    assert cache.catch_up() == INDEX_PER_CALL + 10
     assert drafts(cache, "r", 4) == prompt[-10:-6].tolist()
 
 
@@ -200,7 +200,7 @@ def test_restore_without_the_turns_before_it(make_cache: MakeCache) -> None:
 
 
 def test_sources_are_named() -> None:
-    assert SOURCES[:3] == ("request", "session", "global")
+    assert SOURCES == ("request", "session", "group", "global")
 
 
 def test_native_true_needs_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ if not native_available():
 
 sessions = st.sampled_from([None, "a", "b", "1:ta"])
 tenants = st.sampled_from([None, "t", "1:t"])
+groups = st.sampled_from([None, None, "g"])
 
 
 class Interleaving(RuleBasedStateMachine):
@@ -47,13 +48,13 @@ class Interleaving(RuleBasedStateMachine):
         return accepted + own
 
     @precondition(lambda self: len(self.texts) < 5)
-    @rule(data=st.data(), session=sessions, tenant=tenants)
-    def start(self, data: st.DataObject, session: str | None, tenant: str | None) -> None:
+    @rule(data=st.data(), session=sessions, tenant=tenants, group=groups)
+    def start(self, data: st.DataObject, session: str | None, tenant: str | None, group: str | None) -> None:
         base = data.draw(st.sampled_from(self.said))
         prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(tokens)
         self.count += 1
         request = f"r{self.count}"
-        self.pair.start(request, prompt, session, tenant)
+        self.pair.start(request, prompt, session, tenant, group)
         self.texts[request] = list(prompt)
 
     @precondition(lambda self: self.texts)

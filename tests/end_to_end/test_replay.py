@@ -1,6 +1,8 @@
 """Forced-token replay on real vLLM: the recorded tokens come out, and what is counted is what happened."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,3 +111,9 @@ def test_calls_that_cannot_be_played_are_named(engines: dict[str, ReplayEngine])
         engine.run(CALLS, batch=4)
     with pytest.raises(ConfigurationError, match="method 'magic' is not known"):
         ReplayEngine(method="magic")
+
+
+def test_vllms_own_suffix_method_needs_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ConfigurationError, match=r"arctic_inference\.suffix_decoding"):
+        ReplayEngine(method="suffix", module_paths=[tmp_path])

@@ -87,23 +87,48 @@ def test_the_tokenizer_decides_the_fingerprint(tmp_path: Any) -> None:
     assert vllm_adapter.tokenizer_fingerprint("org/name", "r1") != vllm_adapter.tokenizer_fingerprint("org/name", "r2")
 
 
-def test_metadata_of_a_step_without_drafts_is_what_vllm_computes() -> None:
+@pytest.mark.parametrize("ends", [[4, 104, 105, 209], [1, 2, 3, 4]])
+def test_metadata_of_a_step_without_drafts_is_what_vllm_computes(ends: list[int]) -> None:
     import numpy as np
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    scheduled = np.array(ends, dtype=np.int32)
     runner: Any = object.__new__(GPUModelRunner)
     runner.device = torch.device("cpu")
     runner.input_ids = SimpleNamespace(gpu=torch.arange(500, dtype=torch.int32))
     runner._arange_scratch = np.arange(500, dtype=np.int32)
     runner.arange_np = np.arange(500, dtype=np.int32)
-    scheduled = np.array([4, 104, 105, 209], dtype=np.int32)
     calculate = GPUModelRunner._calc_spec_decode_metadata
     theirs = getattr(calculate, "__wrapped__", calculate)(runner, np.zeros(4, dtype=np.int32), scheduled)
-    ours = vllm_adapter._metadata_without_drafts(scheduled, runner.device)
+    ours = vllm_adapter.metadata_without_drafts(scheduled, runner.device)
     assert vars(ours).keys() == vars(theirs).keys()
     for name, value in vars(theirs).items():
         mine = getattr(ours, name)
         assert (mine.tolist() == value.tolist()) if isinstance(value, torch.Tensor) else (mine == value), name
+
+
+class TestTakingDrafts:
+    """What the scheduler is told after a step: nothing, where no row has a draft."""
+
+    @staticmethod
+    def take(*, idle: bool, asynchronous: bool = False) -> Any:
+        drafter = object.__new__(vllm_adapter.AgentSpecProposer)
+        drafter.idle = idle
+        runner = SimpleNamespace(drafter=drafter, use_async_scheduling=asynchronous)
+        return vllm_adapter._wrap_take(lambda self: "vLLM's answer")(runner)
+
+    def test_nothing_when_no_row_has_a_draft(self) -> None:
+        assert self.take(idle=True) is None
+
+    def test_the_drafts_when_there_are_some(self) -> None:
+        assert self.take(idle=False) == "vLLM's answer"
+
+    def test_under_asynchronous_scheduling_it_stays_vllms(self) -> None:
+        assert self.take(idle=True, asynchronous=True) == "vLLM's answer"
+
+    def test_another_drafter_is_left_alone(self) -> None:
+        runner = SimpleNamespace(drafter=object(), use_async_scheduling=False)
+        assert vllm_adapter._wrap_take(lambda self: "theirs")(runner) == "theirs"
 
 
 def test_hooks_are_installed_once() -> None:

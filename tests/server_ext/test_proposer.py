@@ -4,10 +4,12 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import open_store
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import api_request_id
@@ -16,6 +18,7 @@ from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings
 
 TEXT = list(range(100, 160))
+NONE = np.zeros(0, dtype=np.int32)
 
 
 class Engine:
@@ -28,11 +31,19 @@ class Engine:
         self.proposer.warm_up()
         self.tenant = tenant
 
-    def run(self, request_id: str, prompt: Sequence[int], output: Sequence[int], session: str | None = None) -> int:
+    def run(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        session: str | None = None,
+        group: str | None = None,
+    ) -> int:
         """Decode ``output``; returns the number of steps."""
         tokens = np.zeros((1, len(prompt) + len(output) + 32), dtype=np.int32)
         full = [*prompt, *output]
         length, draft, steps = len(prompt), [0][:0], 0
+        ids = (request_id,)
         while length < len(full):
             accepted = 0
             while accepted < len(draft) and length + accepted < len(full) - 1:
@@ -41,15 +52,16 @@ class Engine:
                 accepted += 1
             new = length + accepted + 1
             tokens[0, :new] = full[:new]
-            started = [] if steps else [NewRequest(request_id, prompt, Identity(self.tenant, session))]
+            started = [] if steps else [NewRequest(request_id, prompt, Identity(self.tenant, session, group))]
             step = Step(
                 started=started,
-                request_ids=[request_id],
+                request_ids=ids,
                 tokens=tokens,
                 rows=np.array([0], np.int32),
                 lengths=np.array([new], np.int32),
                 room=np.array([max(0, len(full) - new - 1)], np.int32),
                 scheduled=np.array([len(draft)], np.int32),
+                drafted=len(draft),
             )
             (draft,) = self.proposer.propose(step)
             length, steps = new, steps + 1
@@ -90,7 +102,7 @@ def test_a_restart_restores_the_session_from_the_store(tmp_path: Path) -> None:
 def test_a_failing_tree_costs_drafts_and_is_counted_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("broken on purpose")
 
     engine.proposer.cache.step = broken  # type: ignore[method-assign,assignment]
@@ -114,12 +126,13 @@ def test_switched_off_never_drafts() -> None:
     proposer = Proposer(settings, Persistence(store, "ns", None, 0), 1000, 16)
     step = Step(
         [],
-        ["x"],
+        ("x",),
         np.ones((1, 8), np.int32),
         np.array([0], np.int32),
         np.array([8], np.int32),
         np.array([4], np.int32),
         np.array([0], np.int32),
+        0,
     )
     assert proposer.propose(step) == [[]]
 
@@ -140,6 +153,133 @@ def test_the_record_has_a_line_a_step_and_adds_up(tmp_path: Path) -> None:
     figures = engine.proposer.metrics.request("b")
     assert figures is not None
     assert figures["accepted"] == sum(figures["accepted_by_source"].values()) == len(TEXT) - 2 - steps
+
+
+class Batch:
+    """Rows whose tokens never repeat or always do, stepped by hand."""
+
+    def __init__(self, **settings: object) -> None:
+        given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
+        self.proposer = Proposer(given, Persistence(open_store("memory://"), "ns", given.tenant, 0), 1000, 16)
+        self.tokens = np.zeros((3, 400), dtype=np.int32)
+        self.lengths = np.zeros(3, dtype=np.int32)
+        self.costs: list[float | None] = []
+        step = self.proposer.cache.step
+
+        def noted(*args: Any, cost: float | None = None) -> Any:
+            self.costs.append(cost)
+            return step(*args, cost=cost)
+
+        self.proposer.cache.step = noted  # type: ignore[method-assign,assignment]
+
+    def step(self, ids: tuple[str, ...], drafted: int = 0, seconds: float | None = None) -> list[list[int]]:
+        """Every row is given one token more, and the tokens of ``drafted`` where that is not 0."""
+        rows = [int(request_id) for request_id in ids]
+        started = []
+        for row, request_id in zip(rows, ids, strict=True):
+            if not self.proposer.knows(request_id):
+                self.tokens[row, :3] = [900 + row, 910 + row, 920 + row]
+                self.lengths[row] = 3
+                started.append(NewRequest(request_id, self.tokens[row, :3].tolist(), Identity()))
+            for _ in range(drafted + 1):
+                self.tokens[row, self.lengths[row]] = 100 * row + self.lengths[row]
+                self.lengths[row] += 1
+        return self.proposer.propose(
+            Step(
+                started=started,
+                request_ids=ids,
+                tokens=self.tokens,
+                rows=np.array(rows, np.int32),
+                lengths=self.lengths[rows],
+                room=np.full(len(rows), 8, np.int32),
+                scheduled=np.full(len(rows), drafted, np.int32),
+                drafted=drafted * len(rows),
+                seconds=seconds,
+            )
+        )
+
+    def tokens_and_steps(self, request_id: str) -> tuple[int, int]:
+        figures = self.proposer.request(request_id)
+        assert figures is not None
+        return figures["tokens"], figures["steps"]
+
+
+def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:
+    batch = Batch()
+    both, one = ("0", "1"), ("1",)
+    for _ in range(5):
+        assert batch.step(both) == [[], []]
+    assert batch.tokens_and_steps("0") == batch.tokens_and_steps("1") == (5, 5)
+    batch.step(both)
+    batch.step(both, drafted=2)  # 3 tokens each
+    batch.step(both)
+    assert batch.tokens_and_steps("0") == (10, 8)
+    batch.proposer.finish("0")
+    for _ in range(4):
+        batch.step(one)
+    assert batch.tokens_and_steps("0") == (10, 8)
+    assert batch.tokens_and_steps("1") == (14, 12)
+    batch.step(("2", "1"))
+    batch.step(one)
+    assert batch.tokens_and_steps("1") == (16, 14)
+    assert batch.tokens_and_steps("2") == (1, 1)
+    assert batch.proposer.stats()["steps"] == 14
+
+
+def test_the_given_price_goes_with_every_step() -> None:
+    batch = Batch(cost=0.07)
+    for _ in range(40):
+        batch.step(("0",), seconds=0.01)
+    assert batch.costs == [0.07] * 40
+    assert batch.proposer.stats()["verify_cost"]["given"] == 0.07
+    assert batch.proposer.stats()["verify_cost"]["steps"] == 0
+
+
+def test_the_price_is_measured_where_none_is_given() -> None:
+    batch = Batch()
+    for number in range(150):
+        drafted = number % 3 % 2
+        batch.step(("0",), drafted=drafted, seconds=0.01 + 0.001 * drafted)
+    assert batch.costs[0] == 0.02
+    assert batch.costs[-1] == pytest.approx(0.1, rel=0.1)
+    figures = batch.proposer.stats()["verify_cost"]
+    assert figures["given"] is None
+    assert figures["cost"] == pytest.approx(0.1, rel=0.1)
+    assert figures["ms_per_draft_token"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_steps_of_unknown_duration_are_not_measured() -> None:
+    batch = Batch()
+    for number in range(60):
+        batch.step(("0",), drafted=number % 2)
+    assert batch.proposer.stats()["verify_cost"]["steps"] == 0
+
+
+def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
+    engine = Engine(tenant="t")
+    groups: list[str | None] = []
+    start = engine.proposer.cache.start
+    restored: list[FinishedTurn] = []
+
+    def noted(*args: Any, group: str | None = None, **names: Any) -> None:
+        groups.append(group)
+        start(*args, group=group, **names)
+
+    engine.proposer.cache.start = noted  # type: ignore[method-assign]
+    engine.run("a", [1, 2, 3], TEXT, session="s", group="p")
+    engine.run("b", [1, 2, 3], TEXT, session="s2")
+    assert groups == ["p", None]
+
+    turns = [FinishedTurn("t", "s", 0, NONE, NONE, "p"), FinishedTurn("t", None, 0, NONE, NONE, None)]
+    store = open_store("memory://")
+    for turn in turns:
+        persistence = Persistence(store, "ns", "t", 100)
+        persistence.save(turn)
+        persistence._writer.close()
+    cache = SuffixCache()
+    cache.restore = restored.append  # type: ignore[method-assign,assignment]
+    Persistence(store, "ns", "t", 100).warm_up(cache, 5.0)
+    assert [(turn.session, turn.group) for turn in restored] == [("s", "p"), (None, None)]
 
 
 def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agentspec.errors import ConfigurationError, InvalidSessionError, UnsupportedEngineError
-from agentspec.server_ext.identity import identify, merge_session
+from agentspec.server_ext.identity import Identity, identify, merge_session
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
 from agentspec.server_ext.vllm_launch import engine_options, prepare_environment, serve_arguments
@@ -14,6 +14,7 @@ from agentspec.server_ext.vllm_launch import engine_options, prepare_environment
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
     settings = load_settings({}, environ={})
     assert settings.store.startswith("sqlite:///")
+    assert settings.cost is None  # measured
     assert settings.tenant is None
 
 
@@ -84,6 +85,14 @@ class TestIdentity:
 
     def test_the_engine_side_never_raises(self) -> None:
         assert identify({"session_id": "a\nb"}, "t").session is None
+
+    def test_a_group_needs_a_tenant(self) -> None:
+        assert identify({"session_id": "s", "group_id": "p1"}, "t") == Identity("t", "s", "p1")
+        assert identify({"session_id": "s", "group_id": "p1"}, None) == Identity(None, "s", None)
+
+    def test_an_unusable_group_is_refused_by_name(self) -> None:
+        with pytest.raises(InvalidSessionError, match="group_id"):
+            merge_session({"group_id": "a\nb"}, "s")
 
     def test_a_caller_cannot_choose_the_tenant(self) -> None:
         assert identify({"session_id": "s", "tenant": "other"}, "mine").tenant == "mine"

@@ -25,7 +25,16 @@ TOKENS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 2**31
     lambda values: np.array(values, dtype=np.int32)
 )
 SESSIONS = st.text(string.ascii_letters + "äß漢🙂 -_/", min_size=1, max_size=30).filter(str.strip)
-TURNS = st.builds(TurnRecord, SESSIONS, st.integers(0, 2**40), TOKENS, TOKENS, st.floats(0, 4e9), st.booleans())
+TURNS = st.builds(
+    TurnRecord,
+    SESSIONS,
+    st.integers(0, 2**40),
+    TOKENS,
+    TOKENS,
+    st.floats(0, 4e9),
+    st.booleans(),
+    st.none() | SESSIONS,
+)
 # with lone surrogates: model output that was cut within a character holds them
 TEXT = st.text(st.characters(), max_size=20)
 JSON = st.recursive(
@@ -109,9 +118,18 @@ def test_another_version_and_another_kind_are_told_from_damage() -> None:
 
 
 def test_later_fields_of_meta_are_ignored() -> None:
-    meta = {"session": "s", "created": 1.0, "kept": 0, "prompt": 1, "group": "p1"}
+    meta = {"session": "s", "created": 1.0, "kept": 0, "prompt": 1, "mood": "p1"}
     back = decode(_seal("turn", meta, tokens(4, 5).tobytes()))
     assert back == TurnRecord("s", 0, tokens(4), tokens(5), 1.0)
+
+
+def test_a_turn_of_before_there_were_groups_is_read_and_one_without_is_written_as_then() -> None:
+    old = {"session": "s", "created": 1.0, "kept": 0, "prompt": 1}
+    payload = _seal("turn", old, tokens(4, 5).tobytes())
+    record = decode(payload)
+    assert record == TurnRecord("s", 0, tokens(4), tokens(5), 1.0, group=None)
+    assert encode(record) == payload
+    assert decode(encode(TurnRecord("s", 0, tokens(4), tokens(5), 1.0, group="p"))) != record
 
 
 @pytest.mark.parametrize(
@@ -123,6 +141,7 @@ def test_later_fields_of_meta_are_ignored() -> None:
         ({"kept": "x"}, tokens(4, 5).tobytes()),
         ({"prompt": 1.0}, tokens(4, 5).tobytes()),
         ({"session": 5}, tokens(4, 5).tobytes()),
+        ({"group": 5}, tokens(4, 5).tobytes()),
         ({}, tokens(4, -5).tobytes()),
         ({}, b"abc"),
     ],
@@ -146,6 +165,7 @@ def test_the_checksum_is_crc32_over_framed_parts() -> None:
         (TurnRecord("s", 0, tokens(), np.array([1.5]), 1.0), InvalidTokenError, "response"),
         (TurnRecord("s", 0, tokens(), tokens(1).reshape(1, 1), 1.0), InvalidTokenError, "response"),
         (TurnRecord("a\nb", 0, tokens(), tokens(1), 1.0), InvalidSessionError, "session"),
+        (TurnRecord("s", 0, tokens(), tokens(1), 1.0, group="a\nb"), InvalidSessionError, "group"),
         (MessageRecord("s", {"x": object()}, 1.0), InvalidInputError, "message"),
         (MessageRecord("s", {1: "x"}, 1.0), InvalidInputError, "message"),  # type: ignore[dict-item]
         (MessageRecord("s", {"x": 2**70}, 1.0), InvalidInputError, "message"),

@@ -276,6 +276,12 @@ def test_rebuilt_contexts_never_hold_text_that_was_not_said(turns: list[tuple[in
         assert rebuilt == true
 
 
+def test_a_mended_record_keeps_its_group() -> None:
+    chain = Chain()
+    record = TurnRecord("s", 7, tokens(1), tokens(2), 1.0, gap=True, group="p")
+    assert chain.link(record) == TurnRecord("s", 0, tokens(1), tokens(2), 1.0, group="p")
+
+
 def test_an_unbroken_chain_is_delivered_as_it_was_written() -> None:
     chain = Chain()
     records = [turn("s", 1), turn("s", 2, kept=4), turn("s", 3, kept=6), turn("s", 4, kept=0)]

@@ -33,6 +33,8 @@ def encode(record: Record) -> bytes:
     """A record of either kind as bytes. Raises InvalidInputError for one that could not be read back."""
     if record.session:  # empty: a turn of no session
         check_session_id(record.session)
+    if isinstance(record, TurnRecord) and record.group is not None:
+        check_session_id(record.group, "group")
     return encode_turn(record) if isinstance(record, TurnRecord) else encode_message(record)
 
 
@@ -52,6 +54,8 @@ def encode_turn(record: TurnRecord) -> bytes:
     }
     if record.gap:
         meta["gap"] = True
+    if record.group is not None:
+        meta["group"] = record.group
     data = _token_bytes(record.prompt_tail, "prompt_tail") + _token_bytes(record.response, "response")
     return _seal(_TURN, meta, data)
 
@@ -112,12 +116,13 @@ def _turn(fields: dict[str, Any], data: bytes) -> TurnRecord:
     if not 0 <= split <= len(tokens) or kept < 0 or _lowest(tokens) < 0:
         _corrupt("counts or token ids out of range")
     return TurnRecord(
-        session=_text(fields["session"]),
+        session=_text(fields, "session"),
         kept=kept,
         prompt_tail=tokens[:split],
         response=tokens[split:],
         created=float(fields["created"]),
         gap=bool(fields.get("gap", False)),
+        group=None if fields.get("group") is None else _text(fields, "group"),
     )
 
 
@@ -125,7 +130,7 @@ def _message(fields: dict[str, Any], data: bytes) -> MessageRecord:
     message = _unpack(data)
     if not isinstance(message, dict):
         _corrupt("the message is not an object")
-    return MessageRecord(_text(fields["session"]), message, float(fields["created"]))
+    return MessageRecord(_text(fields, "session"), message, float(fields["created"]))
 
 
 def _seal(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
@@ -169,9 +174,10 @@ def _unpack(packed: bytes) -> Any:
     return msgpack.unpackb(packed, raw=False, strict_map_key=True, unicode_errors="surrogatepass")
 
 
-def _text(value: object) -> str:
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields[name]
     if not isinstance(value, str):
-        _corrupt("the session is not text")
+        _corrupt(f"the {name} is not text")
     return value
 
 

@@ -29,12 +29,15 @@ class TurnRecord:
     """Seconds since the epoch."""
     gap: bool = False
     """True: a turn of this session was lost just before this one, so ``kept`` counts a context not in the log."""
+    group: str | None = None
+    """Sessions of one group draw on each other's responses."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TurnRecord):
             return NotImplemented
         return (
-            (self.session, self.kept, self.created, self.gap) == (other.session, other.kept, other.created, other.gap)
+            (self.session, self.group, self.kept, self.created, self.gap)
+            == (other.session, other.group, other.kept, other.created, other.gap)
             and np.array_equal(self.prompt_tail, other.prompt_tail)
             and np.array_equal(self.response, other.response)
         )

@@ -1,0 +1,118 @@
+"""``agentspec simulate FILE.jsonl``: what drafting would bring for recorded conversations, without an engine."""
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache.identifiers import check_session_id
+from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.simulate import Figures, read_calls
+from agentspec.simulate import simulate as replay
+from agentspec.simulate.tokenizer import open_tokenizer
+
+Options = Mapping[str, int | float | None]
+
+
+class PolicyName(StrEnum):
+    """What `--policy` takes."""
+
+    JUDGED = "judged"
+    FIXED = "fixed"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(simulate)
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(help="Recorded calls, one JSON object a line (.jsonl or .jsonl.gz).")],
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose traffic it is, in place of the records' own; without one, no sharing.")
+    ] = None,
+    verify_cost: Annotated[
+        float | None, typer.Option(help="Price of verifying one more token, as a share of a decode step.")
+    ] = None,
+    max_draft: Annotated[int | None, typer.Option(help="Longest draft, in tokens.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For records of text: a tokenizer.json, a model's folder or its name.")
+    ] = None,
+    policy: Annotated[
+        PolicyName, typer.Option(help="judged: what serving does; fixed: ArcticInference's rule, to compare with.")
+    ] = PolicyName.JUDGED,
+    max_depth: Annotated[int | None, typer.Option(help="fixed: most tokens of context and draft together.")] = None,
+    max_spec_factor: Annotated[float | None, typer.Option(help="fixed: draft tokens for each matched one.")] = None,
+    max_spec_offset: Annotated[float | None, typer.Option(help="fixed: draft tokens more than that.")] = None,
+    min_token_prob: Annotated[float | None, typer.Option(help="fixed: least probability of a draft.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
+    fixed = {
+        "max_depth": max_depth,
+        "max_spec_factor": max_spec_factor,
+        "max_spec_offset": max_spec_offset,
+        "min_token_prob": min_token_prob,
+    }
+    rule = _policy(policy, {"max_draft": max_draft}, {"cost": verify_cost}, fixed)
+    if tenant is not None:
+        check_session_id(tenant, "tenant")
+    encode = None if tokenizer is None else open_tokenizer(tokenizer)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(file.name, total=file.stat().st_size if file.is_file() else None)
+        calls = read_calls(
+            file,
+            tokenizer=encode,
+            tenant=tenant,
+            progress=lambda done: progress.update(task, completed=done),
+        )
+        figures = replay(calls, SuffixCache(policy=rule))
+    if not figures.tokens:
+        raise InvalidInputError(f"{file}: no record with a response in it; give a file of JSON lines")
+    if as_json:
+        typer.echo(json.dumps(figures.as_dict(), indent=1))
+    else:
+        Console().print(_table(file.name, figures))
+
+
+def _policy(name: PolicyName, common: Options, judged: Options, fixed: Options) -> DraftPolicy:
+    """The policy with the options that were given; those of the other one are refused."""
+    other = judged if name is PolicyName.FIXED else fixed
+    wrong = next((option for option, value in other.items() if value is not None), None)
+    if wrong is not None:
+        flag = "--verify-cost" if wrong == "cost" else f"--{wrong.replace('_', '-')}"
+        raise ConfigurationError(f"{flag} has no effect with --policy {name.value}: leave one of them out")
+    own = fixed if name is PolicyName.FIXED else judged
+    given: dict[str, Any] = {option: value for option, value in {**common, **own}.items() if value is not None}
+    return DraftPolicy.fixed(**given) if name is PolicyName.FIXED else DraftPolicy(**given)
+
+
+def _table(title: str, figures: Figures) -> Table:
+    table = Table(title=title, show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    shares = {name: count for name, count in figures.accepted_by_source.items() if count}
+    for name, value in (
+        ("tokens", f"{figures.tokens:,}"),
+        ("steps", f"{figures.steps:,}"),
+        ("tokens a step", f"{figures.tokens_per_step:.3f}"),
+        ("drafted", f"{figures.drafted:,}"),
+        ("accepted", f"{figures.accepted:,} ({figures.acceptance_rate:.0%})"),
+        *((f"  from {name}", f"{count:,} ({count / figures.accepted:.0%})") for name, count in shares.items()),
+        ("propose, µs a call, p50 / p99", _pair(figures.propose.as_dict())),
+        ("extend, µs a call, p50 / p99", _pair(figures.extend.as_dict())),
+        ("bytes a token kept", f"{figures.bytes_per_token:.1f}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _pair(times: dict[str, float]) -> str:
+    return f"{times['p50']:.1f} / {times['p99']:.1f}"

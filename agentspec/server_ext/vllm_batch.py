@@ -1,0 +1,151 @@
+"""vLLM's model runner after a decode step -> Step: the part of the adapter that runs in every step.
+
+Rows come and go much more rarely than steps. What depends only on which rows there are is therefore kept until they
+change, and a step in between touches no array at all, however many rows there are.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentspec.server_ext.identity import identify
+from agentspec.server_ext.proposer import Int32, NewRequest, Step
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What stays the same while the engine's batch holds the same requests in the same order."""
+
+    engine_batch: Any
+    """vLLM's InputBatch"""
+    engine_ids: list[str]
+    """its requests then, whether they were given tokens or not"""
+    step: Step
+    """filled anew in every step: the ``n`` rows that were given tokens"""
+    most: Int32
+    """[n] length at which a row has no room for a draft: one more token is always sampled"""
+    nothing: Int32
+    """[n] zeros"""
+    full: Int32
+    """[n] the longest draft"""
+    free: int = 0
+    """tokens that each row has room for, at least"""
+
+
+class BatchReader:
+    """Reads steps out of one model runner.
+
+    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant: the server's. knows: whether a
+    request was given to the proposer before.
+    """
+
+    def __init__(self, max_draft: int, max_model_len: int, tenant: str | None, knows: Callable[[str], bool]) -> None:
+        self._max_draft = max_draft
+        self._max_model_len = max_model_len
+        self._tenant = tenant
+        self._knows = knows
+        self._kept: _Batch | None = None  # only while every row of the engine's batch is given tokens
+        self._last = 0.0
+
+    def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
+        """The rows that were given tokens in this step (a prompt still being prefilled was not).
+
+        The step is only good until the next call: its arrays are the engine's or will be filled anew.
+        """
+        now = time.perf_counter()
+        kept = self._kept
+        ids = runner.input_batch.req_ids
+        if (
+            kept is None
+            or scheduler_output.scheduled_new_reqs
+            or kept.engine_ids != ids
+            or kept.engine_batch is not runner.input_batch
+            or not all(sampled)
+        ):
+            kept = self._pick(runner, sampled)
+            kept.step.started = self._started(runner, kept.step.request_ids)
+        else:
+            kept.step.started = ()
+        step = kept.step
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        step.drafted = sum(map(len, drafts.values())) if drafts else 0
+        step.scheduled = _verified(step.request_ids, drafts) if drafts else kept.nothing
+        step.room = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
+        # Without new requests, and with nothing but one token and the draft of each row, the step before was one of
+        # the same requests: the engine was not idle in between, and what has passed is the time of this step.
+        steady = (
+            not scheduler_output.scheduled_new_reqs
+            and scheduler_output.total_num_scheduled_tokens == len(ids) + step.drafted
+        )
+        step.seconds = now - self._last if steady and self._last else None
+        self._last = now
+        return step
+
+    def _pick(self, runner: Any, sampled: Sequence[Sequence[int]]) -> _Batch:
+        """Other rows than before."""
+        batch = runner.input_batch
+        states = [runner.requests[request_id] for request_id in batch.req_ids[: len(sampled)]]
+        # A prompt given as embeddings has no tokens to match.
+        picked = [i for i, new in enumerate(sampled) if new and states[i].prompt_token_ids is not None]
+        whole = len(picked) == len(batch.req_ids)
+        nothing = np.zeros(len(picked), dtype=np.int32)
+        rows = np.array(picked, dtype=np.int32)
+        step = Step(
+            started=(),
+            request_ids=tuple(batch.req_ids[i] for i in picked),
+            tokens=batch.token_ids_cpu,
+            rows=rows,
+            lengths=batch.num_tokens_no_spec[: len(rows)] if whole else batch.num_tokens_no_spec[rows],
+            room=nothing,
+            scheduled=nothing,
+            drafted=0,
+        )
+        kept = _Batch(
+            engine_batch=batch,
+            engine_ids=list(batch.req_ids),
+            step=step,
+            most=np.array([self._most(states[i]) for i in picked], dtype=np.int32),
+            nothing=nothing,
+            full=np.full(len(picked), self._max_draft, dtype=np.int32),
+        )
+        self._kept = kept if whole else None
+        return kept
+
+    def _started(self, runner: Any, request_ids: Sequence[str]) -> list[NewRequest]:
+        started = []
+        for request_id in request_ids:
+            if not self._knows(request_id):
+                state = runner.requests[request_id]
+                extra = state.sampling_params.extra_args if state.sampling_params else None
+                started.append(NewRequest(request_id, state.prompt_token_ids, identify(extra, self._tenant)))
+        return started
+
+    def _room(self, kept: _Batch, limit: int) -> Int32:
+        """[n] how many tokens each row may draft; counted only where a row may be near its end."""
+        kept.free -= kept.step.drafted + 1  # no row can have grown by more
+        if kept.free >= limit == self._max_draft:
+            return kept.full
+        room: Int32 = np.maximum(kept.most - kept.step.lengths, 0)
+        kept.free = int(room.min()) if len(room) else 0
+        np.minimum(room, min(limit, self._max_draft), out=room)
+        return room
+
+    def _most(self, state: Any) -> int:
+        """Nothing past either limit can be returned."""
+        most = self._max_model_len
+        max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
+        if max_tokens is not None:
+            most = min(most, len(state.prompt_token_ids) + max_tokens)
+        return most - 1
+
+
+def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:
+    """[n] how many draft tokens of each row were verified: only what the scheduler kept.
+
+    A grammar may have cut the draft, and a prefix-cache hit leaves placeholders (-1).
+    """
+    of = [drafts.get(request_id) for request_id in request_ids]
+    return np.array([len(draft) - draft.count(-1) if draft else 0 for draft in of], dtype=np.int32)

@@ -1,0 +1,152 @@
+"""Reading recorded conversations: one JSON object a line, one model call each, in the order in which they ran.
+
+    {"session": "fix-42", "turn": 0, "prompt_token_ids": [...], "response_token_ids": [...]}
+    {"session": "fix-42", "turn": 1, "continues": true, "prompt_token_ids": [...], "response_token_ids": [...]}
+
+`group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only what
+follows the session's previous prompt and response. Text (`prompt`, `response`) takes the place of token ids where a
+tokenizer is given. Fields of other names are left alone.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentspec.cache.identifiers import check_session_id
+from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.cache.types import Int32Array
+from agentspec.errors import AgentSpecError, InvalidInputError
+from agentspec.simulate.tokenizer import Tokenizer
+
+Progress = Callable[[int], None]
+
+
+class Record(BaseModel):
+    """One line of the file, as it stands there."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    session: str | int
+    turn: int = Field(ge=0)
+    group: str | int | None = None
+    tenant: str | None = None
+    continues: bool = False
+    prompt_token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+    prompt: str | None = None
+    response: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call, ready to be replayed. prompt: int32 [P], all that the model saw. response: int32 [R]."""
+
+    line: int
+    session: str
+    turn: int
+    group: str | None
+    tenant: str | None
+    prompt: Int32Array
+    response: Int32Array
+
+
+def read_calls(
+    path: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    tenant: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Call]:
+    """Yields the file's calls one by one; of what was read it holds only the last text of each session.
+
+    A name that ends in .gz is read as such. `tenant` takes the place of the records' own. `progress` is told how
+    many bytes of the file were read. Raises InvalidInputError naming file, line and field.
+    """
+    last: dict[tuple[str | None, str], Int32Array] = {}
+    for line, text in _lines(path, progress):
+        try:
+            call = _call(line, _record(text), tokenizer, tenant, last)
+        except AgentSpecError as error:
+            raise InvalidInputError(f"{path}, line {line}: {error}") from error
+        last[call.tenant, call.session] = np.concatenate([call.prompt, call.response])
+        yield call
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
+    """Every line that is not blank, with its number, counted from 1."""
+    try:
+        with path.open("rb") as raw:
+            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
+            for number, text in enumerate(lines, 1):
+                if progress is not None:
+                    progress(raw.tell())
+                if text.strip():
+                    yield number, text
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error}; give a file of JSON lines") from error
+
+
+def _record(text: bytes) -> Record:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"not JSON: {error}; write one JSON object a line") from None
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"a JSON {type(value).__name__}; write one JSON object a line")
+    try:
+        return Record.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise InvalidInputError(f"{_field(first['loc'])}: {first['msg']}, got {_short(first['input'])}") from None
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """`prompt_token_ids[3]` of ("prompt_token_ids", 3); the names of a union's members are left out."""
+    head, *rest = location
+    return f"{head}" + "".join(f"[{part}]" for part in rest if isinstance(part, int))
+
+
+def _short(value: object) -> str:
+    text = "nothing" if isinstance(value, dict) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _call(
+    line: int,
+    record: Record,
+    tokenizer: Tokenizer | None,
+    tenant: str | None,
+    last: dict[tuple[str | None, str], Int32Array],
+) -> Call:
+    session, group = str(record.session), None if record.group is None else str(record.group)
+    owner = record.tenant if tenant is None else tenant
+    for name, value in (("session", session), ("group", group), ("tenant", owner)):
+        if value is not None:
+            check_session_id(value, name)
+    prompt = _tokens("prompt", record.prompt_token_ids, record.prompt, tokenizer)
+    response = _tokens("response", record.response_token_ids, record.response, tokenizer)
+    if record.continues:
+        before = last.get((owner, session))
+        if before is None:
+            raise InvalidInputError(
+                f"continues: session {session!r} has no earlier record; leave `continues` out and give the whole prompt"
+            )
+        prompt = np.concatenate([before, prompt])
+    return Call(line, session, record.turn, group, owner, prompt, response)
+
+
+def _tokens(name: str, ids: list[int] | None, text: str | None, tokenizer: Tokenizer | None) -> Int32Array:
+    if ids is not None:
+        return as_tokens(ids, f"{name}_token_ids", MAX_VOCAB)
+    if text is None:
+        raise InvalidInputError(f"{name}_token_ids: missing; give it, or `{name}` as text and --tokenizer")
+    if tokenizer is None:
+        raise InvalidInputError(f"{name}: is text; give --tokenizer, or {name}_token_ids in its place")
+    return as_tokens(tokenizer(text), name, MAX_VOCAB)

@@ -1,0 +1,327 @@
+"""The index beside ArcticInference's suffix tree: time and memory, in one process on one core, taking turns.
+
+    python benchmarks/index.py --traces DIR [--large] [--json]
+
+The text is the recorded responses, and the same renumbered until there is enough of it. Requests are matching text: a
+stored response from some place on. Times are medians in microseconds, memory is resident; ratios say how many times
+less ours is.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, perf_counter_ns, thread_time_ns
+
+import numpy as np
+from comparison import Row, add_options, at_most, less, pin, say, show
+from contenders import DEPTH, Ours, Peer, take
+from trace_files import Tokens, documents, records
+
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.errors import AgentSpecError
+
+COST = 0.01
+BATCH, ROUNDS, STEPS, ACCEPTED = 16, 21, 12, 4
+LENGTH = 2 * DEPTH + STEPS * ACCEPTED
+TURN_PROMPT, TURN_NEW, TURNS = 16_000, 500, 12
+SIZES = (1_000_000, 5_000_000)
+LARGE = 100_000_000
+
+
+@dataclass(slots=True)
+class Times:
+    """Microseconds a request (extend: a token), one entry a batch."""
+
+    fixed: list[float] = field(default_factory=list)
+    single: list[float] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+    extend: list[float] = field(default_factory=list)
+    peer_extend: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Contenders:
+    fixed: Ours
+    judged: Ours
+    peer: Peer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--large", action="store_true", help="also ours with 100 M tokens (2 GB, some minutes)")
+    options = parser.parse_args(arguments)
+    pin(options.cpu)
+    try:
+        rows = measure(options.traces, options.peer_dir, options.large)
+    except AgentSpecError as error:
+        say(f"error: {error}")
+        return 2
+    show(rows, "index: ours and the peer's", options.json)
+    return 0
+
+
+def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    source = documents(traces)
+    held: list[Tokens] = []
+    all_three = Contenders(Ours(DraftPolicy.fixed()), Ours(DraftPolicy(cost=COST)), Peer(peer_dir))
+    memory = {"ours": 0, "peer": 0}
+    first: float | None = None
+    for size in SIZES:
+        new = take(source, size - sum(map(len, held)))
+        held += new
+        say(f"{size:,} tokens: filling ours, then the peer's")
+        memory["ours"] += _growth(lambda new=new: all_three.fixed.fill(new))  # type: ignore[misc]
+        all_three.judged.fill(new)
+        memory["peer"] += _growth(lambda new=new: all_three.peer.fill(new))  # type: ignore[misc]
+        times = propose_times(all_three, held)
+        first = first or median(times.fixed)
+        rows += propose_rows(times, f"{size // 1_000_000} M tokens")
+    tokens = sum(map(len, held))
+    rows += turn_rows(all_three, session_texts(traces))
+    rows += memory_rows(memory["ours"] / tokens, memory["peer"] / tokens)
+    rows += snapshot_rows(all_three.fixed.cache, all_three.peer.filled)
+    del all_three.peer.cache
+    gc.collect()
+    rows += eviction_rows(all_three.fixed.cache)
+    if large:
+        rows += large_rows(source, first or 0.0)
+    return rows
+
+
+def propose_times(all_three: Contenders, held: Sequence[Tokens]) -> Times:
+    """Batches of requests that repeat stored responses. In each round every contender runs them once, in turn."""
+    random = np.random.default_rng(len(held))
+    long = [document for document in held if len(document) >= LENGTH]
+    times = Times()
+    runs = (_run_fixed, _run_judged, _run_peer)
+    for turn in range(ROUNDS):
+        table = np.stack([_matching_text(random, long) for _ in range(BATCH)])
+        names = [f"{turn}-{number}" for number in range(BATCH)]
+        for number in range(len(runs)):
+            runs[(turn + number) % len(runs)](times, all_three, names, table)
+    return times
+
+
+def _run_fixed(times: Times, all_three: Contenders, names: list[str], table: Tokens) -> None:
+    ours = all_three.fixed
+
+    def one_by_one() -> None:
+        for name in names:
+            ours.propose(name)
+
+    with _started(ours, names, table):
+        for at in range(2 * DEPTH, LENGTH, ACCEPTED):
+            times.fixed.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
+            times.single.append(_per(BATCH, one_by_one))
+            times.extend.append(_per(BATCH * ACCEPTED, lambda: ours.step(names, table, at + ACCEPTED, room=0)))  # noqa: B023
+
+
+def _run_judged(times: Times, all_three: Contenders, names: list[str], table: Tokens) -> None:
+    ours = all_three.judged
+    with _started(ours, names, table):
+        ours.step(names, table, 2 * DEPTH)
+        for at in range(2 * DEPTH, LENGTH, ACCEPTED):
+            times.judged.append(_per(BATCH, lambda: ours.step(names, table, at + ACCEPTED)))  # noqa: B023
+
+
+def _run_peer(times: Times, all_three: Contenders, names: list[str], table: Tokens) -> None:
+    peer = all_three.peer
+
+    def speculate(at: int) -> None:
+        for name, text in zip(names, table, strict=True):
+            peer.speculate(name, text[at - DEPTH : at])
+
+    def extend(at: int) -> None:
+        for name, text in zip(names, table, strict=True):
+            peer.extend(name, text[at : at + ACCEPTED])
+
+    with _started(peer, names, table):
+        for at in range(2 * DEPTH, LENGTH, ACCEPTED):
+            times.peer.append(_per(BATCH, lambda: speculate(at)))  # noqa: B023
+            times.peer_extend.append(_per(BATCH * ACCEPTED, lambda: extend(at)))  # noqa: B023
+
+
+@contextmanager
+def _started(contender: Ours | Peer, names: Sequence[str], table: Tokens) -> Iterator[None]:
+    """Requests with the beginnings of the rows as prompt and response; nothing of them stays."""
+    for name, text in zip(names, table, strict=True):
+        contender.start(name, text[:DEPTH])
+        contender.extend(name, text[DEPTH : 2 * DEPTH])
+    yield
+    for name in names:
+        contender.forget(name)
+
+
+def _matching_text(random: np.random.Generator, long: Sequence[Tokens]) -> Tokens:
+    document = long[int(random.integers(len(long)))]
+    begin = int(random.integers(len(document) - LENGTH + 1))
+    return document[begin : begin + LENGTH]
+
+
+def propose_rows(times: Times, size: str) -> list[Row]:
+    """The medians beside the targets."""
+    theirs = median(times.peer)
+    batch = f"batch of {BATCH}, {size}, µs a request"
+    return [
+        less(f"propose, fixed rule, {batch}", median(times.fixed), theirs, 10),
+        less(f"propose, fixed rule, one request a call, {size}, µs", median(times.single), theirs),
+        less(f"propose, judged, learning and extend included, {batch}", median(times.judged), theirs, 3),
+        less(f"extend by {ACCEPTED} tokens, {size}, µs a token", median(times.extend), median(times.peer_extend), 10),
+    ]
+
+
+def session_texts(traces: Path) -> list[Tokens]:
+    """The longest prompt of each session that is long enough, in file order."""
+    longest: dict[int, Tokens] = {}
+    for record in records(traces, "swe_gemini3"):
+        longest[record["session"]] = record["prompt"]
+    need = TURN_PROMPT + TURN_NEW
+    return [prompt[:need] for prompt in longest.values() if len(prompt) >= need][:TURNS]
+
+
+def turn_rows(all_three: Contenders, texts: Sequence[Tokens]) -> list[Row]:
+    """A session's next turn: what comes before the first decode step can draft from the whole prompt."""
+    say(f"next turns of {len(texts)} sessions")
+    ours, theirs, calls = [], [], []
+    for number, text in enumerate(texts):
+        before, whole = text[: TURN_PROMPT - 300], text
+        answer = text[TURN_PROMPT - 300 : TURN_PROMPT]
+        session, name = f"turn-{number}", f"turn-{number}"
+        all_three.judged.start(name, before, session)
+        all_three.judged.extend(name, answer)
+        all_three.judged.stop(name)
+        all_three.judged.cache.catch_up()
+        used: list[float] = []
+        begin = perf_counter()
+        used.append(_cpu(lambda: all_three.judged.start(name, whole, session)))  # noqa: B023
+        used.append(_cpu(lambda: all_three.judged.propose(name)))  # noqa: B023
+        ours.append((perf_counter() - begin) * 1e6)
+        assert all_three.judged.cache.stats().pending == 0
+        used.append(_cpu(lambda: all_three.judged.extend(name, answer)))  # noqa: B023
+        used.append(_cpu(lambda: all_three.judged.stop(name)))  # noqa: B023
+        calls.append(max(used))
+        theirs.append(_per(1, lambda: all_three.peer.start(name, whole)))  # noqa: B023
+        all_three.peer.forget(name)
+    what = f"a session's next turn, {TURN_PROMPT // 1000} k-token prompt, {TURN_NEW} new tokens"
+    return [
+        less(f"{what}, µs", median(ours), median(theirs), 50),
+        at_most("the longest single call of it, CPU time, ms", median(calls), 1, "ms"),
+    ]
+
+
+def memory_rows(ours: float, theirs: float) -> list[Row]:
+    return [
+        less("resident memory at 5 M tokens, bytes a token", ours, theirs, 15),
+        at_most("the same, ours alone", ours, 20, "bytes"),
+    ]
+
+
+def snapshot_rows(cache: SuffixCache, rebuilding: float) -> list[Row]:
+    """Loading a snapshot, beside what the peer must do instead: build its tree again."""
+    say("saving and loading a snapshot")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "index"
+        cache.save(path)
+        seconds = []
+        for _ in range(3):
+            begin = perf_counter()
+            loaded = SuffixCache.load(path, policy=cache.policy)
+            seconds.append(perf_counter() - begin)
+            assert loaded.stats().tokens == cache.stats().tokens
+            del loaded
+    return [at_most("load a 5 M-token snapshot (the peer: build its tree), s", median(seconds), 0.3, "s", rebuilding)]
+
+
+def eviction_rows(cache: SuffixCache) -> list[Row]:
+    """Half of the tokens leave with calls that each do a little of it."""
+    say("evicting half")
+    before, tokens = _resident(), cache.stats().tokens
+    cache.resize(max_tokens=tokens // 2)
+    calls = []
+    for _ in range(tokens):
+        done: list[int] = []
+        calls.append(_cpu(lambda: done.append(cache.catch_up(512))))  # noqa: B023
+        if not done[0]:
+            break
+    assert cache.stats().tokens <= tokens // 2
+    freed = before - _resident()
+    return [
+        at_most("evicting half of 5 M tokens: the longest call, CPU time, ms", max(calls), 1, "ms"),
+        Row("the same: resident memory that it gave back, MB", freed / 1e6, target="falls", met=freed > 0),
+    ]
+
+
+def large_rows(source: Iterator[Tokens], first: float) -> list[Row]:
+    """Ours alone with many more tokens."""
+    ours = Ours(DraftPolicy.fixed())
+    kept: list[Tokens] = []
+    held = 0
+    while held < LARGE:
+        new = take(source, LARGE // 20)
+        ours.fill(new)
+        held += sum(map(len, new))
+        kept += new[::20]
+        say(f"{held:,} tokens in {ours.filled:,.0f} s")
+    random = np.random.default_rng(1)
+    long = [document for document in kept if len(document) >= LENGTH]
+    times = []
+    for turn in range(ROUNDS):
+        names = [f"{turn}-{number}" for number in range(BATCH)]
+        table = np.stack([_matching_text(random, long) for _ in names])
+        with _started(ours, names, table):
+            for at in range(2 * DEPTH, LENGTH, ACCEPTED):
+                times.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
+                ours.step(names, table, at + ACCEPTED, room=0)
+    ratio = median(times) / first
+    return [
+        Row(
+            "propose, fixed rule, 100 M tokens, µs a request (ratio: to 1 M)",
+            median(times),
+            ratio=ratio,
+            target="at most 2x",
+            met=ratio <= 2,
+        )
+    ]
+
+
+def _per(count: int, action: Callable[[], object]) -> float:
+    """Microseconds that one of `count` parts of the action took."""
+    begin = perf_counter_ns()
+    action()
+    return (perf_counter_ns() - begin) / 1000 / count
+
+
+def _cpu(action: Callable[[], object]) -> float:
+    """Milliseconds of this thread's CPU time: what other processes took meanwhile does not count."""
+    begin = thread_time_ns()
+    action()
+    return (thread_time_ns() - begin) / 1e6
+
+
+def _growth(action: Callable[[], object]) -> int:
+    """Bytes of resident memory that came with the action."""
+    gc.collect()
+    before = _resident()
+    action()
+    gc.collect()
+    return _resident() - before
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+if __name__ == "__main__":
+    sys.exit(main())

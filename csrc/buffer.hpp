@@ -1,0 +1,204 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace agentspec {
+
+// A growing array of plain data whose new elements are uninitialised.
+//
+// Large arrays live in address space of their own: growing moves page tables instead of bytes (Linux), pages that were
+// never touched cost nothing, and what shrinking or release_front leaves is really given back.
+template <class T>
+class Buffer {
+  static_assert(std::is_trivially_copyable_v<T>);
+
+ public:
+  Buffer() = default;
+  ~Buffer() { release(); }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer(std::move(other)).swap(*this);
+    return *this;
+  }
+
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  T& operator[](std::size_t i) { return data_[i]; }
+  const T& operator[](std::size_t i) const { return data_[i]; }
+
+  // Bytes that are in memory, as far as known: pages of a mapped file count once they are written or read.
+  std::size_t bytes() const {
+    return mapped_ ? std::max(size_, touched_) * sizeof(T) - released_ : capacity_ * sizeof(T);
+  }
+
+  void resize(std::size_t size) {
+    if (size > capacity_) {
+      reserve(std::max<std::size_t>({size, capacity_ + capacity_ / 2, 16}));
+    } else if (size < size_) {
+      shrink(size);
+    }
+    size_ = size;
+    touched_ = std::max(touched_, size);
+  }
+
+  // The first `count` elements will not be used again; their place remains.
+  void release_front(std::size_t count) {
+    if (!mapped_) return;
+    const std::size_t end = count * sizeof(T) / granule() * granule();
+    if (end < released_ + kSlack) return;
+    discard(released_, end);
+    released_ = end;
+  }
+
+  // Takes memory over: `capacity` elements of a private mapping, of which `size` are in use.
+  void adopt(T* data, std::size_t size, std::size_t capacity) {
+    release();
+    data_ = data;
+    size_ = touched_ = size;
+    capacity_ = capacity;
+    mapped_ = true;
+  }
+
+  static constexpr std::size_t kMapped = 256 * 1024;  // bytes from which on an array has address space of its own
+
+ private:
+  // From here on huge pages are asked for: random reads of so much memory mostly wait for address translation. Below,
+  // the pause for clearing such a page would be worse.
+  static constexpr std::size_t kHuge = 64 << 20;
+  static constexpr std::size_t kHugePage = 2 << 20;
+  static constexpr std::size_t kSlack = 256 * 1024;  // bytes that are not worth a system call
+
+  static std::size_t page() {
+#if defined(__unix__) || defined(__APPLE__)
+    static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    return size;
+#else
+    return 4096;
+#endif
+  }
+
+  // Huge pages are given back as a whole or not at all.
+  std::size_t granule() const { return huge_ ? kHugePage : page(); }
+
+  static std::size_t whole_pages(std::size_t count) { return (count * sizeof(T) + page() - 1) / page() * page(); }
+
+  void swap(Buffer& other) {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    std::swap(capacity_, other.capacity_);
+    std::swap(touched_, other.touched_);
+    std::swap(released_, other.released_);
+    std::swap(mapped_, other.mapped_);
+    std::swap(huge_, other.huge_);
+  }
+
+  void release() {
+    if (!data_) return;
+#if defined(__unix__) || defined(__APPLE__)
+    if (mapped_) {
+      munmap(data_, whole_pages(capacity_));
+      data_ = nullptr;
+      return;
+    }
+#endif
+    std::free(data_);
+    data_ = nullptr;
+  }
+
+  void discard([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t end) {
+#if defined(__unix__) || defined(__APPLE__)
+    if (begin < end) madvise(reinterpret_cast<char*>(data_) + begin, end - begin, MADV_DONTNEED);
+#endif
+  }
+
+  void reserve(std::size_t capacity) {
+#if defined(__unix__) || defined(__APPLE__)
+    if (capacity * sizeof(T) >= kMapped) return reserve_mapped(whole_pages(capacity));
+#endif
+    T* const data = static_cast<T*>(std::realloc(data_, capacity * sizeof(T)));
+    if (!data) throw std::bad_alloc();
+    data_ = data;
+    capacity_ = capacity;
+  }
+
+#if defined(__unix__) || defined(__APPLE__)
+  void reserve_mapped(std::size_t bytes) {
+    void* fresh = MAP_FAILED;
+#if defined(__linux__)
+    if (bytes >= kHuge) return reserve_huge((16 * bytes + kHugePage - 1) / kHugePage * kHugePage);
+    if (mapped_) fresh = mremap(data_, whole_pages(capacity_), bytes, MREMAP_MAYMOVE);
+    if (fresh != MAP_FAILED) return take(fresh, bytes);
+#endif
+    fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (fresh == MAP_FAILED) throw std::bad_alloc();
+    copy_to(fresh, bytes);
+  }
+
+  void copy_to(void* fresh, std::size_t bytes) {
+    std::copy_n(reinterpret_cast<const char*>(data_) + released_, size_ * sizeof(T) - released_,
+                static_cast<char*>(fresh) + released_);
+    release();
+    take(fresh, bytes);
+  }
+
+#if defined(__linux__)
+  // Address space, much more than is needed yet, that begins where a huge page can.
+  void reserve_huge(std::size_t bytes) {
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char* const space = static_cast<char*>(mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, flags, -1, 0));
+    if (space == MAP_FAILED) throw std::bad_alloc();
+    const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(space) % kHugePage) % kHugePage;
+    char* const fresh = space + before;
+    if (before > 0) munmap(space, before);
+    munmap(fresh + bytes, kHugePage - before);
+    madvise(fresh, bytes, MADV_HUGEPAGE);
+    const std::size_t old = whole_pages(capacity_);
+    if (mapped_ && mremap(data_, old, old, MREMAP_MAYMOVE | MREMAP_FIXED, fresh) != MAP_FAILED) {
+      madvise(fresh, old, MADV_HUGEPAGE);
+      take(fresh, bytes);
+    } else {
+      copy_to(fresh, bytes);
+    }
+    huge_ = true;
+  }
+#endif
+
+  void take(void* data, std::size_t bytes) {
+    data_ = static_cast<T*>(data);
+    capacity_ = bytes / sizeof(T);
+    mapped_ = true;
+  }
+#endif
+
+  void shrink(std::size_t size) {
+    if (!mapped_) return;
+    const std::size_t begin = (size * sizeof(T) + granule() - 1) / granule() * granule();
+    const std::size_t end = std::min(whole_pages(touched_), whole_pages(capacity_));
+    if (end < begin + kSlack + begin / 32) return;
+    discard(begin, end);
+    touched_ = begin / sizeof(T);
+  }
+
+  T* data_ = nullptr;
+  std::size_t size_ = 0;
+  std::size_t capacity_ = 0;
+  std::size_t touched_ = 0;   // elements that may be in memory
+  std::size_t released_ = 0;  // bytes in front that are not
+  bool mapped_ = false;
+  bool huge_ = false;
+};
+
+}  // namespace agentspec

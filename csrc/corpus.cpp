@@ -1,0 +1,86 @@
+#include "corpus.hpp"
+
+#include <algorithm>
+#include <vector>
+
+namespace agentspec {
+namespace {
+
+// FNV-1a. A collision within one tenant would only erase too much.
+std::uint64_t hash_of(const std::string& key) {
+  std::uint64_t hash = 0xCBF29CE484222325u;
+  for (const char c : key) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
+  return hash | 1;  // 0 stands for no session
+}
+
+}  // namespace
+
+std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
+  return tokens.last(std::min(tokens.size(), count));
+}
+
+void Corpus::add(const std::string* session, std::span<const Token> context, std::span<const Token> response) {
+  const auto begin = static_cast<Position>(index_.size());
+  index_.append_boundary();
+  index_.append(last_of(context, kOverlap), false);
+  index_.append(response);
+  const auto end = static_cast<Position>(index_.size());
+  documents_.push_back({session ? hash_of(*session) : 0, begin, end});
+  tokens_ += end - begin;
+}
+
+void Corpus::drop(const Document& document) {
+  tokens_ -= document.end - document.begin;
+  dropped_.push_back(document);
+}
+
+void Corpus::drop_oldest() {
+  drop(documents_.front());
+  documents_.pop_front();
+}
+
+void Corpus::drop_session(const std::string& session) {
+  const std::uint64_t hash = hash_of(session);
+  std::erase_if(documents_, [&](const Document& document) {
+    if (document.session != hash) return false;
+    drop(document);
+    return true;
+  });
+}
+
+std::size_t Corpus::sweep(std::size_t budget) {
+  if (dropped_.empty()) return 0;
+  std::size_t left = budget;
+  while (!dropped_.empty() && left > 0) {
+    const Document& oldest = dropped_.front();
+    const std::size_t done = index_.remove(oldest.begin, oldest.end, left);
+    const bool whole = done < left;
+    left -= done;
+    if (!whole) break;  // perhaps it is: the next call will find nothing left of it
+    dropped_.pop_front();
+    --left;  // also a document without indexed places takes a moment
+  }
+  release();
+  return budget - left;
+}
+
+// Gives back the memory in front of the oldest document that is still there.
+void Corpus::release() {
+  auto front = static_cast<Position>(index_.size());
+  if (!documents_.empty()) front = documents_.front().begin;
+  for (const Document& document : dropped_) front = std::min(front, document.begin);
+  const Position moved = index_.release_before(front);
+  if (moved == 0) return;
+  for (auto* list : {&documents_, &dropped_}) {
+    for (Document& document : *list) {
+      document.begin -= moved;
+      document.end -= moved;
+    }
+  }
+}
+
+std::size_t Corpus::bytes() const {
+  return index_.bytes() + (documents_.size() + dropped_.size()) * sizeof(Document);
+}
+
+}  // namespace agentspec

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace agentspec {
+
+inline constexpr std::size_t kKinds = 5;  // of proposals: one a source, and the trail's
+
+// Online odds of acceptance by kind, match length, agreement among the occurrences, rank of the successor and depth.
+class Odds {
+ public:
+  using Cell = std::uint32_t;
+
+  Odds(double prior_weight, double memory);
+
+  // `winner` of `count` occurrences are followed by the token; `second`: another token follows more often.
+  static Cell cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
+                   std::size_t depth);
+  static std::size_t length_bucket(std::size_t length);  // 0 to 8
+
+  double probability(Cell cell) const { return table_[cell].hits / table_[cell].total; }
+  double log_odds(Cell cell) const;
+  void learn(Cell cell, bool hit);
+
+  std::span<const std::byte> bytes() const { return std::as_bytes(std::span(table_)); }
+  bool load(std::span<const std::byte> bytes);  // false, and nothing changed, where the size is another
+
+ private:
+  struct Tally {
+    double hits, total;
+  };
+  std::vector<Tally> table_;
+  double memory_;
+};
+
+}  // namespace agentspec

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+
+#include "drafter.hpp"
+
+namespace agentspec {
+
+// Where a draft has got to: the places that its tokens so far lead to.
+struct Front {
+  std::array<Match, kSources> matches;
+  Trail trail;
+};
+
+// What the judge sees besides a candidate.
+struct Situation {
+  std::span<const Token> context;  // with the draft so far
+  std::size_t depth;               // tokens drafted before this one
+  std::size_t prompt;              // length of the context in front of the response
+  std::size_t written;             // tokens of the response before this one
+  std::uint8_t outcome;            // MatchState::outcome
+};
+
+// The candidates for the next token, judged; `scored.count` is 0 where there are none.
+void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const Front& front,
+           const Situation& situation, Scored& scored);
+
+// Moves the trail one on: past `token`, which may or may not be the one it proposed.
+void advance_trail(const Sources& sources, Token token, Trail& trail);
+
+}  // namespace agentspec

@@ -1,0 +1,120 @@
+"""The comparing benchmarks: what they count, what they print, and errors that name the remedy."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import comparison  # isort: skip
+import drafting  # isort: skip
+import peer  # isort: skip
+import trace_files  # isort: skip
+from agentspec.errors import ConfigurationError
+
+
+def test_a_row_says_how_many_times_better_and_whether_that_meets_the_target() -> None:
+    assert comparison.less("f", 2.0, 30.0, 10) == comparison.Row("f", 2.0, 30.0, 15.0, "at least 10x less", True)
+    assert comparison.less("f", 4.0, 30.0, 10).met is False
+    assert comparison.less("f", 4.0, 30.0).met is None
+    assert comparison.more("f", 2.2, 2.0, 1.1).met is True
+    assert comparison.more("f", 1.9, 2.0, 1.0).met is False
+    assert comparison.at_most("f", 0.2, 0.3, "s").met is True
+
+
+def test_json_is_a_list_of_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison.show([comparison.less("time", 2.0, 30.0, 10), comparison.Row("alone", 1.23456789)], "title", True)
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "figure": "time",
+        "ours": 2.0,
+        "peer": 30.0,
+        "ratio": 15.0,
+        "target": "at least 10x less",
+        "met": True,
+    }
+    assert (second["ours"], second["peer"], second["met"]) == (1.2346, None, None)
+
+
+def test_documents_go_on_with_other_token_ids(traces: Path) -> None:
+    recorded = 3 * len(trace_files.WORKLOADS)
+    source = trace_files.documents(traces)
+    first = [next(source) for _ in range(recorded)]
+    again = next(source)
+    assert again.dtype == np.int32 and len(again) == len(first[0])
+    assert not set(again.tolist()) & set(first[0].tolist())
+    assert (again[0] == again[3]) and (again[0] != again[1])  # repeats itself as the recorded text does
+    assert int(again.max()) < trace_files.VOCABULARY
+
+
+def test_a_folder_without_traces_is_named(tmp_path: Path, traces: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--traces .*load\.py"):
+        list(trace_files.records(tmp_path, "chat_mtbench"))
+    with pytest.raises(ConfigurationError, match=r"'gone'.*chat_mtbench"):
+        list(trace_files.records(traces, "gone"))
+
+
+class _Cache:
+    """Drafts what followed the last token earlier in the response: three tokens of 7, 8, 9, 7, …"""
+
+    def __init__(self, max_tree_depth: int) -> None:
+        self.held: dict[int, list[int]] = {}
+
+    def start_request(self, name: int, prompt: np.ndarray) -> None:
+        self.held[name] = []
+
+    def add_active_response(self, name: int, tokens: np.ndarray) -> None:
+        self.held[name] += tokens.tolist()
+
+    def stop_request(self, name: int) -> None:
+        assert self.held.pop(name) == [7, 8, 9, 7, 8, 9, 7, 8, 2]  # every token once, in order
+
+    def speculate(self, name: int, context: np.ndarray, **settings: Any) -> SimpleNamespace:
+        cycle, last = [7, 8, 9], int(context[-1])
+        begin = cycle.index(last) + 1 if last in cycle and self.held[name] else 0
+        count = 3 if settings["min_token_prob"] < 0.3 and self.held[name] else 0
+        return SimpleNamespace(token_ids=[cycle[(begin + k) % 3] for k in range(count)])
+
+
+def test_the_peers_settings_are_counted_in_one_pass(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    counts = drafting.peer_counts(traces, "chat_mtbench", tmp_path, sweep=False)
+    assert len(counts) == 12
+    # The first step has no draft and gives one token; then 3 + 1, then 3 and the one after them.
+    assert counts["1/0.1"] == drafting.Counts(tokens=27, steps=9, drafted=18)
+    assert counts["1/0.5"] == drafting.Counts(tokens=27, steps=27, drafted=0)
+    assert counts["1/0.1"].throughput(0.5) == pytest.approx(27 / 18)
+
+    monkeypatch.setattr(peer, "load", lambda folder: pytest.fail("the counts are kept"))
+    assert drafting.peer_counts(traces, "chat_mtbench", tmp_path, sweep=False) == counts
+
+
+def test_a_peer_that_cannot_be_fetched_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(peer.PeerUnavailableError, match=r"cannot be fetched.*requirements/dev\.txt"):
+        peer.build(tmp_path / "peer")
+    assert not [path for path in (tmp_path / "peer").iterdir() if path.is_dir()]
+
+
+def test_another_package_than_the_pinned_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(verb: str, command: list[str], environment: dict[str, str]) -> None:
+        (Path(command[command.index("--dest") + 1]) / "arctic_inference-0.3.0.tar.gz").write_bytes(b"another")
+
+    monkeypatch.setattr(peer, "_run", fetch)
+    with pytest.raises(peer.PeerUnavailableError, match="sha256"):
+        peer.build(tmp_path)
+
+
+def test_a_missing_cmake_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(peer.PeerUnavailableError, match="no cmake"):
+        peer._compile(tmp_path, tmp_path, tmp_path)

@@ -1,0 +1,192 @@
+"""Random operations on both cores side by side, many and fast: python -m tests.cache.fuzz --operations 10000000
+
+Append, propose, step, finish, abort, restore, evict, remove, save and load come in random order, on texts that repeat
+themselves and each other; every answer of the compiled core must be that of the reference.
+"""
+
+import argparse
+import itertools
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from agentspec.cache import Budget, DraftPolicy, FinishedTurn
+from tests.cache.streams import LARGEST, Pair, fibonacci
+
+TENANTS = (None, "t", "t", "u")
+SESSIONS = (None, "a", "a", "b", "c")
+GROUPS = (None, None, "g", "h")
+ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the reference is slow
+ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
+
+
+class Fuzzer:
+    """One world of caches; `run` makes calls and counts operations: a step appends to and proposes for each request."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = random.Random(seed)
+        self.folder = folder
+        self.alphabet = self.rng.choice(ALPHABETS)
+        self.policy = self.draw_policy()
+        self.limits = self.draw_limits()
+        self.pair = Pair(self.policy, **self.limits)
+        self.texts: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
+        self.turns: list[FinishedTurn] = []
+        self.said: list[list[int]] = [[1, 2, 1]]
+        self.number = 0
+        self.done: Counter[str] = Counter()
+
+    def draw_policy(self) -> DraftPolicy:
+        rng = self.rng
+        depth, factor = rng.choice([4, 64]), rng.choice([1.0, 4.0])
+        return rng.choice(
+            [
+                DraftPolicy(cost=rng.choice([0.0, 0.01, 0.1, 0.5])),
+                DraftPolicy(cost=0.01, min_match=2),
+                DraftPolicy(cost=0.02, judge=False, memory=5.0),
+                DraftPolicy.fixed(max_depth=depth, max_spec_factor=factor),
+            ]
+        )
+
+    def draw_limits(self) -> dict[str, Any]:
+        rng = self.rng
+        return {
+            "max_tokens": rng.choice([300, 1500, 3000]),
+            "max_bytes": rng.choice([None, None, 300_000]),
+            "per_tenant": Budget(rng.choice([None, 400, 2000]), rng.choice([None, 10_000])),
+            "per_session": Budget(rng.choice([None, 100, 800]), rng.choice([None, 140_000])),
+        }
+
+    def run(self, operations: int) -> None:
+        names = ["start", "extend", "propose", "step", "finish", "abort", "restore", "remove", "evict", "reload"]
+        weights = [10, 30, 20, 30, 9, 1, 2, 0.5, 1, 0.05]
+        for name in self.rng.choices(names, weights, k=operations):
+            if name in ("extend", "propose", "step", "finish", "abort") and not self.texts:
+                name = "start"
+            if name == "start" and len(self.texts) >= 6:
+                name = "finish"
+            getattr(self, name)()
+            if name not in ("extend", "propose", "step"):
+                self.done[name] += 1
+
+    def fresh(self) -> list[int]:
+        """A little text: mostly a piece of what was said before."""
+        rng = self.rng
+        kind = rng.random()
+        if kind < 0.6:
+            text = rng.choice(self.said)
+            at = rng.randrange(len(text) + 1)
+            return text[at : at + rng.randrange(12)]
+        if kind < 0.7:
+            return fibonacci(rng.randrange(30), self.alphabet[0], self.alphabet[-1])
+        if kind < 0.75:
+            return [rng.choice(self.alphabet)] * rng.randrange(40)
+        return rng.choices(self.alphabet, k=rng.randrange(6))
+
+    def verified(self, request: str) -> list[int]:
+        draft = self.drafts.pop(request, [])
+        return draft[: self.rng.randrange(len(draft) + 1)] + self.fresh()[: self.rng.randrange(1, 5)]
+
+    def start(self) -> None:
+        rng = self.rng
+        base = rng.choice(self.said)
+        prompt = (base if rng.random() < 0.5 else base[: rng.randrange(len(base) + 1)]) + self.fresh()
+        self.number += 1
+        names = (rng.choice(SESSIONS), rng.choice(GROUPS), rng.choice(TENANTS))
+        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1])
+        self.texts[f"r{self.number}"] = prompt
+
+    def extend(self) -> None:
+        request = self.rng.choice(list(self.texts))
+        new = self.verified(request)
+        self.pair.extend(request, new)
+        self.done["append"] += 1
+        self.texts[request] = self.texts[request] + new
+
+    def propose(self) -> None:
+        request = self.rng.choice(list(self.texts))
+        self.drafts[request] = self.pair.propose([request], self.rng.choice(ROOMS))[0]
+        self.done["propose"] += 1
+        if self.rng.random() < 0.05:
+            self.pair.check_candidates(request)
+
+    def step(self) -> None:
+        rng = self.rng
+        batch = rng.sample(list(self.texts), rng.randrange(1, len(self.texts) + 1))
+        scheduled = [rng.randrange(len(self.drafts.get(request, [])) + 1) for request in batch]
+        for request in batch:
+            self.texts[request] = self.texts[request] + self.verified(request)
+        room = [rng.choice(ROOMS) for _ in batch]
+        self.done["append"] += len(batch)
+        self.done["propose"] += len(batch)
+        result = self.pair.step(batch, [self.texts[request] for request in batch], room, scheduled)
+        self.drafts.update(zip(batch, result.lists(), strict=True))
+
+    def finish(self) -> None:
+        request = self.rng.choice(list(self.texts))
+        turn = self.pair.finish(request, self.rng.choice([None, None, 3]))
+        self.said = [*self.said[-30:], self.texts.pop(request)[-200:]]
+        self.drafts.pop(request, None)
+        if turn is not None:
+            self.turns = [*self.turns[-30:], turn]
+        self.pair.check_stats()
+
+    def abort(self) -> None:
+        request = self.rng.choice(list(self.texts))
+        self.pair.abort(request)
+        del self.texts[request]
+        self.drafts.pop(request, None)
+
+    def restore(self) -> None:
+        if self.turns:
+            self.pair.restore(self.rng.choice(self.turns))
+
+    def remove(self) -> None:
+        self.pair.remove_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))
+        self.pair.check_stats()
+
+    def evict(self) -> None:
+        self.limits = self.draw_limits()
+        self.pair.resize(**self.limits)
+        for _ in range(self.rng.randrange(4)):
+            self.pair.catch_up(self.rng.choice([1, 50, 500]))
+        self.pair.check_stats()
+
+    def reload(self) -> None:
+        """Running requests are not part of a snapshot, so they are ended first."""
+        while self.texts:
+            self.abort()
+        self.pair.reload(self.folder, **self.limits)
+        self.pair.check_stats()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--world", type=int, default=5000, help="calls before a new world is begun")
+    options = parser.parse_args()
+    done: Counter[str] = Counter()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for world in itertools.count():
+            if done.total() >= options.operations:
+                break
+            fuzzer = Fuzzer(options.seed * 1_000_003 + world, Path(folder))
+            try:
+                fuzzer.run(options.world)
+            except BaseException:
+                print(f"seed {options.seed}, world {world}, after {dict(fuzzer.done)}")
+                raise
+            done += fuzzer.done
+            if world % 20 == 19:
+                print(f"{done.total():,} operations, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{done.total():,} operations agree: {dict(done)}")
+
+
+if __name__ == "__main__":
+    main()

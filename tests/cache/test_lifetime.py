@@ -1,0 +1,141 @@
+"""Budgets, eviction and erasure, on both cores."""
+
+import numpy as np
+import pytest
+
+from agentspec.cache import Budget, SuffixCache
+from agentspec.errors import ConfigurationError
+from tests.cache.conftest import MakeCache
+
+
+def run(
+    cache: SuffixCache,
+    response: list[int],
+    *,
+    prompt: tuple[int, ...] = (),
+    session: str | None = None,
+    group: str | None = None,
+    tenant: str | None = None,
+) -> None:
+    cache.start("run", list(prompt), session=session, group=group, tenant=tenant)
+    cache.extend("run", response)
+    cache.finish("run")
+
+
+def finds(cache: SuffixCache, context: list[int], **names: str | None) -> list[int]:
+    """What is drafted after a context, one token."""
+    cache.start("probe", [], **names)
+    cache.extend("probe", context)
+    tokens: list[int] = cache.propose(["probe"], 1)[0].token_ids.tolist()
+    cache.abort("probe")
+    return tokens
+
+
+def test_a_session_over_its_budget_keeps_its_newest_part(make_cache: MakeCache) -> None:
+    cache = make_cache(per_session=Budget(tokens=400))
+    for turn in range(20):
+        run(cache, [100 * turn + n for n in range(50)], session="s")
+        assert cache.stats().tokens <= 400
+    assert finds(cache, [1910, 1911, 1912], session="s") == [1913]
+    assert finds(cache, [10, 11, 12], session="s") == []
+
+
+def test_a_tenant_over_its_budget_takes_nothing_from_others(make_cache: MakeCache) -> None:
+    cache = make_cache(per_tenant=Budget(tokens=300))
+    run(cache, [7, 8, 9, 10], tenant="small")
+    for number in range(20):
+        run(cache, [100 * number + n for n in range(30)], session=f"s{number}", tenant="big")
+    cache.catch_up()
+    assert cache.stats().tokens <= 300 + 40
+    assert finds(cache, [7, 8, 9], tenant="small") == [10]
+    assert finds(cache, [1910, 1911, 1912], tenant="big") == [1913]
+    assert finds(cache, [10, 11, 12], tenant="big") == []
+
+
+def test_a_budget_in_bytes(make_cache: MakeCache) -> None:
+    cache = make_cache(max_bytes=200_000)
+    for number in range(60):
+        run(cache, [500 * number + n for n in range(500)], tenant="t")
+    cache.catch_up()
+    assert cache.stats().tokens < 60 * 500
+    assert finds(cache, [29_900, 29_901], tenant="t") == [29_902]
+    assert finds(cache, [400, 401], tenant="t") == []
+
+
+def test_resizing_evicts_little_by_little(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    for number in range(200):
+        run(cache, [100 * number + n for n in range(20)], tenant="t")
+    cache.catch_up()
+    before = cache.stats()
+    cache.resize(max_tokens=before.tokens // 2)
+    calls = 0
+    while cache.catch_up(100):
+        calls += 1
+    assert calls > 10  # in slices
+    after = cache.stats()
+    assert after.tokens <= before.tokens // 2 and after.bytes < before.bytes
+    assert finds(cache, [19_910, 19_911], tenant="t") == [19_912]
+    assert finds(cache, [110, 111], tenant="t") == []
+
+
+def test_a_running_request_keeps_its_session_and_group(make_cache: MakeCache) -> None:
+    cache = make_cache(max_tokens=200)
+    run(cache, [1, 2, 3, 4, 5], session="s", group="g", tenant="t")
+    cache.start("r", [], session="s", group="g", tenant="t")
+    for number in range(50):
+        run(cache, [100 * number + n for n in range(20)], session=f"other{number}", tenant="t")
+    cache.extend("r", [1, 2])
+    draft = cache.propose(["r"], 2)[0]
+    assert draft.token_ids.tolist() == [3, 4] and draft.source in ("session", "group")
+
+
+def test_a_group_is_shared_within_its_tenant_only(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    run(cache, [1, 2, 3, 4, 5], session="a", group="g", tenant="t")
+    for _ in range(3):
+        run(cache, [1, 2, 9, 9, 9], session="b", group="h", tenant="t")
+    assert finds(cache, [1, 2], session="c", group="g", tenant="t") == [3]
+    assert finds(cache, [1, 2], session="c", group="h", tenant="t") == [9]
+    assert finds(cache, [1, 2], session="c", group="g", tenant="u") == []
+    run(cache, [1, 2, 3, 4, 5], session="a", group="g")
+    assert finds(cache, [1, 2], session="c", group="g") == []  # no tenant: a session is private
+
+
+def test_erasing_a_session_reaches_its_groups(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    run(cache, [1, 2, 3, 4, 5], session="a", group="g", tenant="t")
+    run(cache, [6, 7, 8, 9], session="b", group="g", tenant="t")
+    cache.remove_session("t", "a")
+    assert finds(cache, [1, 2], group="g", tenant="t") == []
+    assert finds(cache, [6, 7], group="g", tenant="t") == [8]
+    cache.remove_session("t", "b")
+    assert cache.stats().tokens == 0
+
+
+def test_erasing_in_the_middle_of_many(make_cache: MakeCache) -> None:
+    rng = np.random.default_rng(3)
+    texts = {f"s{i}": [1000 * i + int(t) for t in rng.integers(0, 900, 60)] for i in range(1, 30)}
+    cache = make_cache()
+    for name, text in texts.items():
+        run(cache, text, session=name, tenant="t")
+    for name in list(texts)[5:20]:
+        cache.remove_session("t", name)
+    for number, (name, text) in enumerate(texts.items()):
+        assert finds(cache, text[20:24], tenant="t") == ([] if 5 <= number < 20 else [text[24]]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_bytes": -1}, "max_bytes"),
+        ({"per_tenant": Budget(tokens=0)}, "per_tenant.tokens"),
+        ({"per_session": Budget(bytes=1.5)}, "per_session.bytes"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_budgets_are_named(make_cache: MakeCache, arguments: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        make_cache(**arguments)
+    with pytest.raises(ConfigurationError, match=field):
+        make_cache().resize(**arguments)  # type: ignore[arg-type]

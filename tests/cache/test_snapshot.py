@@ -1,0 +1,130 @@
+"""Saving and loading whole caches, on both cores, and what a damaged file does."""
+
+from pathlib import Path
+
+import pytest
+
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.errors import SnapshotError
+from tests.cache.conftest import MakeCache
+
+TEXT = list(range(100, 160))
+
+
+def fill(cache: SuffixCache) -> None:
+    for number in range(8):
+        name = f"s{number}"
+        names = {"session": name, "group": "g" if number % 2 else None, "tenant": "t" if number > 2 else None}
+        cache.start("r", [1, 2, number], **names)
+        cache.extend("r", [token + 100 * number for token in TEXT])
+        cache.propose(["r"], 8)
+        cache.extend("r", [7, 8])
+        cache.finish("r")
+
+
+def answers(cache: SuffixCache) -> list[object]:
+    """What it drafts for many contexts."""
+    seen: list[object] = []
+    for number in range(8):
+        for tenant in (None, "t", "u"):
+            cache.start("q", [1, 2, number], session=f"s{number}", group="g", tenant=tenant)
+            cache.extend("q", [token + 100 * number for token in TEXT[10:14]])
+            draft = cache.propose(["q"], 16)[0]
+            seen.append((draft.token_ids.tolist(), draft.probabilities.tolist(), draft.source, draft.match_length))
+            cache.abort("q")
+    return seen
+
+
+def test_a_loaded_cache_answers_the_same(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache = make_cache()
+    fill(cache)
+    cache.save(tmp_path / "trees")
+    loaded = SuffixCache.load(tmp_path / "trees", native=cache.stats().native)
+    assert loaded.stats().tokens == cache.stats().tokens > 0
+    assert loaded.stats().sessions == cache.stats().sessions
+    assert answers(loaded) == answers(cache)
+
+
+def test_a_loaded_cache_goes_on_and_can_be_saved_again(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache = make_cache()
+    fill(cache)
+    for name in ("one", "two"):
+        cache.save(tmp_path / name)
+        cache = SuffixCache.load(tmp_path / name, native=cache.stats().native)
+        cache.start("r", [1, 2, 3], session="new", tenant="t")
+        cache.extend("r", [41, 42, 43, 44])
+        cache.finish("r")
+    cache.save(tmp_path / "one")  # over a file that may still be mapped
+    assert len(answers(cache)) > 0
+    cache.start("q", [], tenant="t")
+    cache.extend("q", [41, 42, 43])
+    assert cache.propose(["q"], 1)[0].token_ids.tolist() == [44]
+
+
+def test_what_was_erased_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache = make_cache()
+    cache.start("r", [], session="s", tenant="t")
+    cache.extend("r", [0x5EC2E7 + n for n in range(40)])
+    cache.finish("r")
+    cache.save(tmp_path / "before")
+    secret = (0x5EC2E7).to_bytes(4, "little")
+    native = cache.stats().native
+    assert not native or secret in (tmp_path / "before").read_bytes()  # plain bytes in the compiled core's file
+    cache.remove_session("t", "s")
+    cache.save(tmp_path / "after")
+    assert secret not in (tmp_path / "after").read_bytes()
+    assert SuffixCache.load(tmp_path / "after", native=native).stats().tokens == 0
+
+
+def test_another_policy_may_load_it(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache = make_cache()
+    fill(cache)
+    cache.save(tmp_path / "trees")
+    loaded = SuffixCache.load(tmp_path / "trees", native=cache.stats().native, policy=DraftPolicy.fixed())
+    loaded.start("q", [], tenant="t")
+    loaded.extend("q", [410, 411, 412])
+    assert loaded.propose(["q"], 1)[0].token_ids.tolist() == [413]
+
+
+@pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "other", "missing"])
+def test_a_damaged_file_is_refused(make_cache: MakeCache, tmp_path: Path, harm: str) -> None:
+    cache = make_cache()
+    fill(cache)
+    path = tmp_path / "trees"
+    cache.save(path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "empty": b"",
+        "cut": whole[: middle + 1],
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :],
+        "other": b"something else entirely " * 50,
+    }
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(damaged[harm])
+    with pytest.raises(SnapshotError, match=str(path)):
+        SuffixCache.load(path, native=cache.stats().native)
+
+
+def test_every_flipped_byte_is_noticed(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache = make_cache(policy=DraftPolicy(judge=False))
+    cache.start("r", [1, 2], session="s", tenant="t")
+    cache.extend("r", [3, 4, 5])
+    cache.finish("r")
+    path = tmp_path / "trees"
+    cache.save(path)
+    whole = bytearray(path.read_bytes())
+    step = max(len(whole) // 400, 1)
+    for at in range(0, len(whole), step):
+        whole[at] ^= 1
+        path.write_bytes(whole)
+        whole[at] ^= 1
+        with pytest.raises(SnapshotError):
+            SuffixCache.load(path, native=cache.stats().native)
+
+
+def test_a_snapshot_that_cannot_be_written(make_cache: MakeCache, tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="nowhere"):
+        make_cache().save(tmp_path / "nowhere" / "trees")

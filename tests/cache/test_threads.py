@@ -1,0 +1,60 @@
+"""One thread decodes; others look, erase, tidy up and save meanwhile. A thread sanitizer sees what this test cannot."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache, native_available
+
+if not native_available():
+    pytest.skip("the compiled core is not built", allow_module_level=True)
+
+
+def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
+    cache = SuffixCache(max_tokens=20_000, native=True)
+    stop = threading.Event()
+    calls = [0] * 4
+
+    def again(number: int, call: Callable[[], object]) -> None:
+        while not stop.is_set():
+            call()
+            calls[number] += 1
+
+    others = [
+        lambda: cache.stats(),
+        lambda: cache.remove_session("t", "s3"),
+        lambda: cache.catch_up(100),
+        lambda: cache.save(tmp_path / "trees"),
+    ]
+    threads = [threading.Thread(target=again, args=(n, call)) for n, call in enumerate(others)]
+    for thread in threads:
+        thread.start()
+    try:
+        accepted = decode(cache)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert accepted > 0 and all(calls)
+    assert SuffixCache.load(tmp_path / "trees").stats().tokens > 0
+
+
+def decode(cache: SuffixCache) -> int:
+    rng = np.random.default_rng(5)
+    phrases = rng.integers(0, 50, (8, 40)).astype(np.int32)
+    accepted = 0
+    for turn in range(40):
+        names = [f"{turn}-{i}" for i in range(4)]
+        for i, name in enumerate(names):
+            cache.start(name, phrases[i], session=f"s{i}", group="g", tenant="t")
+        table = np.tile(phrases[:4], 3).copy()
+        for length in range(41, 100, 3):
+            rows, lengths = np.arange(4, dtype=np.int32), np.full(4, length, np.int32)
+            step = cache.step(names, table, rows, lengths, np.full(4, 16, np.int32), np.full(4, 16, np.int32))
+            accepted += int(step.accepted.sum())
+        for name in names:
+            cache.finish(name)
+    return accepted

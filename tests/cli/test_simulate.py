@@ -1,0 +1,122 @@
+"""`agentspec simulate` as users call it: a table or one JSON object on stdout, everything else on stderr."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cli import main
+
+
+class Program:
+    """The command, run in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["agentspec", "simulate", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = self._capsys.readouterr()
+        return int(end.value.code or 0), printed.out, " ".join(printed.err.split())
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+    """Call it with the arguments of `agentspec simulate`."""
+    return Program(monkeypatch, capsys)
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Two sessions that give the same answer, the first of them twice."""
+    random = np.random.default_rng(1)
+    answer = random.integers(0, 32_000, 80).tolist()
+    turns = [
+        {"session": "a", "turn": 0},
+        {"session": "a", "turn": 1, "continues": True},
+        {"session": "b", "turn": 0},
+    ]
+    file = tmp_path / "calls.jsonl"
+    with file.open("w") as out:
+        for turn in turns:
+            prompt = random.integers(0, 32_000, 40).tolist()
+            out.write(json.dumps({**turn, "prompt_token_ids": prompt, "response_token_ids": answer}) + "\n")
+    return file
+
+
+def test_json_is_one_object_and_nothing_else(simulate: Program, conversations: Path) -> None:
+    status, out, _ = simulate(str(conversations), "--json", "--verify-cost", "0.01", "--max-draft", "16")
+    figures = json.loads(out)
+    assert status == 0
+    assert figures["tokens"] == 240
+    assert figures["steps"] < 200
+    assert figures["tokens_per_step"] == pytest.approx(240 / figures["steps"], abs=1e-3)
+    assert figures["acceptance_rate"] == pytest.approx(figures["accepted"] / figures["drafted"], abs=1e-3)
+    assert sum(figures["accepted_by_source"].values()) == figures["accepted"]
+    assert 0 < figures["propose_us"]["p50"] <= figures["propose_us"]["p99"]
+    assert 0 < figures["extend_us"]["p50"] <= figures["extend_us"]["p99"]
+    assert figures["bytes_per_token"] > 0
+
+
+def test_a_tenant_lets_sessions_help_each_other(simulate: Program, conversations: Path) -> None:
+    alone = json.loads(simulate(str(conversations), "--json")[1])
+    shared = json.loads(simulate(str(conversations), "--json", "--tenant", "acme")[1])
+    assert shared["steps"] < alone["steps"]
+    assert alone["accepted_by_source"]["global"] == 0 < shared["accepted_by_source"]["global"]
+
+
+def test_the_verify_cost_shortens_drafts(simulate: Program, conversations: Path) -> None:
+    cheap = json.loads(simulate(str(conversations), "--json", "--verify-cost", "0")[1])
+    dear = json.loads(simulate(str(conversations), "--json", "--verify-cost", "0.9")[1])
+    assert dear["drafted"] < cheap["drafted"]
+
+
+def test_the_fixed_rule_has_its_own_options(simulate: Program, conversations: Path) -> None:
+    fixed = ("--json", "--policy", "fixed")
+    wide = json.loads(simulate(str(conversations), *fixed)[1])
+    narrow = json.loads(simulate(str(conversations), *fixed, "--max-spec-factor", "0.5", "--max-depth", "16")[1])
+    assert 0 < narrow["drafted"] < wide["drafted"]
+    assert wide["accepted_by_source"]["session"] == 0
+    assert json.loads(simulate(str(conversations), *fixed, "--min-token-prob", "1", "--max-draft", "4")[1])["steps"]
+
+
+def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
+    status, out, _ = simulate(str(conversations))
+    assert status == 0
+    assert "tokens a step" in out and "240" in out and "from session" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ("{}", (), "calls.jsonl, line 4: session: Field required"),
+        ("", ("--verify-cost", "99"), "cost"),
+        ("", ("--max-draft", "1000"), "max_draft"),
+        ("", ("--tenant", "a\nb"), "tenant"),
+        ("", ("--max-depth", "8"), "--max-depth has no effect with --policy judged"),
+        ("", ("--policy", "fixed", "--verify-cost", "0.1"), "--verify-cost has no effect with --policy fixed"),
+        ("", ("--policy", "fixed", "--min-token-prob", "7"), "min_token_prob"),
+    ],
+)
+def test_bad_input_is_one_line(
+    simulate: Program, conversations: Path, line: str, options: tuple[str, ...], message: str
+) -> None:
+    with conversations.open("a") as file:
+        file.write(line + "\n")
+    status, out, err = simulate(str(conversations), "--json", *options)
+    assert (status, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_a_file_with_nothing_to_replay_is_named(simulate: Program, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for file, message in ((empty, "no record with a response"), (tmp_path / "gone.jsonl", "cannot be read")):
+        status, _, err = simulate(str(file))
+        assert status == 2
+        assert file.name in err and message in err

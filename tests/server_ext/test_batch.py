@@ -1,0 +1,186 @@
+"""Steps read out of a model runner: what they hold, and that what is kept between steps is never out of date."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.proposer import Step
+from agentspec.server_ext.vllm_batch import BatchReader
+
+LONGEST = 100
+
+
+class Runner:
+    """A stand-in for vLLM's model runner: prompts of ten tokens and what was verified after them."""
+
+    def __init__(self) -> None:
+        self.input_batch = SimpleNamespace(
+            req_ids=[],
+            num_tokens_no_spec=np.zeros(8, dtype=np.int32),
+            token_ids_cpu=np.zeros((8, LONGEST), dtype=np.int32),
+        )
+        self.requests: dict[str, Any] = {}
+        self.known: set[str] = set()
+        self.reader = BatchReader(4, LONGEST, "t", self.known.__contains__)
+
+    def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
+        for name in names:
+            params = SimpleNamespace(max_tokens=max_tokens, extra_args={"session_id": f"of-{name}"})
+            self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params)
+            self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
+            self.input_batch.req_ids.append(name)
+
+    def step(
+        self,
+        *given: int,
+        new: bool = False,
+        drafts: dict[str, list[int]] | None = None,
+        prefilled: int = 0,
+        limit: int = 4,
+    ) -> Step:
+        """A step that gives the rows so many tokens; the proposer knows the requests afterwards."""
+        drafts = drafts or {}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[object()] if new else [],
+            scheduled_spec_decode_tokens=drafts,
+            num_spec_tokens_to_schedule=limit,
+            total_num_scheduled_tokens=len(given) + sum(map(len, drafts.values())) + prefilled,
+        )
+        self.input_batch.num_tokens_no_spec[: len(given)] += np.array(given, dtype=np.int32)
+        step = self.reader.read(self, output, [[7] * count for count in given])
+        self.known.update(step.request_ids)
+        return step
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+def test_a_first_step_starts_its_requests(runner: Runner) -> None:
+    runner.add("a", "b")
+    step = runner.step(1, 1, new=True, prefilled=18)
+    assert [(new.request_id, len(new.prompt), new.identity) for new in step.started] == [
+        ("a", 10, Identity("t", "of-a")),
+        ("b", 10, Identity("t", "of-b")),
+    ]
+    assert step.request_ids == ("a", "b")
+    assert step.rows.tolist() == [0, 1]
+    assert step.lengths.tolist() == [11, 11]
+    assert step.scheduled.tolist() == [0, 0]
+    assert step.room.tolist() == [4, 4]
+    assert (step.drafted, step.seconds) == (0, None)
+    assert step.tokens is runner.input_batch.token_ids_cpu
+
+
+def test_while_the_rows_stay_only_what_moves_is_new(runner: Runner) -> None:
+    runner.add("a", "b")
+    ids = runner.step(1, 1, new=True, prefilled=18).request_ids
+    step = runner.step(1, 1)
+    assert step.request_ids is ids
+    assert list(step.started) == []
+    assert step.lengths.tolist() == [12, 12]
+    assert step.seconds is not None and 0 < step.seconds < 1
+    step = runner.step(3, 1, drafts={"a": [5, 6, 7, -1]})
+    assert step.request_ids is ids
+    assert step.lengths.tolist() == [15, 13]
+    assert step.scheduled.tolist() == [3, 0]
+    assert step.drafted == 4
+    assert runner.step(1, 1).scheduled.tolist() == [0, 0]
+
+
+def test_the_room_shrinks_towards_the_end_of_each_row(runner: Runner) -> None:
+    runner.add("short", max_tokens=8)
+    runner.add("long")
+    runner.step(1, 1, new=True, prefilled=18)
+    rooms = [runner.step(1, 1).room.tolist() for _ in range(8)]
+    assert rooms == [[4, 4], [4, 4], [3, 4], [2, 4], [1, 4], [0, 4], [0, 4], [0, 4]]
+
+
+def test_drafts_that_were_taken_count_for_the_room(runner: Runner) -> None:
+    runner.add("a", max_tokens=12)
+    runner.step(1, new=True, prefilled=9)
+    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).room.tolist() == [4]  # 6 of 12
+    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).room.tolist() == [0]  # 11 of 12
+
+
+def test_no_draft_may_pass_the_longest_context(runner: Runner) -> None:
+    runner.add("a")
+    runner.step(1, new=True, prefilled=9)
+    runner.input_batch.num_tokens_no_spec[0] = LONGEST - 4
+    runner.input_batch.req_ids = ["a"]
+    runner.reader._kept = None
+    assert [runner.step(1).room.tolist() for _ in range(3)] == [[2], [1], [0]]
+
+
+def test_fewer_drafts_than_usual_may_be_asked_for(runner: Runner) -> None:
+    runner.add("a")
+    runner.step(1, new=True, prefilled=9)
+    assert runner.step(1, limit=2).room.tolist() == [2]
+    assert runner.step(1, limit=0).room.tolist() == [4]  # 0: not set
+    assert runner.step(1, limit=9).room.tolist() == [4]
+
+
+def test_a_row_that_leaves_moves_the_others(runner: Runner) -> None:
+    runner.add("a", "b", "c")
+    runner.step(1, 1, 1, new=True, prefilled=27)
+    runner.step(1, 2, 3, drafts={"b": [1], "c": [1, 2]})
+    runner.input_batch.req_ids[:] = ["c", "b"]  # vLLM fills the hole with the last row
+    runner.input_batch.num_tokens_no_spec[:2] = [14, 13]
+    step = runner.step(1, 1)
+    assert step.request_ids == ("c", "b")
+    assert step.lengths.tolist() == [15, 14]
+    assert list(step.started) == []
+    assert step.seconds is not None  # the engine went on without a gap
+
+
+def test_a_prompt_that_is_still_read_is_left_out(runner: Runner) -> None:
+    runner.add("a", "b")
+    for _ in range(2):
+        step = runner.step(1, 0, prefilled=50)
+        assert step.request_ids == ("a",)
+        assert step.rows.tolist() == [0]
+        assert step.seconds is None
+    step = runner.step(1, 1, prefilled=9)
+    assert [new.request_id for new in step.started] == ["b"]
+    assert step.rows.tolist() == [0, 1]
+    assert step.seconds is None
+    assert runner.step(1, 1).seconds is not None
+
+
+def test_a_prompt_of_embeddings_gets_no_drafts(runner: Runner) -> None:
+    runner.add("a")
+    runner.add("e", prompt=None)
+    runner.add("b")
+    for number in range(2):
+        step = runner.step(1, 1, 1, new=number == 0)
+        assert step.request_ids == ("a", "b")
+        assert step.rows.tolist() == [0, 2]
+        assert step.lengths.tolist() == [11 + number] * 2
+
+
+def test_the_time_before_a_new_request_is_no_step(runner: Runner) -> None:
+    """The engine may have been idle."""
+    runner.add("a")
+    runner.step(1, new=True, prefilled=9)
+    runner.step(1)
+    runner.input_batch.req_ids.clear()
+    runner.add("b")
+    assert runner.step(1, new=True).seconds is None
+    assert runner.step(1).seconds is not None
+
+
+def test_an_id_that_is_used_again_is_another_request(runner: Runner) -> None:
+    runner.add("a", max_tokens=50)
+    runner.step(1, new=True, prefilled=9)
+    runner.step(1)
+    runner.known.clear()
+    runner.input_batch.req_ids.clear()
+    runner.add("a", max_tokens=3)
+    step = runner.step(1, new=True, prefilled=9)
+    assert [new.request_id for new in step.started] == ["a"]
+    assert step.room.tolist() == [1]

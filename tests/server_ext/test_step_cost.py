@@ -1,0 +1,198 @@
+"""StepCost on synthetic step times: what it measures, when it believes it, and what cannot mislead it."""
+
+import functools
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from agentspec.server_ext.step_cost import DEFAULT_COST, HIGHEST_COST, LOWEST_COST, StepCost
+
+Duration = Callable[[int, int], float]
+
+
+class Machine:
+    """Steps of ``base(rows) + per_token * drafted`` seconds with noise (a share of the step), and some pauses."""
+
+    def __init__(self, per_token: float, noise: float = 0.05, base: float = 0.01, per_row: float = 0.001) -> None:
+        self.random = random.Random(7)
+        self.per_token, self.noise, self.base, self.per_row = per_token, noise, base, per_row
+        self.pace = 1.0
+        self.pauses = 0.0
+
+    def seconds(self, rows: int, drafted: int) -> float:
+        step = self.base + self.per_row * rows + self.per_token * drafted
+        if self.random.random() < self.pauses:
+            return step * self.random.uniform(3, 500)
+        return step * self.pace * max(0.2, self.random.gauss(1.0, self.noise))
+
+    def true_cost(self, rows: int) -> float:
+        return self.per_token * rows / (self.base + self.per_row * rows)
+
+    def run(self, cost: StepCost, steps: int, rows: int = 1, longest: int = 16, share: float = 0.7) -> None:
+        """Steps in which each row has a draft of up to ``longest`` tokens, ``share`` of the time."""
+        for _ in range(steps):
+            of = [self.random.randint(0, longest) if self.random.random() < share else 0 for _ in range(rows)]
+            cost.observe(rows, sum(of), self.seconds(rows, sum(of)))
+
+
+@pytest.mark.parametrize("per_token", [0.0001, 0.0004, 0.0015])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_it_finds_the_price_in_noise(per_token: float, rows: int) -> None:
+    machine, cost = Machine(per_token), StepCost()
+    machine.run(cost, 1500, rows)
+    assert cost.cost(rows) == pytest.approx(machine.true_cost(rows), rel=0.2)
+
+
+def test_pauses_do_not_count() -> None:
+    machine, cost = Machine(0.0004), StepCost()
+    machine.pauses = 0.03
+    machine.run(cost, 2000)
+    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.25)
+
+
+def test_pauses_at_the_very_beginning_do_not_count() -> None:
+    machine, cost = Machine(0.0004), StepCost()
+    for seconds in (8.0, 0.011, 3.0):
+        cost.observe(1, 0, seconds)
+    machine.run(cost, 400)
+    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.3)
+
+
+def test_before_anything_is_known_it_is_the_default() -> None:
+    machine, cost = Machine(0.003), StepCost(0.03)
+    assert cost.cost(1) == cost.cost(64) == 0.03
+    machine.run(cost, 5, longest=16)
+    assert cost.cost(1) == 0.03
+    assert cost.stats()["evidence"] == 0.0
+
+
+def test_steps_without_drafts_say_nothing_about_their_price() -> None:
+    machine, cost = Machine(0.003), StepCost()
+    machine.run(cost, 3000, longest=0)
+    assert cost.cost(1) == pytest.approx(DEFAULT_COST, rel=1e-6)
+    assert cost.stats()["evidence"] == 0.0
+    assert cost.stats()["ms_per_step"] == pytest.approx(11.0, rel=0.05)
+
+
+def test_drafts_of_one_length_say_nothing_either() -> None:
+    cost = StepCost()
+    for _ in range(3000):
+        cost.observe(1, 4, 0.02)
+    assert cost.cost(1) == pytest.approx(DEFAULT_COST, rel=0.3)
+
+
+def test_little_evidence_moves_it_a_little() -> None:
+    few, many = StepCost(), StepCost()
+    Machine(0.003, noise=0.3).run(few, 40, share=0.1, longest=2)
+    Machine(0.003, noise=0.3).run(many, 4000, share=0.5, longest=8)
+    assert 0 < few.stats()["evidence"] < many.stats()["evidence"]
+    assert many.stats()["evidence"] > 0.9
+
+
+def test_what_rows_cost_is_not_taken_for_the_price_of_drafts() -> None:
+    """A row costs twenty times what a draft token costs, and most of the variation is in the number of rows."""
+    machine, cost = Machine(0.0001, per_row=0.002, noise=0.02), StepCost()
+    for _ in range(600):
+        machine.run(cost, 10, rows=machine.random.randint(1, 8), longest=8)
+    for rows in (1, 2, 4, 8):
+        assert cost.cost(rows) == pytest.approx(machine.true_cost(rows), rel=0.35)
+
+
+def test_more_rows_make_a_draft_token_dearer() -> None:
+    """b * B / (a + b * B), where a row is as cheap as a draft token."""
+    machine, cost = Machine(0.0005, per_row=0.0005), StepCost()
+    for rows in (1, 2, 4, 8, 16, 40, 100) * 20:
+        machine.run(cost, 25, rows, longest=4)
+    prices = [cost.cost(rows) for rows in (1, 2, 4, 8, 16, 40, 100)]
+    assert all(more > 0.95 * fewer for fewer, more in pairwise(prices))
+    assert cost.cost(8) == pytest.approx(0.0005 * 8 / (0.01 + 0.0005 * 8), rel=0.25)
+    assert cost.cost(100) == pytest.approx(0.0005 * 100 / (0.01 + 0.0005 * 100), rel=0.25)
+    assert cost.cost(90) == pytest.approx(cost.cost(100), rel=0.15)  # of few steps yet: what is known of the nearest
+
+
+def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
+    """Other work makes all steps slower by half, for a while: the price as a share of a step is what it was."""
+    machine, cost = Machine(0.0005), StepCost()
+    for pace in (1.0, 1.5, 1.0, 1.8):
+        machine.pace = pace
+        machine.run(cost, 600)
+    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.25)
+
+
+def test_a_price_that_changes_is_followed() -> None:
+    machine, cost = Machine(0.0002), StepCost()
+    machine.run(cost, 1500)
+    machine.per_token = 0.002
+    machine.run(cost, 3000)
+    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.2)
+
+
+def test_a_price_measured_too_high_cannot_silence_drafting_for_good() -> None:
+    machine, cost = Machine(0.02), StepCost()
+    machine.run(cost, 500)
+    assert cost.cost(1) == HIGHEST_COST
+    machine.run(cost, 8000, longest=0)
+    assert cost.cost(1) < 2 * DEFAULT_COST
+
+
+@pytest.mark.parametrize(("per_token", "bound"), [(0.0, LOWEST_COST), (-0.0005, LOWEST_COST), (0.1, HIGHEST_COST)])
+def test_the_price_stays_within_its_bounds(per_token: float, bound: float) -> None:
+    machine, cost = Machine(per_token, noise=0.01, base=0.02), StepCost()
+    machine.run(cost, 3000, rows=4)
+    assert cost.cost(4) == pytest.approx(bound, abs=0.0005)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_passed_over(seconds: float) -> None:
+    cost = StepCost()
+    for _ in range(100):
+        cost.observe(1, 3, seconds)
+        cost.observe(0, 0, 0.01)
+    assert cost.stats()["steps"] == 0
+    assert cost.cost(1) == DEFAULT_COST
+
+
+def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
+    """A busy batch fills the machine and pays five times as much a token."""
+    single, many, cost = Machine(0.0002, noise=0.02), Machine(0.001, noise=0.02), StepCost()
+    for _ in range(40):
+        single.run(cost, 25, rows=1)
+        many.run(cost, 25, rows=8)
+    assert cost.cost(1) == pytest.approx(single.true_cost(1), rel=0.3)
+    assert cost.cost(8) == pytest.approx(many.true_cost(8), rel=0.2)
+
+
+@functools.cache
+def drafted_for(chance: float, price: float) -> tuple[int, float]:
+    """The length up to 16 that brings most, (1 + expected) / (1 + price * length), where each token has that chance,
+    and the tokens expected of it."""
+    brings = [1.0]
+    for length in range(1, 17):
+        brings.append(brings[-1] + chance**length)
+    return max(enumerate(brings), key=lambda item: item[1] / (1 + price * item[0]))
+
+
+def tokens_per_second(machine: Machine, rows: int, price: float | None) -> float:
+    """Decoding by a price, or, where none is given, by the one that is measured meanwhile."""
+    luck, cost = random.Random(3), StepCost()
+    tokens = elapsed = 0.0
+    for number in range(1000):
+        if number == 200:
+            tokens = elapsed = 0.0  # settled
+        now = round(cost.cost(rows) if price is None else price, 3)
+        drafts = [drafted_for(chance, now) for chance in luck.choices((0.3, 0.6, 0.8, 0.95), k=rows)]
+        drafted = sum(length for length, _ in drafts)
+        seconds = machine.seconds(rows, drafted)
+        tokens += sum(expected for _, expected in drafts)
+        elapsed += seconds
+        cost.observe(rows, drafted, seconds)
+    return tokens / elapsed
+
+
+@pytest.mark.parametrize(("rows", "per_token"), [(1, 0.00003), (1, 0.001), (8, 0.0005), (8, 0.002)])
+def test_drafting_by_the_measured_price_is_as_good_as_by_the_true_one(rows: int, per_token: float) -> None:
+    """The loop is closed: what is drafted decides what can be measured, and the other way round."""
+    true = Machine(per_token).true_cost(rows)
+    assert tokens_per_second(Machine(per_token), rows, None) > 0.95 * tokens_per_second(Machine(per_token), rows, true)

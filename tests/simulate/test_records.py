@@ -1,0 +1,117 @@
+"""Reading recorded calls: what a line may hold, and errors that name file, line and field."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.simulate import read_calls
+from agentspec.simulate.tokenizer import open_tokenizer
+
+
+def _record(**fields: Any) -> dict[str, Any]:
+    return {"session": "s", "turn": 0, "prompt_token_ids": [1, 2], "response_token_ids": [3], **fields}
+
+
+def _write(path: Path, *records: Any) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def test_a_turn_that_continues_has_the_earlier_prompt_and_response_in_front(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path / "a.jsonl",
+        _record(group="g", tenant="t"),
+        _record(session="other", tenant="t", prompt_token_ids=[9]),
+        "",
+        _record(turn=1, continues=True, tenant="t", prompt_token_ids=[4], response_token_ids=[5]),
+        _record(turn=2, continues=True, tenant="t", prompt_token_ids=[], response_token_ids=[6]),
+    )
+    calls = list(read_calls(file))
+    assert [(call.line, call.prompt.tolist(), call.response.tolist()) for call in calls] == [
+        (1, [1, 2], [3]),
+        (2, [9], [3]),
+        (4, [1, 2, 3, 4], [5]),
+        (5, [1, 2, 3, 4, 5], [6]),
+    ]
+    assert (calls[0].session, calls[0].group, calls[0].tenant, calls[2].group) == ("s", "g", "t", None)
+
+
+def test_sessions_of_two_tenants_are_two_sessions(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.jsonl", _record(tenant="a"), _record(tenant="b", continues=True))
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 2: continues: session 's' has no earlier record"):
+        list(read_calls(file))
+    assert [call.tenant for call in read_calls(file, tenant="one")] == ["one", "one"]
+
+
+def test_numbers_are_good_names_and_other_fields_are_left_alone(tmp_path: Path) -> None:
+    (call,) = read_calls(_write(tmp_path / "a.jsonl", _record(session=7, group=3, model="m")))
+    assert (call.session, call.group) == ("7", "3")
+
+
+def test_a_compressed_file_is_read_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps(_record()).encode()))
+    assert [call.response.tolist() for call in read_calls(file)] == [[3]]
+
+
+def test_the_file_is_read_as_the_calls_are_taken(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.jsonl", _record(), "{ this is never reached")
+    assert next(read_calls(file)).session == "s"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: a JSON list"),
+        (_record(session=None), "line 2: session: "),
+        (_record(session=""), "line 2: session: must not be empty"),
+        (_record(turn=-1), "line 2: turn: "),
+        (_record(turn="1"), "line 2: turn: "),
+        (_record(tenant="a\nb"), "line 2: tenant: control character"),
+        (_record(continues="yes"), "line 2: continues: "),
+        (_record(prompt_token_ids=[1, "x"]), r"line 2: prompt_token_ids\[1\]: .*'x'"),
+        (_record(prompt_token_ids=[1, True]), r"line 2: prompt_token_ids\[1\]: "),
+        (_record(response_token_ids=[-1]), r"line 2: response_token_ids\[0\] is -1"),
+        (_record(response_token_ids=[2**40]), r"line 2: response_token_ids\[0\] is"),
+        (_record(response_token_ids=None), "line 2: response_token_ids: missing"),
+        (_record(response_token_ids=None, response="hi"), "line 2: response: is text; give --tokenizer"),
+        ({"turn": 0}, "line 2: session: Field required"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    file = _write(tmp_path / "calls.jsonl", _record(), line)
+    with pytest.raises(InvalidInputError, match=r"calls\.jsonl, " + message):
+        list(read_calls(file))
+
+
+@pytest.mark.parametrize("content", [None, b"\x1f\x8b\x08\x00 broken", b"plain"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl\.gz: cannot be read"):
+        list(read_calls(file))
+
+
+def test_text_becomes_tokens(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"read": 0, "the": 1, "file": 2, "?": 3}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    file = _write(tmp_path / "a.jsonl", {"session": "s", "turn": 0, "prompt": "read the file", "response": "file ok"})
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        (call,) = read_calls(file, tokenizer=open_tokenizer(str(name)))
+        assert (call.prompt.tolist(), call.response.tolist()) == ([0, 1, 2], [2, 3])
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"--tokenizer .*tokenizer\.json"):
+        open_tokenizer(str(file))
