@@ -77,10 +77,13 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) 
   fresh->learned = fresh->tenant    ? fresh->tenant->learned
                    : fresh->session ? fresh->session->learned
                                     : std::make_shared<Learned>(settings_, kRequestBits);
-  const std::size_t kept = fresh->session ? common_prefix(prompt, fresh->session->last) : 0;
+  // The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
+  const bool shares = fresh->session && !settings_.fixed;
+  const std::size_t kept = shares ? common_prefix(prompt, fresh->session->last) : 0;
   fresh->prompt_length = prompt.size();
   fresh->index.append(prompt.first(kept), false);
   fresh->index.append(prompt.subspan(kept));
+  if (settings_.fixed) fresh->index.advance(prompt.size());
   fresh->state.begin = prompt.size();
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
@@ -160,6 +163,7 @@ void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<
       context.assign(before.begin(), before.end());
     }
     context.insert(context.end(), prompt_tail.begin(), prompt_tail.end());
+    if (settings_.fixed) context.clear();  // the fixed rule's text holds responses alone
     const std::string* of = session ? &session->key : nullptr;
     tenant->corpus.add(of, context, response);
     tenant->used = ++tick_;

@@ -49,19 +49,20 @@ void Corpus::drop_session(const std::string& session) {
 }
 
 std::size_t Corpus::sweep(std::size_t budget) {
-  if (dropped_.empty()) return 0;
-  std::size_t left = budget;
-  while (!dropped_.empty() && left > 0) {
+  if (dropped_.empty() || budget == 0) return 0;
+  const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
+  std::size_t done = 0;
+  while (!dropped_.empty() && done < most) {
     const Document& oldest = dropped_.front();
-    const std::size_t done = index_.remove(oldest.begin, oldest.end, left);
-    const bool whole = done < left;
-    left -= done;
+    const std::size_t removed = index_.remove(oldest.begin, oldest.end, most - done);
+    const bool whole = removed < most - done;
+    done += removed;
     if (!whole) break;  // perhaps it is: the next call will find nothing left of it
     dropped_.pop_front();
-    --left;  // also a document without indexed places takes a moment
+    ++done;  // also a document without indexed places takes a moment
   }
   release();
-  return budget - left;
+  return std::min(budget, done * kSweepCost);
 }
 
 // Gives back the memory in front of the oldest document that is still there.

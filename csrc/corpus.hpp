@@ -13,6 +13,10 @@ namespace agentspec {
 
 inline constexpr std::size_t kOverlap = 8;  // context kept in front of a response, so that its first tokens can be matched
 
+// Taking a place out costs as much as putting so many in, at worst: where documents are nearly the same, the place is
+// found only after long comparisons.
+inline constexpr std::size_t kSweepCost = 16;
+
 std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count);
 
 // Finished responses, oldest first, as documents of one growing text: what the sessions of a tenant or of a group share.
@@ -25,7 +29,7 @@ class Corpus {
   void drop_oldest();
   void drop_session(const std::string& session);
 
-  // Index at most `budget` pending places, or take as many dropped ones out; return how many.
+  // Index at most `budget` pending places, or take dropped ones out, each for kSweepCost of it; return what it took.
   std::size_t advance(std::size_t budget) { return index_.advance(budget); }
   std::size_t sweep(std::size_t budget);
 

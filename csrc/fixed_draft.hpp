@@ -106,8 +106,8 @@ class Growth {
 
   // Grows while `room` and probability last. The places stand for `count` of the `whole` occurrences of a context.
   void grow(const Places& from, std::uint32_t count, double whole, std::size_t room) {
-    const Origin origin{from.size, count, whole, room};
-    if (origin == origin_) return;  // a longer context has the same occurrences where it has as many
+    const Origin origin{from, count, whole, room};
+    if (origin == origin_) return;  // mostly, a longer context has the same occurrences
     origin_ = origin;
     size_ = 0;
     score_ = 0;
@@ -132,10 +132,16 @@ class Growth {
  private:
   struct Origin {
     std::size_t places = 0;
+    std::uintptr_t sum = 0;  // of the places: who has as many may still have others
     std::uint32_t count = 0;
     double whole = 0;
     std::size_t room = 0;
 
+    Origin() = default;
+    Origin(const Places& from, std::uint32_t count, double whole, std::size_t room)
+        : places(from.size), count(count), whole(whole), room(room) {
+      for (std::size_t k = 0; k < from.size; ++k) sum += reinterpret_cast<std::uintptr_t>(from.at[k]) * (k + 1);
+    }
     bool operator==(const Origin&) const = default;
   };
 

@@ -13,7 +13,7 @@ from agentspec.cache.reference_scoring import Candidate
 from agentspec.cache.reference_state import OVERLAP, Group, Request, Session, Tenant, common_prefix
 from agentspec.cache.types import SOURCES, Int32Array
 
-INDEX_PER_CALL = 2048  # places put into or taken out of indexes in one call
+INDEX_PER_CALL = 1024  # places indexed in one call
 
 
 class ReferenceCore:
@@ -34,9 +34,13 @@ class ReferenceCore:
             holding.running += 1
         request.state.begin = len(prompt)
         text = prompt.tolist()
-        kept = common_prefix(text, of_session.last) if of_session else 0
+        # The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
+        fixed = self._policy.rule is not None
+        kept = common_prefix(text, of_session.last) if of_session and not fixed else 0
         request.index.append(text[:kept], findable=False)
         request.index.append(text[kept:])
+        if fixed:
+            request.index.advance(len(text))
         self._requests[slot] = request
         self._advance(request, INDEX_PER_CALL)
 
@@ -215,6 +219,8 @@ class ReferenceCore:
         budget = INDEX_PER_CALL
         if tenant and response:
             context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
+            if self._policy.rule is not None:
+                context = []  # the fixed rule's text holds responses alone
             key = session.key if session else None
             tenant.corpus.add(key, context, response)
             tenant.used = self._held.next_tick()

@@ -10,6 +10,7 @@ from agentspec.cache.reference_judge import Learned
 from agentspec.cache.reference_scoring import Candidate
 
 OVERLAP = 8  # context kept in front of a response, so that its first tokens can be matched
+SWEEP_COST = 16  # taking a place out costs as much as putting so many in, at worst
 BYTES_PER_TOKEN = 12  # as budgets count, which is what the compiled core needs
 BYTES_PER_LEARNER = 1 << 17
 
@@ -61,17 +62,20 @@ class Corpus:
         return self.index.advance(budget)
 
     def sweep(self, budget: int) -> int:
-        left = budget
-        while self.dropped and left > 0:
+        if not self.dropped or budget == 0:
+            return 0
+        most = -(-budget // SWEEP_COST)
+        done = 0
+        while self.dropped and done < most:
             oldest = self.dropped[0]
-            done = self.index.remove(oldest.begin, oldest.end, left)
-            whole = done < left
-            left -= done
+            removed = self.index.remove(oldest.begin, oldest.end, most - done)
+            whole = removed < most - done
+            done += removed
             if not whole:
                 break  # perhaps it is: the next call will find nothing left of it
             self.dropped.popleft()
-            left -= 1
-        return budget - left
+            done += 1
+        return min(budget, done * SWEEP_COST)
 
 
 @dataclass(slots=True)
