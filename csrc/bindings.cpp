@@ -60,7 +60,9 @@ nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double 
     nb::gil_scoped_release release;
     drafts = cache.propose(view(slots), view(room), cost);
   }
-  return to_python(std::move(drafts));
+  return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
+                        to_numpy(std::move(drafts.sources)), to_numpy(std::move(drafts.probabilities)),
+                        to_numpy(std::move(drafts.match_lengths)));
 }
 
 // One row a candidate, in the order of core.py's CandidateArrays.

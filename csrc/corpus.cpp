@@ -29,13 +29,9 @@ void Corpus::add(const std::string* session, std::span<const Token> context, std
   tokens_ += end - begin;
 }
 
-void Corpus::drop(const Document& document) {
-  tokens_ -= document.end - document.begin;
-  dropped_.push_back(document);
-}
-
 void Corpus::drop_oldest() {
-  drop(documents_.front());
+  tokens_ -= documents_.front().end - documents_.front().begin;
+  dropped_.push_back(documents_.front());
   documents_.pop_front();
 }
 
@@ -43,7 +39,8 @@ void Corpus::drop_session(const std::string& session) {
   const std::uint64_t hash = hash_of(session);
   std::erase_if(documents_, [&](const Document& document) {
     if (document.session != hash) return false;
-    drop(document);
+    tokens_ -= document.end - document.begin;
+    dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
     return true;
   });
 }
@@ -59,6 +56,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
     done += removed;
     if (!whole) break;  // perhaps it is: the next call will find nothing left of it
     dropped_.pop_front();
+    if (erased_ > 0) --erased_;
     ++done;  // also a document without indexed places takes a moment
   }
   release();
@@ -69,7 +67,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
 void Corpus::release() {
   auto front = static_cast<Position>(index_.size());
   if (!documents_.empty()) front = documents_.front().begin;
-  for (const Document& document : dropped_) front = std::min(front, document.begin);
+  for (std::size_t i = 0; i < std::min(erased_ + 1, dropped_.size()); ++i) front = std::min(front, dropped_[i].begin);
   const Position moved = index_.release_before(front);
   if (moved == 0) return;
   for (auto* list : {&documents_, &dropped_}) {

@@ -24,6 +24,11 @@ std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count)
 // A dropped document counts as gone at once; its places leave the index with the next sweeps, a few at a time.
 class Corpus {
  public:
+  struct Document {
+    std::uint64_t session;  // hash of its key
+    Position begin, end;
+  };
+
   // `session` may be null: a response that belongs to none.
   void add(const std::string* session, std::span<const Token> context, std::span<const Token> response);
   void drop_oldest();
@@ -43,19 +48,12 @@ class Corpus {
   void load(SnapshotReader& reader);
 
  private:
- public:
-  struct Document {
-    std::uint64_t session;  // hash of its key
-    Position begin, end;
-  };
-
- private:
-  void drop(const Document& document);
   void release();
 
   TextIndex index_;
   std::deque<Document> documents_;
-  std::deque<Document> dropped_;
+  std::deque<Document> dropped_;  // those of erased sessions first, then the oldest first
+  std::size_t erased_ = 0;        // how many of dropped_ are of erased sessions
   std::size_t tokens_ = 0;  // of documents_
 };
 

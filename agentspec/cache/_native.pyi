@@ -1,4 +1,4 @@
-from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, TurnArrays
+from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, ProposedArrays, TurnArrays
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.types import Int32Array
 
@@ -8,7 +8,7 @@ class Core:
         self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
-    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays: ...
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> ProposedArrays: ...
     def step(
         self,
         slots: Int32Array,

@@ -2,7 +2,7 @@
 
 Slots are small integers that the façade gives to requests; session, group and tenant keys are strings that it composed
 so that equal names of different tenants differ. Arguments were checked. A step's drafts travel as a tuple of arrays in
-the order of StepDrafts' fields, candidates as one of arrays in the order of Candidate's fields after the depth.
+the order of StepDrafts' fields, proposed ones without the last two, candidates as one of arrays in the order of Candidate's fields after the depth.
 """
 
 from typing import Protocol
@@ -10,6 +10,7 @@ from typing import Protocol
 from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array
 
 DraftArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array, Int32Array, Int32Array]
+ProposedArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array]
 CandidateArrays = tuple[
     Int32Array, Int32Array, Float64Array, UInt8Array, UInt8Array, Int32Array, Int32Array, Float64Array
 ]
@@ -23,7 +24,7 @@ class Core(Protocol):
         self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
-    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays: ...
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> ProposedArrays: ...
     def step(
         self,
         slots: Int32Array,

@@ -3,7 +3,7 @@ csrc/eviction.cpp, and the fallback."""
 
 import numpy as np
 
-from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, TurnArrays
+from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, ProposedArrays, TurnArrays
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.reference_drafter import REQUEST_BITS, DraftPath, draft, learn
 from agentspec.cache.reference_fixed import draft_fixed
@@ -48,7 +48,7 @@ class ReferenceCore:
         request = self._requests[slot]
         self._take(request, tokens.tolist(), len(request.draft.taken))
 
-    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays:
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> ProposedArrays:
         budget = INDEX_PER_CALL
         drafts = _Drafts()
         for slot, free in zip(slots.tolist(), room.tolist(), strict=True):
@@ -56,7 +56,7 @@ class ReferenceCore:
             budget -= self._advance(request, budget)
             self._draft(request, free, cost)
             drafts.add(request, ([0] * len(SOURCES), [0] * len(SOURCES)))
-        return drafts.arrays()
+        return drafts.arrays()[:5]
 
     def step(
         self,

@@ -47,16 +47,17 @@ class Corpus:
         return BYTES_PER_TOKEN * self.tokens
 
     def drop_oldest(self) -> None:
-        self._drop(self.documents.popleft())
-
-    def drop_session(self, session: str) -> None:
-        for document in [document for document in self.documents if document.session == session]:
-            self.documents.remove(document)
-            self._drop(document)
-
-    def _drop(self, document: Document) -> None:
+        document = self.documents.popleft()
         self.tokens -= document.end - document.begin
         self.dropped.append(document)
+
+    def drop_session(self, session: str) -> None:
+        """What is erased goes before what is merely old."""
+        erased = [document for document in self.documents if document.session == session]
+        for document in erased:
+            self.documents.remove(document)
+            self.tokens -= document.end - document.begin
+        self.dropped.extendleft(reversed(erased))
 
     def advance(self, budget: int) -> int:
         return self.index.advance(budget)

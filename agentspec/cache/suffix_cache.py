@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from agentspec.cache.core import Core, LimitNumbers
 from agentspec.cache.identifiers import check_session_id
-from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
+from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.reference_core import ReferenceCore
 from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_int32, as_tokens, check_table
 from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, FinishedTurn, Int32Array, StepDrafts
@@ -69,6 +69,8 @@ class SuffixCache:
         self._free: list[int] = []
         self._batch_ids: tuple[str, ...] | None = None  # the latest step's requests, and their slots
         self._batch_slots: Int32Array = np.zeros(0, np.int32)
+        self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
+        self._one_room: Int32Array = np.zeros(1, np.int32)
         self._names: dict[str, _Names] = {}  # of each running request
 
     def start(
@@ -103,15 +105,24 @@ class SuffixCache:
 
         cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         """
+        if len(request_ids) == 1 and type(max_draft) is int:
+            return [self._propose_one(request_ids[0], max_draft, self._cost(cost))]
         slots = self._slots_of(request_ids)
         room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
         arrays = self._core.propose(slots, as_int32(room, "max_draft", len(slots)), self._cost(cost))
-        tokens, offsets, sources, probabilities, lengths = arrays[:5]
+        tokens, offsets, sources, probabilities, lengths = arrays
         parts = [slice(begin, end) for begin, end in pairwise(offsets.tolist())]
         return [
             Draft(tokens[part], probabilities[part], sources[part], int(length))
             for part, length in zip(parts, lengths, strict=True)
         ]
+
+    def _propose_one(self, request_id: str, max_draft: int, cost: float) -> Draft:
+        """The same for one request, without arrays to make and to cut."""
+        self._one_slot[0] = self._slot(request_id)
+        self._one_room[0] = max(min(max_draft, MAX_DRAFT), 0)
+        tokens, _, sources, probabilities, lengths = self._core.propose(self._one_slot, self._one_room, cost)
+        return Draft(tokens, probabilities, sources, int(lengths[0]))
 
     def candidates(self, request_id: str) -> list[list[Candidate]]:
         """All that was scored for the request's last draft, position by position, as data for another judge.
