@@ -1,6 +1,7 @@
 #include "corpus.hpp"
 
 #include <algorithm>
+#include <ctime>
 #include <vector>
 
 namespace agentspec {
@@ -12,6 +13,25 @@ std::uint64_t hash_of(const std::string& key) {
   for (const char c : key) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
   return hash | 1;  // 0 stands for no session
 }
+
+// CPU time of this thread. A sanitizer's build is so slow that it does without.
+class Stopwatch {
+ public:
+  bool over(std::int64_t nanoseconds) const { return now() - begin_ > nanoseconds; }
+
+ private:
+  static std::int64_t now() {
+#if defined(CLOCK_THREAD_CPUTIME_ID) && !defined(AGENTSPEC_SANITIZED)
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<std::int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+#else
+    return 0;
+#endif
+  }
+
+  std::int64_t begin_ = now();
+};
 
 }  // namespace
 
@@ -48,13 +68,14 @@ void Corpus::drop_session(const std::string& session) {
 std::size_t Corpus::sweep(std::size_t budget) {
   if (dropped_.empty() || budget == 0) return 0;
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
+  const Stopwatch stopwatch;
   std::size_t done = 0;
-  while (!dropped_.empty() && done < most) {
+  while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime)) {
     const Document& oldest = dropped_.front();
-    const std::size_t removed = index_.remove(oldest.begin, oldest.end, most - done);
-    const bool whole = removed < most - done;
+    const std::size_t some = std::min(most - done, kSweepSome);
+    const std::size_t removed = index_.remove(oldest.begin, oldest.end, some);
     done += removed;
-    if (!whole) break;  // perhaps it is: the next call will find nothing left of it
+    if (removed == some) continue;  // perhaps that was all: then the next time finds nothing left of it
     dropped_.pop_front();
     if (erased_ > 0) --erased_;
     ++done;  // also a document without indexed places takes a moment

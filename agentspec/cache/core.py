@@ -2,7 +2,8 @@
 
 Slots are small integers that the façade gives to requests; session, group and tenant keys are strings that it composed
 so that equal names of different tenants differ. Arguments were checked. A step's drafts travel as a tuple of arrays in
-the order of StepDrafts' fields, proposed ones without the last two, candidates as one of arrays in the order of Candidate's fields after the depth.
+the order of StepDrafts' fields, proposed ones without the last two, candidates in the order of Candidate's fields after
+the depth.
 """
 
 from typing import Protocol

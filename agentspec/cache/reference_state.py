@@ -10,7 +10,8 @@ from agentspec.cache.reference_judge import Learned
 from agentspec.cache.reference_scoring import Candidate
 
 OVERLAP = 8  # context kept in front of a response, so that its first tokens can be matched
-SWEEP_COST = 16  # taking a place out costs as much as putting so many in, at worst
+SWEEP_COST = 16  # taking a place out costs as much as putting so many in
+SWEEP_SOME = 8  # places taken out at once
 BYTES_PER_TOKEN = 12  # as budgets count, which is what the compiled core needs
 BYTES_PER_LEARNER = 1 << 17
 
@@ -69,11 +70,11 @@ class Corpus:
         done = 0
         while self.dropped and done < most:
             oldest = self.dropped[0]
-            removed = self.index.remove(oldest.begin, oldest.end, most - done)
-            whole = removed < most - done
+            some = min(most - done, SWEEP_SOME)
+            removed = self.index.remove(oldest.begin, oldest.end, some)
             done += removed
-            if not whole:
-                break  # perhaps it is: the next call will find nothing left of it
+            if removed == some:
+                continue  # perhaps that was all: then the next time finds nothing left of it
             self.dropped.popleft()
             done += 1
         return min(budget, done * SWEEP_COST)
