@@ -30,7 +30,7 @@ class Pair:
     def restored(self) -> int:
         """Accepted tokens that came from earlier turns, in the trees of the session or the tenant."""
         by_source = self.fast.speculation.accepted_by_source if self.fast.speculation else {}
-        return by_source.get("session", 0) + by_source.get("global", 0)
+        return sum(by_source.get(source, 0) for source in ("session", "group", "global"))
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:

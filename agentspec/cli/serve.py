@@ -30,7 +30,8 @@ def serve(
         int, typer.Option(help="Longest draft, in tokens (vLLM's num_speculative_tokens).")
     ] = DEFAULT_MAX_DRAFT,
     verify_cost: Annotated[
-        float | None, typer.Option(help="Price of verifying one more token, as a share of a decode step.")
+        float | None,
+        typer.Option(help="Price of verifying one more token, as a share of a decode step; measured unless given."),
     ] = None,
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:

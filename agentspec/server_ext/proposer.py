@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache import SOURCES, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
 from agentspec.server_ext.persistence import Persistence
@@ -74,6 +74,8 @@ class Proposer:
         self.metrics = Metrics()
         self.cache = SuffixCache(
             max_tokens=settings.max_tokens,
+            max_bytes=settings.max_bytes,
+            per_session=Budget(tokens=settings.max_session_tokens),
             policy=DraftPolicy(max_draft=max_draft),
             vocab_size=vocab_size,
             native=settings.native,

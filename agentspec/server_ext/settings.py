@@ -44,7 +44,11 @@ class Settings(BaseModel):
     store: str = Field(default_factory=default_store)
     """``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)
-    """Budget of all trees together, in tokens (about 32 bytes each)."""
+    """Budget of all trees together, in tokens (about 12 bytes each)."""
+    max_bytes: int | None = Field(default=None, ge=100_000)
+    """The same in bytes, reckoned at 12 a token; None: no limit of its own."""
+    max_session_tokens: int | None = Field(default=None, ge=1_000)
+    """What one session may hold; it goes on with its newest part. None: no limit of its own."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
     """How many of the newest stored turns are read into the trees at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
