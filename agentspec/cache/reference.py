@@ -186,8 +186,13 @@ class ReferenceIndex:
 
 
 def _agreement(a: list[int], i: int, b: list[int], j: int) -> int:
-    """How many tokens before a[i] and before b[j] are the same, up to a boundary; compares growing pieces at once."""
-    limit, depth, step = min(i, j), 0, 1
+    """How many tokens before a[i] and before b[j] are the same, up to a boundary: a few singly, then whole pieces."""
+    limit = min(i, j)
+    for depth in range(min(limit, 8)):
+        token = a[i - 1 - depth]
+        if token != b[j - 1 - depth] or token == BOUNDARY:
+            return depth
+    depth, step = min(limit, 8), 8
     while depth < limit:
         step = min(step, limit - depth)
         piece = a[i - depth - step : i - depth]
