@@ -16,8 +16,8 @@ inline constexpr std::size_t kOverlap = 8;  // context kept in front of a respon
 // Taking a place out costs as much as putting so many in. Where long documents are the same, it is found only after long
 // comparisons, and can cost a hundred times as much: so the clock is looked at after every few, and a call ends early.
 inline constexpr std::size_t kSweepCost = 16;
-inline constexpr std::size_t kSweepSome = 8;
-inline constexpr std::int64_t kSweepTime = 150'000;  // ns
+inline constexpr std::size_t kSweepSome = 4;
+inline constexpr std::int64_t kSweepTime = 100'000;  // ns
 
 std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count);
 

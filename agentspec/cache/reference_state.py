@@ -11,7 +11,7 @@ from agentspec.cache.reference_scoring import Candidate
 
 OVERLAP = 8  # context kept in front of a response, so that its first tokens can be matched
 SWEEP_COST = 16  # taking a place out costs as much as putting so many in
-SWEEP_SOME = 8  # places taken out at once
+SWEEP_SOME = 4  # places taken out at once
 BYTES_PER_TOKEN = 12  # as budgets count, which is what the compiled core needs
 BYTES_PER_LEARNER = 1 << 17
 

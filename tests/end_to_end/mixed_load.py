@@ -1,5 +1,6 @@
 """The mixed load of the identity test: each condition that could make a drafter go wrong, as plain API calls."""
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,12 @@ def chat_answer(client: openai.OpenAI, messages: list[Any], session: str, **opti
     return Answer(choice.message.content or "", choice.token_ids, reply.prompt_token_ids)
 
 
+@functools.cache
+def judged(seed: int, code: str) -> str:
+    """What the tests say about the code: the same each time, also where it loops and a busy machine decides how far."""
+    return feedback(run_tests(make_task(FIRST_HELD_OUT_SEED + seed), code))
+
+
 def chat(seed: int) -> Case:
     """An agent's session: write, test, feed back, correct; turns extend the same prompt (prefix-cache hits)."""
 
@@ -60,10 +67,9 @@ def chat(seed: int) -> Case:
         for _ in range(3):
             answer = chat_answer(client, messages, f"identity-{seed}", max_tokens=200)
             answers.append(answer)
-            results = run_tests(task, extract_code(answer.text))
             messages += [
                 {"role": "assistant", "content": answer.text},
-                {"role": "user", "content": feedback(results)},
+                {"role": "user", "content": judged(seed, extract_code(answer.text))},
             ]
         return answers
 
