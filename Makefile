@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help demo test check format setup fast-test clean
+.PHONY: help demo test check sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -22,6 +22,12 @@ check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
+	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
+
+fuzz: $(VENV)/.built  ## ten million random operations on the core and the reference side by side (hours)
+	$(BIN)/python -m tests.cache.fuzz --operations 10000000
 
 format:  ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .

@@ -203,7 +203,7 @@ Stats Cache::stats() {
     stats.pending += holding->index().pending();
   }
   for (const auto& [key, tenant] : tenants_) {
-    stats.bytes += tenant->corpus.bytes() + bytes_of(*tenant->learned);
+    stats.bytes += tenant->corpus.bytes();
     stats.pending += tenant->corpus.index().pending();
   }
   for (const auto& current : requests_) {

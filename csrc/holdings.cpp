@@ -45,7 +45,7 @@ Size Session::size() const {
 }
 
 std::size_t Session::bytes() const {
-  return text.bytes() + last.capacity() * sizeof(Token) + (learned ? bytes_of(*learned) : 0);
+  return text.bytes() + last.capacity() * sizeof(Token);
 }
 
 Sources Request::sources() const {

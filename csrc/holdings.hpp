@@ -25,8 +25,6 @@ struct Size {
   Size& operator-=(Size other) { return tokens -= other.tokens, bytes -= other.bytes, *this; }
 };
 
-inline std::size_t bytes_of(const Learned& learned) { return learned.table.bytes().size() + learned.judge.bytes().size(); }
-
 // What all sessions of one tenant share: finished responses and what was learned about drafts.
 struct Tenant {
   std::string key;

@@ -104,8 +104,9 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """tokens: held for sessions and tenants (what `max_tokens` limits). bytes: of all indexes, running requests
-    included. pending: tokens that are held but not indexed yet. native: whether the compiled core is in use."""
+    """tokens: held for sessions, groups and tenants (what `max_tokens` limits). bytes: of all indexes, running requests
+    included; what was learned about drafts, 2 MB a tenant, is not. pending: tokens that are held but not indexed yet.
+    native: whether the compiled core is in use."""
 
     tokens: int
     bytes: int
