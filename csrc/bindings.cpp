@@ -136,6 +136,7 @@ nb::tuple stats(Cache& cache) {
 NB_MODULE(_native, module) {
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
+  module.def("watch_clock", &watch_clock, "watched"_a);
   nb::class_<Cache>(module, "Core")
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(

@@ -1,6 +1,7 @@
 #include "corpus.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <ctime>
 #include <vector>
 
@@ -14,14 +15,17 @@ std::uint64_t hash_of(const std::string& key) {
   return hash | 1;  // 0 stands for no session
 }
 
-// CPU time of this thread. A sanitizer's build is so slow that it does without.
+std::atomic<bool> clock_watched = true;
+
+// CPU time of this thread.
 class Stopwatch {
  public:
   bool over(std::int64_t nanoseconds) const { return now() - begin_ > nanoseconds; }
 
  private:
   static std::int64_t now() {
-#if defined(CLOCK_THREAD_CPUTIME_ID) && !defined(AGENTSPEC_SANITIZED)
+#if defined(CLOCK_THREAD_CPUTIME_ID)
+    if (!clock_watched.load(std::memory_order_relaxed)) return 0;
     timespec time{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return static_cast<std::int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
@@ -34,6 +38,8 @@ class Stopwatch {
 };
 
 }  // namespace
+
+void watch_clock(bool watched) { clock_watched = watched; }
 
 std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
   return tokens.last(std::min(tokens.size(), count));

@@ -30,7 +30,6 @@ struct FixedSettings {
 };
 
 struct PolicySettings {
-  std::optional<double> cost;  // price of verifying one more token, as a share of a step; none: measured
   std::size_t max_draft = 32;  // tokens
   std::size_t min_match = 1;   // tokens
   double prior_weight = 200;   // observations that a prior counts for

@@ -59,7 +59,7 @@ class SuffixCache:
         vocab_size: int | None = None,
         native: bool | None = None,
     ) -> None:
-        limits = _limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
+        limits = _limits(max_tokens, max_bytes, per_tenant, per_session)
         if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
@@ -243,8 +243,7 @@ class SuffixCache:
         per_session: Budget | None = None,
     ) -> None:
         """Replaces all budgets. What is over them leaves with the calls that follow, a little with each."""
-        limits = _limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
-        self._core.resize(limits)
+        self._core.resize(_limits(max_tokens, max_bytes, per_tenant, per_session))
 
     def save(self, path: str | Path) -> None:
         """Writes sessions, groups, tenants and what was learned to a file; running requests are not part of it.
@@ -343,7 +342,10 @@ def _make_core(policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, nativ
     return _native.Core(policy=policy, limits=limits, vocab_size=vocab_size), True
 
 
-def _limits(process: Budget, tenant: Budget, session: Budget) -> LimitNumbers:
+def _limits(
+    max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
+) -> LimitNumbers:
+    tenant, session = per_tenant or Budget(), per_session or Budget()
     names = (
         "max_tokens",
         "max_bytes",
@@ -352,7 +354,7 @@ def _limits(process: Budget, tenant: Budget, session: Budget) -> LimitNumbers:
         "per_session.tokens",
         "per_session.bytes",
     )
-    values = (process.tokens, process.bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
+    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
     for name, value in zip(names, values, strict=True):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")

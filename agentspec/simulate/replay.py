@@ -28,13 +28,12 @@ def simulate(calls: Iterable[Call], cache: SuffixCache, *, max_draft: int | None
 
 def _replay(call: Call, cache: SuffixCache, room: int, figures: Figures) -> None:
     name = f"line {call.line}"
-    ids, rooms = [name], [room]
     cache.start(name, call.prompt, session=call.session, group=call.group, tenant=call.tenant)
     response = call.response
     done, end = 0, len(response)
     while done < end:
         begin = perf_counter_ns()
-        draft = cache.propose(ids, rooms)[0]
+        draft = cache.propose([name], room)[0]
         figures.propose.add(perf_counter_ns() - begin)
         accepted = _accepted(draft, response[done:])
         given = min(accepted + 1, end - done)

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from agentspec.cache import DraftPolicy, FinishedTurn, StepDrafts, SuffixCache
+from agentspec.cache import DraftPolicy, FinishedTurn, StepDrafts, SuffixCache, native_available
+
+if native_available():
+    from agentspec.cache import _native
 
 LARGEST = 2**31 - 1
 
@@ -44,6 +47,7 @@ class Pair:
     """The compiled core and the reference side by side: every call goes to both, and every answer is compared."""
 
     def __init__(self, policy: DraftPolicy | None = None, max_tokens: int | None = None, **budgets: Any) -> None:
+        _native.watch_clock(False)  # the reference knows no clock: answers may not depend on the machine's speed
         self.policy = policy
         self.native = SuffixCache(policy=policy, max_tokens=max_tokens, native=True, **budgets)
         self.plain = SuffixCache(policy=policy, max_tokens=max_tokens, native=False, **budgets)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentspec.cache import Budget, SuffixCache
+from agentspec.cache import Budget, SuffixCache, native_available
 from agentspec.errors import ConfigurationError
 from tests.cache.conftest import MakeCache
 
@@ -139,3 +139,26 @@ def test_bad_budgets_are_named(make_cache: MakeCache, arguments: dict[str, objec
         make_cache(**arguments)
     with pytest.raises(ConfigurationError, match=field):
         make_cache().resize(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not native_available(), reason="the compiled core is not built")
+def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
+    """Runs of one token: every place is found after a long comparison, and the clock decides how many a call takes."""
+    from agentspec.cache import _native
+
+    cache = SuffixCache(max_tokens=200_000, native=True)
+    _native.watch_clock(True)
+    try:
+        for number in range(4):
+            run(cache, [7] * 20_000 + [number], tenant="t")
+        while cache.catch_up(4096):
+            pass
+        cache.resize(max_tokens=1000)
+        calls = 0
+        while cache.catch_up(4096):
+            calls += 1
+        assert cache.stats().tokens <= 1000 and cache.stats().pending == 0
+        assert calls > 4 * 20_000 // 4096  # more than the budget alone would need
+    finally:
+        _native.watch_clock(False)
+    assert finds(cache, [7], tenant="t") == []
