@@ -22,7 +22,7 @@ from agentspec.client.extension import PROBE_PATH, TIMEOUT_S, Extension, counts_
 from agentspec.client.messages import Content
 from agentspec.client.options import AsyncClientOptions, credentials
 from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestSettings, SessionTags, checked_session
+from agentspec.client.request import Call, RequestSettings, SessionTags, checked_id
 from agentspec.client.session_log import open_log
 from agentspec.client.speculation import Speculation, read_speculation
 from agentspec.client.streams import AsyncReplyStream, Item
@@ -64,9 +64,11 @@ class AsyncAgentClient:
         """The model that calls go to unless they name another."""
         return self._settings.model
 
-    def session(self, session_id: str | None = None) -> AsyncSession:
+    def session(self, session_id: str | None = None, *, group: str | None = None) -> AsyncSession:
         """As AgentClient.session(); the stored messages are read at the first call, or by `await load()`."""
-        return AsyncSession(self, self._conversations.get(checked_session(session_id)))
+        return AsyncSession(
+            self, self._conversations.get(checked_id(session_id, "session"), checked_id(group, "group"))
+        )
 
     @overload
     async def chat(
@@ -74,6 +76,7 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[False] = False,
         response_format: type[ParsedT],
         **options: Any,
@@ -84,6 +87,7 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[False] = False,
         response_format: Mapping[str, object] | None = None,
         **options: Any,
@@ -94,6 +98,7 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[True],
         response_format: type[ParsedT],
         **options: Any,
@@ -104,6 +109,7 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[True],
         response_format: Mapping[str, object] | None = None,
         **options: Any,
@@ -113,12 +119,13 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: bool = False,
         response_format: Any = None,
         **options: Any,
     ) -> Reply[Any] | AsyncReplyStream[Any]:
         """As AgentClient.chat()."""
-        call = Call(checked_session(session), response_format, options)
+        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
         turn = nullcontext(stateless_turn(messages))
         return await self._stream(turn, call).start() if stream else await self._chat(turn, call)
 
@@ -128,6 +135,7 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         response_format: type[ParsedT],
         **options: Any,
     ) -> AsyncReplyStream[ParsedT]: ...
@@ -137,14 +145,21 @@ class AsyncAgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         response_format: Mapping[str, object] | None = None,
         **options: Any,
     ) -> AsyncReplyStream: ...
     def stream(
-        self, messages: Content, *, session: str | None = None, response_format: Any = None, **options: Any
+        self,
+        messages: Content,
+        *,
+        session: str | None = None,
+        group: str | None = None,
+        response_format: Any = None,
+        **options: Any,
     ) -> AsyncReplyStream[Any]:
         """As AgentClient.stream()."""
-        call = Call(checked_session(session), response_format, options)
+        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
         return self._stream(nullcontext(stateless_turn(messages)), call)
 
     async def close(self) -> None:

@@ -30,6 +30,11 @@ class AsyncSession:
         return self._conversation.id
 
     @property
+    def group(self) -> str | None:
+        """The group that its calls are tagged with: the problem that several sessions answer, if it was named."""
+        return self._conversation.group
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The history, oldest first; a copy. AgentSpecError while the store has not been read."""
         if not self._conversation.loaded:
@@ -86,7 +91,7 @@ class AsyncSession:
         **options: Any,
     ) -> Reply[Any] | AsyncReplyStream[Any]:
         """As Session.chat()."""
-        call = Call(self.id, response_format, options)
+        call = Call(self.id, response_format, options, self.group)
         await self.load()
         turn = self._conversation.turn(content)
         if stream:
@@ -109,7 +114,7 @@ class AsyncSession:
         self, content: Content | None = None, *, response_format: Any = None, **options: Any
     ) -> AsyncReplyStream[Any]:
         """As Session.stream()."""
-        call = Call(self.id, response_format, options)
+        call = Call(self.id, response_format, options, self.group)
         return self._client._stream(self._conversation.turn(content), call, prepare=self.load)
 
     def add(self, message: MessageLike) -> None:
@@ -127,7 +132,7 @@ class AsyncSession:
     async def fork(self, new_id: str | None = None) -> AsyncSession:
         """As Session.fork()."""
         await self.load()
-        other = self._client.session(new_id)
+        other = self._client.session(new_id, group=self.group)
         await other.load()
         self._conversation.copy_to(other._conversation)
         return other

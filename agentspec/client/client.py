@@ -21,7 +21,7 @@ from agentspec.client.extension import PROBE_PATH, TIMEOUT_S, Extension, counts_
 from agentspec.client.messages import Content
 from agentspec.client.options import ClientOptions, credentials
 from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestSettings, SessionTags, checked_session
+from agentspec.client.request import Call, RequestSettings, SessionTags, checked_id
 from agentspec.client.session import Session
 from agentspec.client.session_log import open_log
 from agentspec.client.speculation import Speculation, read_speculation
@@ -37,7 +37,7 @@ class AgentClient:
         (`sqlite:///…`, `redis://…`, `memory://`), a store object, or None for this client's memory only.
     session_tags: how calls tell the server their session. "auto": the header X-Session-ID, and the body's
         `session_id` and `vllm_xargs.session_id` where the server has the extension; "header" and "body": only
-        that, whatever the server; "off": not at all.
+        that, whatever the server; "off": not at all. A group has no header: it goes with the body's tags only.
     speculation: whether `reply.speculation` is filled; takes one small request more where the extension is.
     options: every other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
@@ -75,13 +75,15 @@ class AgentClient:
         """The model that calls go to unless they name another."""
         return self._settings.model
 
-    def session(self, session_id: str | None = None) -> Session:
+    def session(self, session_id: str | None = None, *, group: str | None = None) -> Session:
         """The session with this id, with the messages that the store has of it; a new one without an id.
 
-        Sessions of one id and client share their messages. Raises InvalidSessionError for an id that is empty,
-        longer than 256 characters or has control characters.
+        group: what several sessions answer, an RL problem for instance; on a server with a tenant they draft from
+        each other's answers first. It is not stored: name it again in another process.
+        Sessions of one id and client share their messages and their group. Raises InvalidSessionError for an id
+        that is empty, longer than 256 characters or has control characters.
         """
-        return Session(self, self._conversations.get(checked_session(session_id)))
+        return Session(self, self._conversations.get(checked_id(session_id, "session"), checked_id(group, "group")))
 
     @overload
     def chat(
@@ -89,6 +91,7 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[False] = False,
         response_format: type[ParsedT],
         **options: Any,
@@ -99,6 +102,7 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[False] = False,
         response_format: Mapping[str, object] | None = None,
         **options: Any,
@@ -109,6 +113,7 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[True],
         response_format: type[ParsedT],
         **options: Any,
@@ -119,6 +124,7 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: Literal[True],
         response_format: Mapping[str, object] | None = None,
         **options: Any,
@@ -128,17 +134,18 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         stream: bool = False,
         response_format: Any = None,
         **options: Any,
     ) -> Reply[Any] | ReplyStream[Any]:
         """One call whose messages the caller gives wholly; a string is one user message.
 
-        `session` only tags it: nothing is added to that session's kept messages.
+        `session` and `group` only tag it: nothing is added to that session's kept messages.
         `response_format`: a pydantic model (then `reply.parsed` is an instance) or what the API takes.
         `options`: any option of `chat.completions.create`, tools included.
         """
-        call = Call(checked_session(session), response_format, options)
+        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
         turn = nullcontext(stateless_turn(messages))
         return self._stream(turn, call).start() if stream else self._chat(turn, call)
 
@@ -148,6 +155,7 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         response_format: type[ParsedT],
         **options: Any,
     ) -> ReplyStream[ParsedT]: ...
@@ -157,14 +165,21 @@ class AgentClient:
         messages: Content,
         *,
         session: str | None = None,
+        group: str | None = None,
         response_format: Mapping[str, object] | None = None,
         **options: Any,
     ) -> ReplyStream: ...
     def stream(
-        self, messages: Content, *, session: str | None = None, response_format: Any = None, **options: Any
+        self,
+        messages: Content,
+        *,
+        session: str | None = None,
+        group: str | None = None,
+        response_format: Any = None,
+        **options: Any,
     ) -> ReplyStream[Any]:
         """chat() as an iterator of text; the request is sent when iteration starts."""
-        call = Call(checked_session(session), response_format, options)
+        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
         return self._stream(nullcontext(stateless_turn(messages)), call)
 
     def close(self) -> None:

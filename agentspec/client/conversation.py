@@ -34,6 +34,7 @@ class Conversation:
 
     def __init__(self, session: str, log: SessionLog, *, new: bool = False) -> None:
         self.id = session
+        self.group: str | None = None
         self._log = log
         self._messages: list[dict[str, Any]] = []
         self._guard = threading.Lock()
@@ -144,11 +145,13 @@ class Conversations:
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = {} if isinstance(log, NoLog) else weakref.WeakValueDictionary()
 
-    def get(self, session: str | None) -> Conversation:
-        """The conversation of this id, or a new one under an id that is nobody's."""
+    def get(self, session: str | None, group: str | None = None) -> Conversation:
+        """The conversation of this id, or a new one under an id that is nobody's; a group takes its old one's place."""
         with self._lock:
             found = self._known.get(session) if session is not None else None
             if found is None:
                 name = f"session-{uuid.uuid4().hex}" if session is None else session
                 found = self._known[name] = Conversation(name, self._log, new=session is None)
+            if group is not None:
+                found.group = group
             return found

@@ -23,6 +23,7 @@ class Call:
     session: str | None = None
     response_format: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    group: str | None = None
 
     @property
     def model_class(self) -> type[Any] | None:
@@ -48,7 +49,8 @@ class RequestSettings:
 
     def needs_probe(self, call: Call) -> bool:
         """Whether this call turns on the server having the extension."""
-        return self.speculation or (self.session_tags == "auto" and call.session is not None)
+        tagged = call.session is not None or call.group is not None
+        return self.speculation or (self.session_tags == "auto" and tagged)
 
     def build(
         self, call: Call, messages: Sequence[Mapping[str, Any]], *, extension: bool, stream: bool = False
@@ -64,22 +66,25 @@ class RequestSettings:
         request: dict[str, Any] = {"model": self.model, **options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format
-        if call.session is not None:
-            self._tag(request, call.session, extension)
+        self._tag(request, call, extension)
         if stream and extension:  # some other servers refuse stream_options
             request.setdefault("stream_options", {"include_usage": True})
         return request
 
-    def _tag(self, request: dict[str, Any], session: str, extension: bool) -> None:
-        if self.session_tags in ("auto", "header"):
+    def _tag(self, request: dict[str, Any], call: Call, extension: bool) -> None:
+        if call.session is not None and self.session_tags in ("auto", "header"):
             request["extra_headers"] = {
-                SESSION_HEADER: header_value(session),
+                SESSION_HEADER: header_value(call.session),
                 **(request.get("extra_headers") or {}),
             }
-        if self.session_tags == "body" or (self.session_tags == "auto" and extension):
+        tags = {"session_id": call.session, "group_id": call.group}
+        xargs = {name: value for name, value in tags.items() if value is not None}
+        if xargs and (self.session_tags == "body" or (self.session_tags == "auto" and extension)):
             body = dict(request.get("extra_body") or {})
-            xargs = {"session_id": session, **(body.get("vllm_xargs") or {})}
-            request["extra_body"] = {"session_id": session, **body, "vllm_xargs": xargs}
+            xargs |= body.get("vllm_xargs") or {}
+            if call.session is not None:
+                body = {"session_id": call.session, **body}
+            request["extra_body"] = {**body, "vllm_xargs": xargs}
 
 
 _REMEDIES = {
@@ -97,8 +102,8 @@ def header_value(session: str) -> str:
     return quote(session, safe=_PLAIN)
 
 
-def checked_session(session: str | None) -> str | None:
-    """The id, checked (InvalidSessionError), or None."""
-    if session is not None:
-        check_session_id(session)
-    return session
+def checked_id(value: str | None, field: str) -> str | None:
+    """The id of a session or group, checked (InvalidSessionError, naming `field`), or None."""
+    if value is not None:
+        check_session_id(value, field)
+    return value

@@ -32,6 +32,11 @@ class Session:
         return self._conversation.id
 
     @property
+    def group(self) -> str | None:
+        """The group that its calls are tagged with: the problem that several sessions answer, if it was named."""
+        return self._conversation.group
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The history, oldest first; a copy."""
         self.load()
@@ -90,7 +95,7 @@ class Session:
         `response_format`: a pydantic model (then `reply.parsed` is an instance) or what the API takes.
         `options`: any option of `chat.completions.create`, tools included.
         """
-        call = Call(self.id, response_format, options)
+        call = Call(self.id, response_format, options, self.group)
         self.load()
         turn = self._conversation.turn(content)
         if stream:
@@ -114,7 +119,7 @@ class Session:
     ) -> ReplyStream[Any]:
         """chat() as an iterator of text; the request is sent when iteration starts."""
         self.load()
-        call = Call(self.id, response_format, options)
+        call = Call(self.id, response_format, options, self.group)
         return self._client._stream(self._conversation.turn(content), call)
 
     def add(self, message: MessageLike) -> None:
@@ -135,7 +140,7 @@ class Session:
         Raises InvalidSessionError when a session `new_id` has messages already.
         """
         self.load()
-        other = self._client.session(new_id)
+        other = self._client.session(new_id, group=self.group)
         other.load()
         self._conversation.copy_to(other._conversation)
         return other

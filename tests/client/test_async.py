@@ -17,6 +17,7 @@ from agentspec import (
     AsyncAgentClient,
     AsyncReplyStream,
     AsyncSession,
+    InvalidSessionError,
     ReplyStream,
     Session,
     SessionBusyError,
@@ -163,3 +164,16 @@ async def test_sessions_are_resumed_forked_and_cleared(server: FakeServer) -> No
     with AgentClient(base_url=server.url, model="small", store=store) as client:
         assert client.session("s").messages == []
         assert [message["content"] for message in client.session("branch").messages] == contents
+
+
+async def test_groups_travel_with_sessions_and_calls(server: FakeServer) -> None:
+    async with connect(server) as client:
+        session = client.session("sample-1", group="problem-7")
+        await session.chat("one")
+        assert (await session.fork("sample-2")).group == "problem-7"
+        await client.chat("one", group="problem-7")
+        await client.stream("one", session="sample-3", group="problem-7").until_done()
+        with pytest.raises(InvalidSessionError, match=r"^group: "):
+            client.session("s", group="")
+    sessions = [{"session_id": "sample-1"}, {}, {"session_id": "sample-3"}]
+    assert [chat.body["vllm_xargs"] for chat in server.chats] == [{**tag, "group_id": "problem-7"} for tag in sessions]

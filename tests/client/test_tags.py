@@ -53,6 +53,42 @@ def test_tags_can_be_set_whatever_the_server(server: FakeServer, mode: SessionTa
     assert not server.probes  # nothing depends on it
 
 
+def test_a_group_travels_in_the_body_of_servers_that_know_it(server: FakeServer, plain_server: FakeServer) -> None:
+    for fake in (server, plain_server):
+        with AgentClient(base_url=fake.url, model="small", store=None, speculation=False) as client:
+            client.session("sample-1", group="problem-7").chat("hello")
+            client.chat("hello", session="sample-2", group="problem-7")
+            assert client.stream("hello", group="problem-7").until_done().text
+    sessions = [{"session_id": "sample-1"}, {"session_id": "sample-2"}, {}]
+    assert [chat.body["vllm_xargs"] for chat in server.chats] == [{**tag, "group_id": "problem-7"} for tag in sessions]
+    assert [chat.body.get("session_id") for chat in server.chats] == ["sample-1", "sample-2", None]
+    assert not any("vllm_xargs" in chat.body for chat in plain_server.chats)
+    assert [chat.headers.get("x-session-id") for chat in plain_server.chats] == ["sample-1", "sample-2", None]
+
+
+@pytest.mark.parametrize(("mode", "tagged"), [("header", False), ("body", True), ("off", False)])
+def test_a_group_goes_where_the_bodys_tags_go(plain_server: FakeServer, mode: SessionTags, tagged: bool) -> None:
+    plain_server.extension = tagged  # so that a body it should not get is refused
+    with AgentClient(
+        base_url=plain_server.url, model="small", store=None, speculation=False, session_tags=mode
+    ) as client:
+        client.chat("hello", group="problem-7")
+    (chat,) = plain_server.chats
+    assert chat.body.get("vllm_xargs") == ({"group_id": "problem-7"} if tagged else None)
+
+
+def test_a_session_keeps_its_group(server: FakeServer) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        session = client.session("sample-1", group="problem-7")
+        assert client.session("sample-1").group == session.group == "problem-7"
+        session.chat("one")
+        assert session.fork("sample-2").group == "problem-7"
+        client.session("sample-1", group="problem-8")
+        session.stream("two").until_done()
+        assert client.session("other").group is None
+    assert [chat.body["vllm_xargs"]["group_id"] for chat in server.chats] == ["problem-7", "problem-8"]
+
+
 def test_the_callers_own_extras_stay(server: FakeServer) -> None:
     with AgentClient(base_url=server.url, model="small", store=None) as client:
         client.session("s").chat(
@@ -91,6 +127,10 @@ def test_ids_that_cannot_be_are_refused_before_anything_is_sent(server: FakeServ
             client.session(session)
         with pytest.raises(InvalidSessionError):
             client.chat("hello", session=session)
+        with pytest.raises(InvalidSessionError, match=r"^group: "):
+            client.session("s", group=session)
+        with pytest.raises(InvalidSessionError, match=r"^group: "):
+            client.chat("hello", group=session)
     assert not server.received
 
 

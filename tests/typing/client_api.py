@@ -58,6 +58,9 @@ def sync(client: AgentClient) -> None:
     assert_type(session.fork(), Session)
     messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
     assert_type(client.chat(messages, session="fix-42", temperature=0.5), Reply)
+    assert_type(client.session("sample-1", group="problem-7").group, str | None)
+    assert_type(client.chat("hello", group="problem-7"), Reply)
+    assert_type(client.chat("hello", group="problem-7", stream=True), ReplyStream)
     assert_type(client.openai, openai.OpenAI)
 
 
@@ -71,6 +74,8 @@ async def twins(client: AsyncAgentClient) -> None:
         assert_type(text, str)
     assert_type(await session.fork("other"), AsyncSession)
     assert_type(await client.chat("hello"), Reply)
+    assert_type(client.session("sample-1", group="problem-7").group, str | None)
+    assert_type(await client.chat("judge", group="problem-7", response_format=Verdict), Reply[Verdict])
 
 
 AgentClient(
@@ -87,3 +92,4 @@ assert_type(__version__, str)
 AgentClient(model="small", session_tags="cookie")  # type: ignore[arg-type]
 AgentClient(model="small", retries=3)  # type: ignore[call-arg]
 AgentClient(model="small").chat(42)  # type: ignore[call-overload]
+AgentClient(model="small").session("sample-1", "problem-7")  # type: ignore[call-arg]
