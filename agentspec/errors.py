@@ -2,6 +2,7 @@
 
     AgentSpecError
     ├── ConfigurationError          a setting, option or URL that cannot work (also a ValueError)
+    │   ├── SpeculatorError         a draft model that cannot be loaded, or does not fit its target
     │   ├── StoreURLError           the store URL is unknown or malformed
     │   └── UnsupportedEngineError  this vLLM version, or a parallelism it was started with
     ├── InvalidInputError           an argument of a call (also a ValueError)
@@ -28,6 +29,10 @@ class AgentSpecError(Exception):
 
 class ConfigurationError(AgentSpecError, ValueError):
     """A setting, option or URL that cannot work; the message names it and the remedy."""
+
+
+class SpeculatorError(ConfigurationError):
+    """A draft model that cannot be loaded, or does not fit its target; the message names the field or tensor."""
 
 
 class StoreURLError(ConfigurationError):

@@ -1,0 +1,237 @@
+"""SpeculatorConfig: what a speculator is, and its config.json in every spelling that is published.
+
+Two families of files exist. IBM's accelerators and Arctic's MLP write the target's hidden size as ``emb_dim`` and the
+speculator's width as ``inner_dim`` (0: the same). Arctic's LSTM project writes ``input_hidden_dim``, and widths as
+strings, in which dots separate the layers of a deep ``sum_rnn``: ``"4096.4096"``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentspec.errors import SpeculatorError
+
+Kind = Literal["mlp", "lstm"]
+
+_METHODS: dict[str, Kind] = {"sum_rnn": "mlp", "sum_lstm": "lstm"}
+_ARCHITECTURES = {
+    "MLPSpeculatorPreTrainedModel",
+    "ArcticMLPSpeculatorPreTrainedModel",
+    "MLPVariantSpeculatorPreTrainedModel",
+    "ArcticLSTMSpeculatorPreTrainedModel",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorConfig:
+    """The shape of a speculator. Raises SpeculatorError, naming the field, for one that cannot be."""
+
+    kind: Kind
+    hidden_size: int
+    """H: width of the target's hidden state."""
+    inner_size: int
+    """I: width of the speculator's state, and of the head's input."""
+    n_predict: int
+    """n: tokens drafted, one position after the other."""
+    vocab_size: int
+    """V: the target's vocabulary."""
+    emb_size: int = 0
+    """Width of the token embedding; 0: the width of the first inner layer, which it must have."""
+    proj_size: int = 0
+    """Width of the projected state; 0: the same."""
+    tie_weights: bool = True
+    """One set of weights for all positions (the first projection, from H, stays apart)."""
+    tie_lstm_embs: bool = True
+    """LSTM: one embedding for the four gates."""
+    scale_input: bool = False
+    """The target's hidden state is normalised first."""
+    emb_layers: int = 1
+    """MLP: layers behind the embedding, itself included."""
+    proj_layers: int = 1
+    """MLP: layers of a projection."""
+    inner_sizes: tuple[int, ...] = ()
+    """MLP: widths of the layers after the sum, the last of them ``inner_size``; empty: that one."""
+    draft_vocab_size: int = 0
+    """V': rows of a head that was reduced to a draft vocabulary; 0: it has all V."""
+    base_model: str = ""
+    """The target that it was trained for, for messages and for other programs."""
+    base_model_archs: tuple[str, ...] = ()
+    """The target's ``architectures``; ArcticInference refuses a speculator that does not name them."""
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__  # frozen: what was left out is filled in once, here
+        if not self.inner_sizes:
+            fill(self, "inner_sizes", (self.inner_size,))
+        for field in ("emb_size", "proj_size"):
+            if getattr(self, field) == 0:
+                fill(self, field, self.inner_sizes[0])
+        self._check()
+
+    @property
+    def alpha(self) -> float:
+        """Weight of the embedding in the sum: e/s with s = 0.5^(0.5/n), e = sqrt((1 - s^2) * D/2).
+
+        So that the target's state is half of the magnitude at the last position, in expectation (Wertheimer et al.,
+        Accelerating Production LLMs with Combined Token/Embedding Speculators, arXiv:2404.19124).
+        """
+        state: float = 0.5 ** (0.5 / self.n_predict)
+        return math.sqrt((1.0 - state * state) * self.inner_sizes[0] / 2.0) / state
+
+    @property
+    def head_rows(self) -> int:
+        """V', or V where the head is whole."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def flat(self) -> bool:
+        """Whether every part has one layer, as all have but some ``sum_rnn``."""
+        return self.emb_layers == self.proj_layers == len(self.inner_sizes) == 1
+
+    def weights_at(self, k: int) -> int:
+        """Index of the embedding, norm and head of position k."""
+        return 0 if self.tie_weights else k
+
+    def projection_at(self, k: int) -> int:
+        """Index of the projection of position k: the first, from H, is never shared."""
+        return min(k, 1) if self.tie_weights else k
+
+    @property
+    def weight_sets(self) -> int:
+        """How many embeddings, norms and heads there are."""
+        return 1 if self.tie_weights else self.n_predict
+
+    @property
+    def projections(self) -> int:
+        """How many projections there are."""
+        return min(self.n_predict, 2) if self.tie_weights else self.n_predict
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "SpeculatorConfig":
+        """A checkpoint's config.json. Raises SpeculatorError that names the field and what it may be."""
+        architecture = _architecture(values)
+        kind = _kind(values, architecture)
+        if "input_hidden_dim" in values and "method" in values:
+            hidden = _one(values, "input_hidden_dim")
+            inner, emb, proj = (_sizes(values, name) for name in ("inner_dim", "emb_dim", "proj_dim"))
+        else:
+            hidden = _one(values, "emb_dim")
+            inner = emb = proj = (_one(values, "inner_dim", 0) or hidden,)
+        return cls(
+            kind=kind,
+            hidden_size=hidden,
+            inner_size=inner[-1],
+            n_predict=_one(values, "n_predict"),
+            vocab_size=_one(values, "vocab_size"),
+            emb_size=_equal(emb, "emb_dim"),
+            proj_size=_equal(proj, "proj_dim"),
+            tie_weights=_flag(values, "tie_weights"),
+            tie_lstm_embs=_flag(values, "tie_lstm_embs") if kind == "lstm" else True,
+            scale_input=_flag(values, "scale_input"),
+            emb_layers=len(emb),
+            proj_layers=len(proj),
+            inner_sizes=inner,
+            draft_vocab_size=_one(values, "draft_vocab_size", 0),
+            base_model=str(values.get("base_model_name_or_path") or ""),
+            base_model_archs=tuple(values.get("base_model_archs") or ()),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As config.json that ArcticInference and ``from_json`` read: vLLM's model_type ``mlp_speculator``."""
+        deep = self.kind == "lstm" or not self.flat
+        values: dict[str, Any] = {
+            "architectures": [f"Arctic{'LSTM' if deep else 'MLP'}SpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "base_model_name_or_path": self.base_model,
+            "base_model_archs": list(self.base_model_archs),
+            "input_hidden_dim": self.hidden_size,
+            "n_predict": self.n_predict,
+            "n_candidates": self.n_predict,
+            "top_k_tokens_per_head": [1] * self.n_predict,
+            "tie_weights": self.tie_weights,
+            "scale_input": self.scale_input,
+            "vocab_size": self.vocab_size,
+        }
+        if deep:
+            values["method"] = "sum_lstm" if self.kind == "lstm" else "sum_rnn"
+            values["tie_lstm_embs"] = self.tie_lstm_embs if self.kind == "lstm" else False
+            values["emb_dim"] = ".".join([str(self.emb_size)] * self.emb_layers)
+            values["proj_dim"] = ".".join([str(self.proj_size)] * self.proj_layers)
+            values["inner_dim"] = ".".join(map(str, self.inner_sizes))
+        else:
+            values["emb_dim"], values["inner_dim"] = self.hidden_size, self.inner_size
+        if self.draft_vocab_size:
+            values["draft_vocab_size"] = self.draft_vocab_size
+        return values
+
+    def _check(self) -> None:
+        for field in ("hidden_size", "inner_size", "n_predict", "vocab_size", "emb_layers", "proj_layers"):
+            if getattr(self, field) < 1:
+                raise SpeculatorError(f"{field}: at least 1 expected, got {getattr(self, field)}")
+        first, last = self.inner_sizes[0], self.inner_sizes[-1]
+        for field, expected in (("emb_size", first), ("proj_size", first), ("inner_size", last)):
+            if getattr(self, field) != expected:
+                raise SpeculatorError(
+                    f"{field}: {expected} expected, the width of the inner layer, got {getattr(self, field)}; "
+                    "embedding and projection are summed and must have one width"
+                )
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise SpeculatorError(f"draft_vocab_size: 0 to {self.vocab_size} (vocab_size), got {self.draft_vocab_size}")
+        if self.kind == "lstm" and not self.tie_weights:
+            raise SpeculatorError("tie_weights: an LSTM speculator (sum_lstm) needs true")
+        if self.kind == "lstm" and not self.flat:
+            raise SpeculatorError("inner_dim, emb_dim, proj_dim: an LSTM speculator has one layer each, no dots")
+
+
+def _architecture(values: Mapping[str, Any]) -> str | None:
+    given = values.get("architectures")
+    names = [given] if isinstance(given, str) else list(given or ())
+    if not names:
+        return None
+    if names[0] not in _ARCHITECTURES:
+        raise SpeculatorError(
+            f"architectures: {names[0]!r} is no speculator; known are {', '.join(sorted(_ARCHITECTURES))}"
+        )
+    return str(names[0])
+
+
+def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
+    method = values.get("method")
+    if method is None:
+        if architecture is None and values.get("model_type") != "mlp_speculator":
+            raise SpeculatorError(
+                "config.json: neither architectures nor model_type say that it is a speculator; "
+                "give the folder or hub id of an MLP or LSTM speculator"
+            )
+        return "mlp"
+    if method not in _METHODS:
+        raise SpeculatorError(f"method: {' or '.join(_METHODS)} expected, got {method!r}")
+    return _METHODS[method]
+
+
+def _sizes(values: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    value = values.get(field)
+    try:
+        return tuple(int(part) for part in str(value).split("."))
+    except ValueError:
+        raise SpeculatorError(f'{field}: a width, or several as in "4096.4096" expected, got {value!r}') from None
+
+
+def _one(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    sizes = (default,) if default is not None and values.get(field) is None else _sizes(values, field)
+    if len(sizes) != 1:
+        raise SpeculatorError(f"{field}: one number expected, got {values.get(field)!r}")
+    return sizes[0]
+
+
+def _equal(sizes: tuple[int, ...], field: str) -> int:
+    if len(set(sizes)) != 1:
+        raise SpeculatorError(f"{field}: layers of one width expected, got {sizes}")
+    return sizes[0]
+
+
+def _flag(values: Mapping[str, Any], field: str) -> bool:
+    value = values.get(field, False)
+    if not isinstance(value, bool):
+        raise SpeculatorError(f"{field}: true or false expected, got {value!r}")
+    return value
