@@ -170,9 +170,9 @@ class SpeculatorConfig:
                 raise SpeculatorError(f"{field}: at least 1 expected, got {getattr(self, field)}")
         first, last = self.inner_sizes[0], self.inner_sizes[-1]
         for field, expected in (("emb_size", first), ("proj_size", first), ("inner_size", last)):
-            if getattr(self, field) != expected:
+            if (size := getattr(self, field)) != expected:
                 raise SpeculatorError(
-                    f"{field}: {expected} expected, the width of the inner layer, got {getattr(self, field)}; "
+                    f"{field} ({field[:-4]}dim): {expected} expected, the inner layer's width, got {size}; "
                     "embedding and projection are summed and must have one width"
                 )
         if not 0 <= self.draft_vocab_size <= self.vocab_size:

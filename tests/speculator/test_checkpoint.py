@@ -1,0 +1,260 @@
+"""Every published layout loads to the same model; what does not fit is refused, naming the field or tensor."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, load_speculator, save_speculator
+from tests.speculator.files import GATES, Checkpoint, H, I, N, V, lstm, mlp, rnn
+
+CHECKPOINTS = {
+    "lstm": lstm(),
+    "lstm, four embeddings": lstm(tied=False),
+    "mlp": mlp(),
+    "mlp, tied": mlp(tied=True),
+    "rnn": rnn(layers=1),
+    "rnn, two layers": rnn(),
+}
+LSTM_ALIASES = tuple(f"{gate}_emb.0.weight" for gate in GATES[1:])
+HEADS = tuple(f"head.{k}.weight" for k in range(N))
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    return CHECKPOINTS[request.param]
+
+
+def same(one: Speculator, other: Speculator) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def write_safetensors(checkpoint: Checkpoint, folder: Path, prefix: str = "", shards: int = 1) -> Path:
+    """As safetensors, in one file or in shards with an index; tied tensors are stored as copies."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    named = {prefix + name: value.clone() for name, value in checkpoint.weights.items()}
+    if shards == 1:
+        save_file(named, folder / "model.safetensors")
+        return folder
+    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(named)}
+    for file in set(files.values()):
+        save_file({name: value for name, value in named.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "speculator."])
+def test_every_form_of_file_is_the_same_model(checkpoint: Checkpoint, prefix: str, tmp_path: Path) -> None:
+    plain = load_speculator(checkpoint.write(tmp_path / "bin", prefix=prefix))
+    assert same(plain, load_speculator(write_safetensors(checkpoint, tmp_path / "safetensors", prefix)))
+    assert same(plain, load_speculator(write_safetensors(checkpoint, tmp_path / "shards", prefix, shards=3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("lstm", LSTM_ALIASES),
+        ("lstm", HEADS[1:]),
+        ("lstm", (*HEADS[:2], "forget_emb.0.weight")),
+        ("rnn, two layers", HEADS[1:]),
+        ("mlp, tied", (*HEADS[1:], "emb.1.weight", "emb.2.weight", "ln.2.weight", "proj.2.weight")),
+    ],
+)
+def test_tied_weights_may_stand_there_once(name: str, without: tuple[str, ...], tmp_path: Path) -> None:
+    checkpoint = CHECKPOINTS[name]
+    whole, part = (load_speculator(checkpoint.write(tmp_path / n, without=w)) for n, w in (("a", ()), ("b", without)))
+    assert same(whole, part)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"architectures": "MLPSpeculatorPreTrainedModel", "top_k_tokesns_per_head": [1] * N},
+        {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]},
+        {"architectures": ["MLPVariantSpeculatorPreTrainedModel"]},
+        {"architectures": None},
+    ],
+)
+def test_spellings_of_an_mlp(other: dict[str, Any], tmp_path: Path) -> None:
+    """The trainer of Arctic's MLP writes the architecture as a string and misspells a key."""
+    checkpoint = mlp(tied=True, scaled=True)
+    misspelt = {name: value for name, value in checkpoint.config.items() if name != "top_k_tokens_per_head"}
+    config = load_speculator(Checkpoint("mlp", misspelt | other, checkpoint.weights).write(tmp_path)).config
+    assert (config.kind, config.hidden_size, config.inner_size, config.scale_input) == ("mlp", H, I, True)
+
+
+@pytest.mark.parametrize("dims", [str(I), I])
+def test_widths_may_be_strings_or_numbers(dims: str | int, tmp_path: Path) -> None:
+    checkpoint = lstm()
+    config = checkpoint.config | {"inner_dim": dims, "emb_dim": dims, "proj_dim": dims}
+    assert same(
+        load_speculator(Checkpoint("sum_lstm", config, checkpoint.weights).write(tmp_path / "a")),
+        load_speculator(checkpoint.write(tmp_path / "b")),
+    )
+
+
+def test_the_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
+    checkpoint = lstm()
+    halves = {name: value.to(torch.bfloat16) for name, value in checkpoint.weights.items()}
+    folder = Checkpoint("sum_lstm", checkpoint.config, halves).write(tmp_path)
+    assert {value.dtype for value in load_speculator(folder).parameters()} == {torch.bfloat16}
+    speculator = load_speculator(folder, dtype=torch.float32)
+    assert {value.dtype for value in speculator.parameters()} == {torch.float32}
+    assert not speculator.training
+    assert not any(value.requires_grad for value in speculator.parameters())
+
+
+def test_what_is_saved_loads_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    first = load_speculator(checkpoint.write(tmp_path / "published"))
+    save_speculator(first, tmp_path / "saved")
+    second = load_speculator(tmp_path / "saved")
+    assert second.config == first.config
+    assert same(first, second)
+    save_speculator(second, tmp_path / "saved")  # over the file that it was read from
+    assert same(first, load_speculator(tmp_path / "saved"))
+
+
+def test_a_saved_lstm_has_the_names_that_arctic_inference_takes(tmp_path: Path) -> None:
+    """It takes every gate's embedding and projection out of the file before it loads, and fails without one."""
+    checkpoint = lstm()
+    save_speculator(load_speculator(checkpoint.write(tmp_path / "published")), tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
+    assert saved.keys() == checkpoint.weights.keys()
+    assert all(torch.equal(saved[name], value) for name, value in checkpoint.weights.items())
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    for name in ("architectures", "model_type", "method", "inner_dim", "emb_dim", "proj_dim", "input_hidden_dim"):
+        assert config[name] == checkpoint.config[name]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in saved.values()}
+    assert sum(storages.values()) == 4 * (2 * V * I + 4 * I * H + 4 * I * I + 4 * I)  # tied tensors once, float32
+
+
+def test_a_saved_mlp_has_the_names_that_arctic_inference_takes(tmp_path: Path) -> None:
+    checkpoint = mlp(tied=True)
+    save_speculator(load_speculator(checkpoint.write(tmp_path / "published", prefix="speculator.")), tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved" / "pytorch_model.bin", weights_only=True)
+    assert saved.keys() == checkpoint.weights.keys()
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
+    assert (config["emb_dim"], config["inner_dim"], config["input_hidden_dim"]) == (H, I, H)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: 'LlamaForCausalLM' is no speculator"),
+        ({"architectures": [], "model_type": "llama", "method": None}, "neither architectures nor model_type"),
+        ({"method": "sum_gru"}, "method: sum_rnn or sum_lstm"),
+        ({"inner_dim": "wide"}, "inner_dim: a width"),
+        ({"inner_dim": "16.16"}, "one layer each"),
+        ({"emb_dim": "12"}, r"emb_size \(emb_dim\): 16 expected"),
+        ({"proj_dim": "12.16"}, "proj_dim: layers of one width"),
+        ({"n_predict": None}, "n_predict: a width"),
+        ({"n_predict": 0}, "n_predict: at least 1"),
+        ({"vocab_size": V + 1}, r"tensor forget_emb.0.weight has shape \[50, 16\], by config.json it is \[51, 16\]"),
+        ({"input_hidden_dim": H + 1}, r"tensor forget_proj.0.weight has shape \[16, 24\]"),
+        ({"tie_weights": False}, "tie_weights: an LSTM speculator"),
+        ({"tie_weights": "yes"}, "tie_weights: true or false"),
+    ],
+)
+def test_a_config_that_cannot_be_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checkpoint = lstm()
+    folder = Checkpoint("sum_lstm", checkpoint.config | change, checkpoint.weights).write(tmp_path)
+    with pytest.raises(SpeculatorError, match=message):
+        load_speculator(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("lstm", "cell_proj.1.weight"), ("lstm", "state_ln.0.bias"), ("mlp", "head.2.weight")]
+)
+def test_a_missing_tensor_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpeculatorError, match=f"tensor {name} is missing"):
+        load_speculator(CHECKPOINTS[kind].write(tmp_path, without=(name,)))
+
+
+@pytest.mark.parametrize(
+    ("target", "field"), [({"hidden_size": H + 8}, "input_hidden_dim"), ({"vocab_size": V - 1}, "vocab_size")]
+)
+def test_another_target_is_refused(target: dict[str, int], field: str, tmp_path: Path) -> None:
+    folder = lstm().write(tmp_path)
+    load_speculator(folder, hidden_size=H, vocab_size=V)
+    with pytest.raises(SpeculatorError, match=f"{field}.*some/target.*take one for your target"):
+        load_speculator(folder, **target)
+
+
+class _Evil:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
+    folder = lstm().write(tmp_path / "speculator")
+    torch.save({"head.0.weight": _Evil(tmp_path / "trace")}, folder / "pytorch_model.bin")
+    with pytest.raises(SpeculatorError, match=r"pytorch_model\.bin: cannot be read"):
+        load_speculator(folder)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights", {"model": {"head.0.weight": torch.zeros(1)}}])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_files_that_are_no_weights_are_named(content: Any, name: str, tmp_path: Path) -> None:
+    folder = lstm().write(tmp_path)
+    if isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    else:
+        torch.save(content, folder / name)
+    with pytest.raises(SpeculatorError, match=name):
+        load_speculator(folder)
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SpeculatorError, match="no such folder"):
+        load_speculator(tmp_path / "nowhere")
+    folder = lstm().write(tmp_path / "speculator")
+    with pytest.raises(SpeculatorError, match="a file; give the folder"):
+        load_speculator(folder / "config.json")
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(SpeculatorError, match="no weights"):
+        load_speculator(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SpeculatorError, match="cannot be read"):
+        load_speculator(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(SpeculatorError, match=r"config\.json: missing"):
+        load_speculator(folder)
+    shards = write_safetensors(lstm(), tmp_path / "shards", shards=3)
+    (shards / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(SpeculatorError, match=r"model-00002-of-00003\.safetensors is missing, 1 of 3"):
+        load_speculator(shards)
+
+
+def test_a_hub_id_is_found_in_the_local_copy_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own client, offline, with a repository that it has downloaded before."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--speculator"
+    lstm().write(repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert load_speculator("some/speculator").config.vocab_size == V
+    with pytest.raises(
+        SpeculatorError, match=r"some/other: no such folder, and it cannot be downloaded .*give a folder"
+    ):
+        load_speculator("some/other")
+
+
+def test_a_config_says_what_it_needs() -> None:
+    for change, field in (({"emb_size": 8}, "emb_size"), ({"draft_vocab_size": 99}, "draft_vocab_size")):
+        values: dict[str, Any] = {"kind": "mlp", "hidden_size": H, "inner_size": I, "n_predict": N, "vocab_size": V}
+        with pytest.raises(SpeculatorError, match=field):
+            SpeculatorConfig(**values | change)
