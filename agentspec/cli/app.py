@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from agentspec.cli import serve, simulate
+from agentspec.cli import serve, simulate, speculator
 from agentspec.errors import AgentSpecError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 serve.add_to(app)
 simulate.add_to(app)
+speculator.add_to(app)
 
 
 @app.command()

@@ -12,4 +12,6 @@
 ``metrics``       counters and per-request figures
 ``recorder``      the step-by-step record as JSON lines, written in the background
 ``endpoints``     ``/v1/agentspec``: those figures over HTTP
+``speculator``    draft models, in torch alone
+``token_counts``, ``special_tokens``  what a reduced head is chosen from
 """

@@ -237,6 +237,16 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         load_speculator(shards)
 
 
+def test_other_files_of_a_repository_are_left_alone(tmp_path: Path) -> None:
+    """Such as the index of the form that was not downloaded, and what a trainer left behind."""
+    folder = write_safetensors(lstm(), tmp_path / "safetensors", shards=2)
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "pytorch_model-00001-of-00001.bin"}}')
+    assert load_speculator(folder).config.vocab_size == V
+    folder = lstm().write(tmp_path / "bin")
+    (folder / "training_args.bin").write_bytes(b"anything")
+    assert load_speculator(folder).config.vocab_size == V
+
+
 def test_a_hub_id_is_found_in_the_local_copy_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's own client, offline, with a repository that it has downloaded before."""
     constants = pytest.importorskip("huggingface_hub.constants")

@@ -20,14 +20,26 @@ speculator = load_speculator(sys.argv[1])
 save_speculator(speculator, sys.argv[1])
 drafted = DraftLoop(speculator)(torch.ones(1, speculator.config.hidden_size), torch.tensor([3]))
 print(drafted.tokens.tolist()[0])
+try:
+    load_speculator(sys.argv[2])
+except ValueError as error:
+    print(error)
 """
 
 
 def test_the_models_need_torch_alone(tmp_path: Path) -> None:
     folder = lstm().write(tmp_path)
+    other = lstm().write(tmp_path / "safetensors")
+    (other / "model.safetensors").write_bytes(b"")
     expected = DraftLoop(load_speculator(folder))(torch.ones(1, H), torch.tensor([3])).tokens.tolist()[0]
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(folder)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _SCRIPT, str(folder), str(other)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == str(expected)
+    drafted, error = done.stdout.splitlines()
+    assert drafted == str(expected)
+    assert error == f"{other / 'model.safetensors'}: needs the package safetensors: pip install safetensors"

@@ -15,8 +15,6 @@ from agentspec.errors import SpeculatorError
 
 Tensors = dict[str, Callable[[], Tensor]]
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-
 
 def find_folder(path_or_id: str | Path) -> Path:
     """The folder of a checkpoint: as given, or the local copy of a hub repository, downloaded where it is missing.
@@ -74,16 +72,21 @@ def read_tensors(folder: Path) -> Tensors:
 
     Nothing but tensors is unpickled. Raises SpeculatorError that names the file and the remedy.
     """
-    _check_shards(folder)
-    files, read = sorted(folder.glob("*.safetensors")), _safetensors
+    read, index = _safetensors, folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
-        files, read = sorted(folder.glob("*.bin")), _bin
+        read, index = _bin, folder / "pytorch_model.bin.index.json"
+        files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise SpeculatorError(f"{folder}: no weights; pytorch_model.bin or model.safetensors expected")
+    if index.is_file():
+        _check_shards(index)
     tensors: Tensors = {}
     for file in files:
         try:
             tensors.update(read(file))
+        except SpeculatorError:
+            raise
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()
             raise SpeculatorError(
@@ -93,18 +96,14 @@ def read_tensors(folder: Path) -> Tensors:
     return tensors
 
 
-def _check_shards(folder: Path) -> None:
-    for index in _INDEXES:
-        file = folder / index
-        if not file.is_file():
-            continue
-        try:
-            shards = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise SpeculatorError(f"{file}: not an index of weights ({error}); download it again") from error
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-        if missing:
-            raise SpeculatorError(f"{file}: {missing[0]} is missing, {len(missing)} of {len(shards)}; download them")
+def _check_shards(index: Path) -> None:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SpeculatorError(f"{index}: not an index of weights ({error}); download it again") from error
+    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    if missing:
+        raise SpeculatorError(f"{index}: {missing[0]} is missing, {len(missing)} of {len(shards)}; download them")
 
 
 def _safetensors(file: Path) -> Tensors:

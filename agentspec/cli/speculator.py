@@ -1,0 +1,165 @@
+"""``agentspec speculator``: look at a draft model, and reduce its head to what a tenant's answers are made of."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from agentspec.cache.store import namespace, open_store, redact
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
+from agentspec.server_ext.settings import Settings, load_settings
+from agentspec.server_ext.token_counts import TokenCounts, count_tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from agentspec.server_ext.speculator import Speculator
+
+_commands = typer.Typer(help="Draft models: look at one, reduce its head.", no_args_is_help=True)
+
+SpeculatorArgument = Annotated[str, typer.Argument(metavar="SPECULATOR", help="Folder of a checkpoint, or a hub id.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the group of commands."""
+    app.add_typer(_commands, name="speculator")
+
+
+@_commands.command()
+def show(speculator: SpeculatorArgument, as_json: JsonOption = False) -> None:
+    """What a checkpoint holds, and what a draft reads from memory."""
+    from agentspec.server_ext.speculator import load_speculator
+
+    _print(speculator, _facts(load_speculator(speculator)), as_json)
+
+
+@_commands.command()
+def prune(
+    speculator: SpeculatorArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to write the reduced one to.")],
+    model: Annotated[str, typer.Option(help="The target, as the server that filled the store was given it.")],
+    size: Annotated[int, typer.Option(help="Tokens to keep; best a multiple of 64.")] = 32_768,
+    store: Annotated[str | None, typer.Option(help="Store URL; as for agentspec serve.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whose corpus; as for agentspec serve.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="If the server was given one; else the model's.")] = None,
+    tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep only the head's rows of the tokens that occur most in the tenant's stored corpus."""
+    import torch
+
+    from agentspec.server_ext.special_tokens import special_tokens
+    from agentspec.server_ext.speculator import load_speculator, save_speculator
+    from agentspec.server_ext.speculator.vocabulary import choose_vocabulary
+    from agentspec.server_ext.speculator.vocabulary import prune as prune_head
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(f"{out}: is there and not an empty folder; name another")
+    given = {name: value for name, value in (("store", store), ("tenant", tenant)) if value is not None}
+    settings = _settings(given)
+    whole = load_speculator(speculator)
+    tokenizer = tokenizer or model
+    rest, held_out = _count(settings, model, tokenizer, tokenizer_revision, whole.config.vocab_size)
+    counts = rest + held_out
+    always = {token for token in special_tokens(model, tokenizer, tokenizer_revision) if token < len(counts.responses)}
+    keep, trial = (
+        choose_vocabulary(torch.from_numpy(each.responses), torch.from_numpy(each.prompts), size, always)
+        for each in (counts, rest)
+    )
+    reduced = prune_head(whole, keep)
+    save_speculator(reduced, out)
+    before, after = (_facts(each)["bytes_a_position"] for each in (whole, reduced))
+    figures = {
+        "tokens": int(counts.responses.sum()),
+        "distinct_tokens": int((counts.responses > 0).sum()),
+        "kept": len(keep),
+        "special_kept": len(always),
+        "coverage": _share(counts, keep),
+        "held_out_coverage": _share(held_out, trial),
+        "bytes_a_position_before": before,
+        "bytes_a_position_after": after,
+    }
+    _print(str(out), figures, as_json)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    """Store and tenant as a server gets them: from options, else the environment, else the defaults."""
+    from_environment = load_settings({})
+    return load_settings({"agentspec": {**from_environment.model_dump(include={"store", "tenant"}), **given}}, {})
+
+
+def _count(
+    settings: Settings, model: str, tokenizer: str, revision: str | None, vocab_size: int
+) -> tuple[TokenCounts, TokenCounts]:
+    key = namespace(model_name(model), tokenizer_fingerprint(tokenizer, revision), settings.tenant)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
+    opened = open_store(settings.store)
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            counts = count_tokens(opened, key, vocab_size, lambda turns: progress.update(task, completed=turns))
+    finally:
+        opened.close()
+    if not any(each.responses.any() for each in counts):
+        raise ConfigurationError(
+            f"store {redact(settings.store)}: no stored turn of model {model}, tokenizer {tokenizer} and tenant "
+            f"{settings.tenant or '(none)'}; give --store, --model, --tokenizer and --tenant as the server has them"
+        )
+    return counts
+
+
+def _share(counts: TokenCounts, keep: "torch.Tensor") -> float | None:
+    """Share of the generated tokens that are kept; None where there are none."""
+    total = int(counts.responses.sum())
+    return int(counts.responses[keep.numpy()].sum()) / total if total else None
+
+
+def _facts(speculator: "Speculator") -> dict[str, Any]:
+    config = speculator.config
+    parameters = {name: value.numel() for name, value in speculator.named_parameters()}
+    element = speculator.heads[0].weight.element_size()
+    head = config.head_rows * config.inner_size * element
+    last = f"projections.{config.projections - 1}."
+    projection = sum(count for name, count in parameters.items() if name.startswith(last)) * element
+    return {
+        "kind": config.kind,
+        "target": config.base_model or "not named",
+        "hidden_size": config.hidden_size,
+        "inner_size": config.inner_size,
+        "n_predict": config.n_predict,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "tie_weights": config.tie_weights,
+        "scale_input": config.scale_input,
+        "dtype": str(speculator.heads[0].weight.dtype).removeprefix("torch."),
+        "parameters": sum(parameters.values()),
+        "head_bytes": head,
+        "projection_bytes": projection,
+        "bytes_a_position": head + projection,
+    }
+
+
+def _print(title: str, figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(figures, indent=1))
+        return
+    table = Table(title=title, show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), _shown(value))
+    Console().print(table)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not measured"
+    if isinstance(value, float):
+        return f"{value:.2%}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,126 @@
+"""``agentspec speculator`` on a real store and a real tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache.store import TurnRecord, encode, namespace, open_store
+from agentspec.cli import main
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
+from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
+
+MODEL = "demo/model"
+VOCAB = 1536
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """Forty turns of twenty sessions of tenant acme, that say the tokens 100 to 139, and one of another tenant."""
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    opened = open_store(url)
+    for tenant, first, turns in (("acme", 100, 40), ("other", 900, 1)):
+        key = namespace(model_name(MODEL), tokenizer_fingerprint(MODEL, None), tenant)
+        records = [
+            TurnRecord(
+                session=f"session-{i // 2}",
+                kept=0,
+                prompt_tail=np.array([500, 501], dtype=np.int32),
+                response=np.array([first + i, first, first], dtype=np.int32),
+                created=float(i),
+            )
+            for i in range(turns)
+        ]
+        opened.append(key, [(record.session, encode(record)) for record in records])
+    opened.close()
+    return url
+
+
+@pytest.fixture
+def speculator(tmp_path: Path) -> Path:
+    config = SpeculatorConfig(kind="lstm", hidden_size=192, inner_size=32, n_predict=3, vocab_size=VOCAB)
+    save_speculator(build_speculator(config), tmp_path / "speculator")
+    return tmp_path / "speculator"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """What the command prints as JSON; a failed one is (status, message)."""
+    monkeypatch.setattr("sys.argv", ["agentspec", "speculator", *map(str, arguments), "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr()
+    return (end.value.code, printed.err) if end.value.code else json.loads(printed.out)
+
+
+def test_prune_keeps_what_the_tenant_says(
+    store: str, speculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--store", store, "--model", MODEL, "--tenant", "acme", "--size", 64)
+    figures = run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *options)
+    assert (figures["kept"], figures["tokens"], figures["distinct_tokens"]) == (64, 120, 40)
+    assert figures["coverage"] == 1.0
+    assert 0.5 < figures["held_out_coverage"] < 1.0  # a session's own tokens are said in no other
+    assert figures["bytes_a_position_after"] < figures["bytes_a_position_before"]
+    kept = set(load_speculator(tmp_path / "out").draft_vocabulary.tolist())
+    assert kept >= {0, 1, 500, 501, *range(100, 140)}  # 0 and 1 are the tokenizer's padding and end of turn
+    assert 900 not in kept
+    shown = run(monkeypatch, capsys, "show", tmp_path / "out")
+    assert (shown["kind"], shown["draft_vocab_size"], shown["vocab_size"]) == ("lstm", 64, VOCAB)
+    assert shown["head_bytes"] == 64 * 32 * 4
+    assert shown["projection_bytes"] == 4 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tenant", "nobody"), "no stored turn of model demo/model, tokenizer demo/model and tenant nobody"),
+        (("--tenant", "a\nb"), "tenant"),
+        (("--size", 1536), "size: "),
+        (("--size", 1), "size: "),
+        (("--store", "foo://x"), "store URL"),
+    ],
+)
+def test_prune_names_what_cannot_be(
+    options: tuple[object, ...],
+    message: str,
+    store: str,
+    speculator: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual = ("--store", store, "--model", MODEL, "--tenant", "acme")
+    status, printed = run(monkeypatch, capsys, "prune", speculator, tmp_path / "out", *usual, *options)
+    assert status == 2
+    assert message in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_prune_leaves_what_is_there(
+    store: str, speculator: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (speculator / "config.json").read_bytes()
+    usual = ("--store", store, "--model", MODEL, "--tenant", "acme")
+    status, printed = run(monkeypatch, capsys, "prune", speculator, speculator, *usual)
+    assert (status, "not an empty folder" in printed) == (2, True)
+    assert (speculator / "config.json").read_bytes() == before
+
+
+def test_a_speculator_of_a_smaller_vocabulary_is_refused(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SpeculatorConfig(kind="mlp", hidden_size=192, inner_size=32, n_predict=3, vocab_size=500)
+    save_speculator(build_speculator(config), tmp_path / "small")
+    options = ("--store", store, "--model", MODEL, "--tenant", "acme", "--size", 64)
+    status, printed = run(monkeypatch, capsys, "prune", tmp_path / "small", tmp_path / "out", *options)
+    assert (status, "the store has token 501" in printed) == (2, True)
+
+
+def test_a_tokenizer_that_is_not_there_is_named() -> None:
+    from agentspec.server_ext.special_tokens import special_tokens
+
+    with pytest.raises(ConfigurationError, match="tokenizer tests/speculator: cannot be loaded"):
+        special_tokens("tests/speculator", "tests/speculator", None)
