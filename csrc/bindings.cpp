@@ -16,6 +16,7 @@ namespace {
 
 using Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Chances = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Name = std::optional<std::string>;
 
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
@@ -33,7 +34,13 @@ nb::object to_numpy(std::vector<BySource>&& values) {
   auto* kept = new std::vector<BySource>(std::move(values));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<BySource>*>(p); });
   auto* data = reinterpret_cast<std::int32_t*>(kept->data());
-  return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>(data, {kept->size(), kSources}, owner));
+  return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>(data, {kept->size(), std::tuple_size_v<BySource>}, owner));
+}
+
+nb::tuple proposed(Drafts&& drafts) {
+  return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
+                        to_numpy(std::move(drafts.sources)), to_numpy(std::move(drafts.probabilities)),
+                        to_numpy(std::move(drafts.match_lengths)));
 }
 
 nb::tuple to_python(Drafts&& drafts) {
@@ -60,9 +67,17 @@ nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double 
     nb::gil_scoped_release release;
     drafts = cache.propose(view(slots), view(room), cost);
   }
-  return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
-                        to_numpy(std::move(drafts.sources)), to_numpy(std::move(drafts.probabilities)),
-                        to_numpy(std::move(drafts.match_lengths)));
+  return proposed(std::move(drafts));
+}
+
+nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Chances& chances, const Vector& lengths,
+                const Vector& room, double cost) {
+  Drafts drafts;
+  {
+    nb::gil_scoped_release release;
+    drafts = cache.offer(view(slots), {tokens.data(), chances.data(), tokens.shape(1)}, view(lengths), view(room), cost);
+  }
+  return proposed(std::move(drafts));
 }
 
 // One row a candidate, in the order of core.py's CandidateArrays.
@@ -150,6 +165,8 @@ NB_MODULE(_native, module) {
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
       .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
+      .def("offer", &offer, "slots"_a.noconvert(), "tokens"_a.noconvert(), "probabilities"_a.noconvert(),
+           "lengths"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a.noconvert(), "tokens"_a.noconvert(), "rows"_a.noconvert(),
            "lengths"_a.noconvert(), "room"_a.noconvert(), "scheduled"_a.noconvert(), "cost"_a)

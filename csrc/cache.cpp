@@ -13,6 +13,8 @@ std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
   return static_cast<std::size_t>(std::mismatch(a.begin(), a.begin() + limit, b.begin()).first - a.begin());
 }
 
+std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
+
 }  // namespace
 
 Cache::Cache(PolicySettings settings, Limits limits, std::int64_t vocab_size)
@@ -253,7 +255,7 @@ void Cache::take(Request& request, std::span<const Token> tokens, std::size_t sc
   request.index.append(tokens);
 }
 
-void Cache::draft_into(Request& request, std::size_t room, double cost, Drafts& drafts) {
+void Cache::draft_for(Request& request, std::size_t room, double cost) {
   const auto text = request.index.text();
   if (settings_.fixed) {
     draft_fixed(*settings_.fixed, request.sources(), text, request.prompt_length, std::min(room, settings_.max_draft),
@@ -261,11 +263,16 @@ void Cache::draft_into(Request& request, std::size_t room, double cost, Drafts& 
   } else {
     draft(settings_, *request.learned, request.sources(), text, room, cost, request.state, request.draft);
   }
+}
+
+void Cache::write(const Request& request, Drafts& drafts) {
   for (const Candidate& taken : request.draft.taken) {
     drafts.tokens.push_back(taken.token);
     drafts.sources.push_back(request.source_of(taken));
     drafts.probabilities.push_back(static_cast<float>(taken.probability));
   }
+  drafts.offsets.push_back(static_cast<std::int32_t>(drafts.tokens.size()));
+  drafts.match_lengths.push_back(static_cast<std::int32_t>(request.draft.match_length));
 }
 
 std::vector<Scored> Cache::candidates(std::size_t slot) {
@@ -300,15 +307,34 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       std::size_t end = std::min(known, length);
       while (end < length && legal(row[end])) ++end;
       const std::size_t begin = std::min(known, end);
-      take(current, {row + begin, end - begin}, static_cast<std::size_t>(std::max(scheduled[i], 0)), accepted, drafted);
+      take(current, {row + begin, end - begin}, count_of(scheduled[i]), accepted, drafted);
       sound = current.index.size() == length;  // otherwise a draft would continue another text than the engine's
     }
     budget -= advance(current, budget);
-    draft_into(current, sound ? static_cast<std::size_t>(std::max(room[i], 0)) : 0, cost, drafts);
-    drafts.offsets.push_back(static_cast<std::int32_t>(drafts.tokens.size()));
-    drafts.match_lengths.push_back(static_cast<std::int32_t>(current.draft.match_length));
+    draft_for(current, sound ? count_of(room[i]) : 0, cost);
+    current.draft.open = sound;
+    write(current, drafts);
     drafts.accepted.push_back(accepted);
     drafts.drafted.push_back(drafted);
+  }
+  return drafts;
+}
+
+Drafts Cache::offer(std::span<const std::int32_t> slots, Offers offers, std::span<const std::int32_t> lengths,
+                    std::span<const std::int32_t> room, double cost) {
+  std::lock_guard lock(mutex_);
+  Drafts drafts;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    Request& current = request(static_cast<std::size_t>(slots[i]));
+    const std::size_t begin = i * offers.columns, length = count_of(lengths[i]);
+    if (current.draft.open) {
+      const Given given{{offers.tokens + begin, length}, {offers.chances + begin, length}};
+      take_offer(settings_, *current.learned, current.sources(), current.index.text(), given, count_of(room[i]),
+                       cost, current.state, scratch_, current.draft);
+    } else {
+      current.draft.clear();
+    }
+    write(current, drafts);
   }
   return drafts;
 }

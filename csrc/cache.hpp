@@ -24,7 +24,7 @@ struct Turn {
   std::vector<Token> prompt_tail, response;
 };
 
-using BySource = std::array<std::int32_t, kSources>;
+using BySource = std::array<std::int32_t, kSources + 1>;  // the last: kModel
 
 // A step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
 struct Drafts {
@@ -44,6 +44,13 @@ struct Stats {
 struct TokenTable {
   const Token* data;
   std::size_t rows, columns;
+};
+
+// Another drafter's tokens, one row a request, and the chance of each.
+struct Offers {
+  const Token* tokens;
+  const double* chances;
+  std::size_t columns;
 };
 
 // What may be held; 0: no limit.
@@ -79,6 +86,10 @@ class Cache {
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
               std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
               std::span<const std::int32_t> scheduled, double cost);
+  // Tokens that another drafter gives, the first lengths[i] of row i, for requests that have just been drafted for: the
+  // drafts as they are with them. The caller has checked tokens and chances. A request without an open draft gets none.
+  Drafts offer(std::span<const std::int32_t> slots, Offers offers, std::span<const std::int32_t> lengths,
+               std::span<const std::int32_t> room, double cost);
   // Every scored position of the request's last draft.
   std::vector<Scored> candidates(std::size_t slot);
 
@@ -112,7 +123,8 @@ class Cache {
   std::size_t advance(Holding& holding, std::size_t budget);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);
-  void draft_into(Request& request, std::size_t room, double cost, Drafts& drafts);
+  void draft_for(Request& request, std::size_t room, double cost);
+  static void write(const Request& request, Drafts& drafts);
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
   std::mutex mutex_;
@@ -122,6 +134,7 @@ class Cache {
   std::uint64_t tick_ = 0;
   std::vector<std::unique_ptr<Request>> requests_;
   std::size_t running_ = 0;
+  DraftPath scratch_;  // of `offer`
   Size held_;  // sessions, groups and tenants together
   std::unordered_map<std::string, std::shared_ptr<Holding>> holdings_;
   std::map<std::uint64_t, std::shared_ptr<Holding>> by_use_;  // least recently used first

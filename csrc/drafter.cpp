@@ -1,6 +1,7 @@
 #include "drafter.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "scoring.hpp"
 
@@ -10,7 +11,6 @@ namespace {
 constexpr std::size_t kTail = 256;          // tokens of context that look-ups within a draft see
 constexpr std::uint32_t kLongEnough = 32;   // one match of so many tokens: the other sources need not be searched
 constexpr std::uint32_t kListedEnough = 4;  // so many listed occurrences may stand for all of them
-constexpr std::uint32_t kTrailLength = 4;   // a match of so many tokens that goes wrong leaves a trail
 // The token taken is the one that looks best of several, so its chances are somewhat overrated; it is made up for here.
 constexpr double kCaution = 1.3;
 
@@ -23,11 +23,12 @@ void refresh(const Sources& sources, std::span<const Token> context, MatchState&
       continue;
     }
     const std::uint64_t version = sources[s]->version();
-    if (state.started && version == state.versions[s] && match.listed > 0 && match.complete()) continue;
+    const bool followed = state.started && match.listed > 0 && match.complete();
+    if (version == state.versions[s] && (state.fresh || followed)) continue;
     sources[s]->look_up(context, match);
     state.versions[s] = version;
   }
-  state.started = true;
+  state.started = state.fresh = true;
 }
 
 // Moves on within a draft. True where the match must be searched for instead.
@@ -59,9 +60,41 @@ void move_on(const Sources& sources, Token token, std::span<const Token> context
   advance_trail(sources, token, front.trail);
 }
 
+// What a draft promises as it grows: its expected tokens, with the one that a step always brings, for its price.
+struct Prospect {
+  double price;      // of a drafted token, as a share of a step
+  double ratio = 1;  // the best so far; without a draft it is 1
+  double chance = 1, expected = 1;
+  std::size_t size = 0, best = 0;  // tokens up to now, and where the ratio was best
+
+  void add(double probability) {
+    chance *= probability;
+    expected += chance;
+    ++size;
+    if (whole() > ratio) {
+      ratio = whole();
+      best = size;
+    }
+  }
+  double whole() const { return expected / (1 + price * static_cast<double>(size)); }
+  bool can_grow() const { return chance >= price * ratio; }
+};
+
+// The first of the path's tokens become the draft.
 void take(std::size_t drafted, DraftPath& result) {
-  for (std::size_t d = 0; d < drafted; ++d) result.taken.push_back(result.path[d].taken());
+  for (std::size_t d = 0; d < drafted; ++d) result.taken.push_back(result.path[d].taken);
   if (drafted > 0) result.match_length = result.taken[0].match_length;
+}
+
+std::size_t limit_of(const PolicySettings& settings, std::size_t room) {
+  return std::min({room, settings.max_draft, kMaxDraft});
+}
+
+// Tokens that begin the draft and are given too.
+std::size_t shared(const Given& given, const std::vector<Candidate>& taken) {
+  std::size_t size = 0;
+  while (size < std::min(given.size(), taken.size()) && taken[size].token == given.tokens[size]) ++size;
+  return size;
 }
 
 // Drops what was found in a source that has changed since. The request's own text only grows.
@@ -73,44 +106,86 @@ void distrust(const Sources& sources, MatchState& state) {
   }
 }
 
+// Drafts token by token: first what is given, then the likeliest candidates. The path goes on while that can still pay.
+void grow(const PolicySettings& settings, const Learned& learned, const Sources& sources,
+          std::span<const Token> context, const Given& given, std::size_t limit, MatchState& state, Prospect& prospect,
+          std::vector<Scored>& path) {
+  if (state.started) distrust(sources, state);
+  refresh(sources, context, state);
+  std::array<Token, kTail + kMaxDraft> tail;  // end of the context, then the draft as it grows
+  const std::size_t known = std::min(context.size(), kTail);
+  std::copy(context.end() - static_cast<std::ptrdiff_t>(known), context.end(), tail.begin());
+  Front front{state.matches, state.trail};
+  const std::size_t written = context.size() - state.begin;
+  for (std::size_t depth = 0; depth < limit; ++depth) {
+    Scored& scored = path.emplace_back();
+    const Situation situation{{tail.data(), known + depth}, depth, state.begin, written + depth, state.outcome};
+    score(settings, learned, sources, front, situation, scored);
+    if (depth < given.size()) {
+      scored.take(given.tokens[depth], given.chances[depth]);
+    } else if (scored.count == 0) {
+      path.pop_back();
+      break;
+    }
+    prospect.add(scored.taken.probability);
+    if (!prospect.can_grow() || depth + 1 == limit) break;
+    tail[known + depth] = scored.taken.token;
+    leave_trail(scored, scored.taken.token, front.trail);
+    move_on(sources, scored.taken.token, {tail.data(), known + depth + 1}, front);
+  }
+}
+
+// The fixed rule's draft is compared as it is, and given tokens stand alone.
+void offer_fixed(const Given& given, std::size_t limit, double price, DraftPath& scratch, DraftPath& drafted) {
+  Prospect present{price};
+  for (const Candidate& taken : drafted.taken) present.add(taken.probability);
+  Prospect offered{price, std::max(present.whole(), 1.0)};
+  const std::size_t alike = shared(given, drafted.taken);
+  for (std::size_t d = 0; d < std::min(limit, given.size()) && offered.can_grow(); ++d) {
+    Candidate& taken = scratch.taken.emplace_back(d < alike ? drafted.taken[d] : Candidate{given.tokens[d], kModel});
+    taken.probability = given.chances[d];
+    offered.add(taken.probability);
+  }
+  if (offered.best == 0) return;
+  scratch.taken.resize(offered.best);
+  scratch.match_length = alike > 0 ? drafted.match_length : 0;
+  std::swap(drafted, scratch);
+}
+
 }  // namespace
 
 void draft(const PolicySettings& settings, const Learned& learned, const Sources& sources,
            std::span<const Token> context, std::size_t room, double cost, MatchState& state, DraftPath& result) {
   result.clear();
-  const std::size_t limit = std::min({room, settings.max_draft, kMaxDraft});
+  const std::size_t limit = limit_of(settings, room);
   if (limit == 0) return;
-  if (state.started) distrust(sources, state);
-  refresh(sources, context, state);
+  Prospect prospect{kCaution * cost};
+  grow(settings, learned, sources, context, {}, limit, state, prospect, result.path);
+  take(prospect.best, result);
+}
 
-  std::array<Token, kTail + kMaxDraft> tail;  // end of the context, then the draft as it grows
-  const std::size_t known = std::min(context.size(), kTail);
-  std::copy(context.end() - static_cast<std::ptrdiff_t>(known), context.end(), tail.begin());
-  Front front{state.matches, state.trail};
+void take_offer(const PolicySettings& settings, const Learned& learned, const Sources& sources,
+                std::span<const Token> context, const Given& given, std::size_t room, double cost, MatchState& state,
+                DraftPath& scratch, DraftPath& drafted) {
+  scratch.clear();
+  scratch.open = true;
+  const std::size_t limit = limit_of(settings, room);
   const double price = kCaution * cost;
-  const std::size_t written = context.size() - state.begin;
-  double chance = 1, expected = 1, best_ratio = 1;
-  std::size_t drafted = 0;
-  for (std::size_t depth = 0; depth < limit; ++depth) {
-    Scored& scored = result.path.emplace_back();
-    const Situation situation{{tail.data(), known + depth}, depth, state.begin, written + depth, state.outcome};
-    score(settings, learned, sources, front, situation, scored);
-    if (scored.count == 0) {
-      result.path.pop_back();
-      break;
-    }
-    chance *= scored.taken().probability;
-    expected += chance;
-    const double ratio = expected / (1 + price * static_cast<double>(depth + 1));
-    if (ratio > best_ratio) {
-      best_ratio = ratio;
-      drafted = depth + 1;
-    }
-    if (chance < price * best_ratio || depth + 1 == limit) break;
-    tail[known + depth] = scored.taken().token;
-    move_on(sources, scored.taken().token, {tail.data(), known + depth + 1}, front);
+  if (settings.fixed) return offer_fixed(given, limit, price, scratch, drafted);
+  Prospect present{price};
+  const std::size_t alike = shared(given, drafted.taken);
+  for (std::size_t d = 0; d < drafted.taken.size(); ++d) {
+    if (d < alike) drafted.taken[d].probability = given.chances[d];
+    present.add(drafted.taken[d].probability);
   }
-  take(drafted, result);
+  drafted.taken.resize(present.best);
+  if (present.best == 0) drafted.match_length = 0;
+  if (limit == 0 || given.size() == 0) return;
+  Prospect offered{price, present.ratio};
+  grow(settings, learned, sources, context, given, limit, state, offered, scratch.path);
+  if (offered.best == 0) return;
+  take(offered.best, scratch);
+  std::swap(drafted, scratch);
 }
 
 void learn(const PolicySettings& settings, const Sources& sources, std::span<const Token> verified, MatchState& state,
@@ -130,16 +205,12 @@ void learn(const PolicySettings& settings, const Sources& sources, std::span<con
       const double error = (candidate.token == token ? 1.0 : 0.0) - candidate.probability;
       learned.judge.learn(scored.features[c], error, settings.learning_rate);
     }
-    if (scored.taken().token != token) break;
+    if (scored.taken.token != token) break;
   }
   state.outcome = drafted.taken.empty() ? 0 : right >= drafted.taken.size() ? 1 : 2;
 
   for (std::size_t d = 0; d < verified.size(); ++d) {
-    if (d == right && d < revealed) {
-      const Candidate& wrong = drafted.path[d].taken();
-      const bool worth = wrong.rank < 2 && (wrong.match_length >= kTrailLength || !state.trail.active());
-      if (worth) state.trail = {wrong.source, drafted.path[d].places[drafted.path[d].best], 0, 0};
-    }
+    if (d <= right && d < revealed) leave_trail(drafted.path[d], verified[d], state.trail);
     advance_trail(sources, verified[d], state.trail);
     for (std::size_t s = 0; s < kSources; ++s) {
       Match& match = state.matches[s];
@@ -147,6 +218,7 @@ void learn(const PolicySettings& settings, const Sources& sources, std::span<con
     }
   }
   drafted.path.clear();
+  drafted.open = state.fresh = false;
 }
 
 }  // namespace agentspec

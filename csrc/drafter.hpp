@@ -14,6 +14,7 @@
 namespace agentspec {
 
 inline constexpr std::size_t kSources = 4;        // request, session, group, global
+inline constexpr std::uint8_t kModel = kSources;  // in their place, for tokens that another drafter gave
 inline constexpr std::size_t kMaxDraft = 128;     // the engine verifies no more
 inline constexpr std::size_t kCandidates = 4;     // judged at each position of a draft
 inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two successors a source, and the trail's
@@ -59,7 +60,7 @@ struct Candidate {
   double probability = 0;          // that it is right, given that the draft before it is
 };
 
-// A position of a draft: the judged candidates, likeliest by the table first, and which of them the draft takes.
+// A position of a draft: the judged candidates, likeliest by the table first, and the token that the draft takes.
 struct Scored {
   struct Proposal {  // what the table learns from: every successor of every source
     Token token;
@@ -69,11 +70,13 @@ struct Scored {
   std::array<Position, kCandidates> places;  // where each was found in its source
   std::array<FeatureSlots, kCandidates> features;
   std::array<Proposal, kProposals> proposals;
-  std::uint8_t count = 0;     // of candidates
+  std::uint8_t count = 0;     // of candidates; 0 only where the token was given
   std::uint8_t proposed = 0;  // of proposals
-  std::uint8_t best = 0;
+  std::uint8_t best = 0;      // the likeliest candidate
+  Candidate taken;            // that one, unless another token was given
 
-  const Candidate& taken() const { return candidates[best]; }
+  // Takes a given token, with a given chance that it is right.
+  void take(Token token, double chance);
 };
 
 // What was drafted for one request. `path` may be longer than the draft: positions that were scored but did not pay
@@ -82,13 +85,22 @@ struct DraftPath {
   std::vector<Scored> path;
   std::vector<Candidate> taken;  // the draft's tokens
   std::size_t match_length = 0;  // of the first token's source; 0 where nothing is drafted
+  bool open = false;             // continues the text as it is now, so that other tokens may be offered instead
 
-  std::size_t drafted() const { return taken.size(); }
   void clear() {
     path.clear();
     taken.clear();
     match_length = 0;
+    open = false;
   }
+};
+
+// Tokens that another drafter gives for one request, and of each the chance to be accepted if those before it are.
+struct Given {
+  std::span<const Token> tokens;
+  std::span<const double> chances;
+
+  std::size_t size() const { return tokens.size(); }
 };
 
 // A place that was being copied when the copy went wrong once: text often goes on there after a replaced token.
@@ -110,6 +122,7 @@ struct MatchState {
   std::size_t begin = 0;     // length of the context when the response began
   std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
   bool started = false;
+  bool fresh = false;  // the matches were brought up to date and no token has come since
 };
 
 using Sources = std::array<const TextIndex*, kSources>;  // null where a source is not to be used
@@ -117,6 +130,13 @@ using Sources = std::array<const TextIndex*, kSources>;  // null where a source 
 // Drafts at most `room` tokens after `context`, the request's whole text; policy.py explains the rule.
 void draft(const PolicySettings& settings, const Learned& learned, const Sources& sources,
            std::span<const Token> context, std::size_t room, double cost, MatchState& state, DraftPath& result);
+
+// Tokens that another drafter gives for a request that has an open draft. They take its place if they promise more,
+// with what the trees add behind them, cut where it pays. Where both begin alike, the given chances hold for the draft
+// too, which is cut anew (but not under the fixed rule, which also adds nothing). `scratch` is memory to work in.
+void take_offer(const PolicySettings& settings, const Learned& learned, const Sources& sources,
+                std::span<const Token> context, const Given& given, std::size_t room, double cost, MatchState& state,
+                DraftPath& scratch, DraftPath& drafted);
 
 // Learns from the verified tokens, every position whose predecessors were all right, and follows the matches with
 // them. To be called before they are appended to the request's text, after every draft and also without one.

@@ -9,6 +9,7 @@ namespace {
 
 constexpr double kClip = 9;              // log-odds stay within
 constexpr std::uint32_t kMissesMost = 4;  // in a row, then a trail ends
+constexpr std::uint32_t kTrailLength = 4;  // a match of so many tokens that goes wrong leaves a trail
 constexpr std::size_t kTrailKind = kSources;
 
 struct Successor {
@@ -195,8 +196,21 @@ void score(const PolicySettings& settings, const Learned& learned, const Sources
   if (settings.judge) judge(learned, origins, chosen, situation, scored);
   scored.best = 0;
   for (std::uint8_t c = 1; c < scored.count; ++c) {
-    if (scored.candidates[c].probability > scored.taken().probability) scored.best = c;
+    if (scored.candidates[c].probability > scored.candidates[scored.best].probability) scored.best = c;
   }
+  if (scored.count > 0) scored.taken = scored.candidates[scored.best];
+}
+
+void Scored::take(Token token, double chance) {
+  if (count == 0 || taken.token != token) taken = {token, kModel};
+  taken.probability = chance;
+}
+
+void leave_trail(const Scored& scored, Token token, Trail& trail) {
+  if (scored.count == 0) return;
+  const Candidate& wrong = scored.candidates[scored.best];
+  if (wrong.token == token || wrong.rank > 1) return;
+  if (wrong.match_length >= kTrailLength || !trail.active()) trail = {wrong.source, scored.places[scored.best], 0, 0};
 }
 
 void advance_trail(const Sources& sources, Token token, Trail& trail) {

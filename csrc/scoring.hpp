@@ -23,9 +23,12 @@ struct Situation {
   std::uint8_t outcome;            // MatchState::outcome
 };
 
-// The candidates for the next token, judged; `scored.count` is 0 where there are none.
+// The candidates for the next token, judged, and the likeliest taken; `scored.count` is 0 where there are none.
 void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const Front& front,
            const Situation& situation, Scored& scored);
+
+// Starts a trail where `token` shows that the likeliest candidate, worth following, went wrong.
+void leave_trail(const Scored& scored, Token token, Trail& trail);
 
 // Moves the trail one on: past `token`, which may or may not be the one it proposed.
 void advance_trail(const Sources& sources, Token token, Trail& trail);

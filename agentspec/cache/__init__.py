@@ -2,7 +2,7 @@
 
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.suffix_cache import SuffixCache, native_available
-from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, FinishedTurn, StepDrafts
+from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, Drafts, FinishedTurn, StepDrafts
 
 __all__ = [
     "SOURCES",
@@ -11,6 +11,7 @@ __all__ = [
     "Candidate",
     "Draft",
     "DraftPolicy",
+    "Drafts",
     "FinishedTurn",
     "StepDrafts",
     "SuffixCache",

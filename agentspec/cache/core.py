@@ -8,7 +8,8 @@ the depth.
 
 from typing import Protocol
 
-from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array
+from agentspec.cache.types import Budget, Float32Array, Float64Array, Int32Array, UInt8Array
+from agentspec.errors import ConfigurationError
 
 DraftArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array, Int32Array, Int32Array]
 ProposedArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array]
@@ -26,6 +27,15 @@ class Core(Protocol):
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
     def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> ProposedArrays: ...
+    def offer(
+        self,
+        slots: Int32Array,
+        tokens: Int32Array,
+        probabilities: Float64Array,
+        lengths: Int32Array,
+        room: Int32Array,
+        cost: float,
+    ) -> ProposedArrays: ...
     def step(
         self,
         slots: Int32Array,
@@ -55,3 +65,24 @@ class Core(Protocol):
     def stats(self) -> tuple[int, int, int, int, int, int]: ...
     def save(self, path: str) -> None: ...
     def load(self, path: str) -> None: ...
+
+
+def limit_numbers(
+    max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
+) -> LimitNumbers:
+    """Raises ConfigurationError, naming the budget, for anything but a positive integer or None (no limit)."""
+    tenant, session = per_tenant or Budget(), per_session or Budget()
+    names = (
+        "max_tokens",
+        "max_bytes",
+        "per_tenant.tokens",
+        "per_tenant.bytes",
+        "per_session.tokens",
+        "per_session.bytes",
+    )
+    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
+    for name, value in zip(names, values, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
+    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
+    return first, second, third, fourth, fifth, sixth

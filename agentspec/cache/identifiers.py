@@ -34,6 +34,20 @@ def check_session_id(value: str, field: str = "session") -> str:
     return value
 
 
+def check_ids(**ids: str | None) -> None:
+    """`check_session_id` of each that is given, under its name."""
+    for name, value in ids.items():
+        if value is not None:
+            check_session_id(value, name)
+
+
+def key_of(tenant: str | None, name: str | None) -> str | None:
+    """Names a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
+    if name is None:
+        return None
+    return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"
+
+
 def _check_characters(value: str, field: str) -> None:
     for position, character in enumerate(value):
         if unicodedata.category(character) in _REFUSED:

@@ -5,13 +5,13 @@ import numpy as np
 
 from agentspec.cache.core import CandidateArrays, DraftArrays, LimitNumbers, ProposedArrays, TurnArrays
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.reference_drafter import REQUEST_BITS, DraftPath, draft, learn
+from agentspec.cache.reference_drafter import REQUEST_BITS, DraftPath, Given, draft, learn, take_offer
 from agentspec.cache.reference_fixed import draft_fixed
 from agentspec.cache.reference_holdings import Holdings
 from agentspec.cache.reference_judge import Learned
 from agentspec.cache.reference_scoring import Candidate
 from agentspec.cache.reference_state import OVERLAP, Group, Request, Session, Tenant, common_prefix
-from agentspec.cache.types import SOURCES, Int32Array
+from agentspec.cache.types import SOURCES, Float64Array, Int32Array
 
 INDEX_PER_CALL = 1024  # places indexed in one call
 
@@ -55,7 +55,25 @@ class ReferenceCore:
             request = self._requests[slot]
             budget -= self._advance(request, budget)
             self._draft(request, free, cost)
-            drafts.add(request, ([0] * len(SOURCES), [0] * len(SOURCES)))
+            request.draft.open = True
+            drafts.add(request)
+        return drafts.arrays()[:5]
+
+    def offer(
+        self,
+        slots: Int32Array,
+        tokens: Int32Array,
+        probabilities: Float64Array,
+        lengths: Int32Array,
+        room: Int32Array,
+        cost: float,
+    ) -> ProposedArrays:
+        drafts = _Drafts()
+        for i, slot in enumerate(slots.tolist()):
+            request = self._requests[slot]
+            given = list(zip(tokens[i].tolist(), probabilities[i].tolist(), strict=True))[: lengths[i]]
+            request.draft = self._offered(request, given, int(room[i]), cost)
+            drafts.add(request)
         return drafts.arrays()[:5]
 
     def step(
@@ -79,6 +97,7 @@ class ReferenceCore:
             # Otherwise a draft would continue another text than the engine's.
             sound = len(request.index) == lengths[i]
             self._draft(request, int(room[i]) if sound else 0, cost)
+            request.draft.open = sound
             drafts.add(request, counts)
         return drafts.arrays()
 
@@ -207,6 +226,14 @@ class ReferenceCore:
             for depth, (token, probability) in enumerate(zip(fixed.tokens, fixed.probabilities, strict=True))
         ]
 
+    def _offered(self, request: Request, given: Given, room: int, cost: float) -> DraftPath:
+        if not request.draft.open:
+            return DraftPath()
+        sources, text, state = request.sources(), request.index.text, request.state
+        draft = take_offer(self._policy, request.learned, sources, text, given, room, cost, state, request.draft)
+        draft.open = True
+        return draft
+
     def _keep(
         self,
         session: Session | None,
@@ -236,6 +263,9 @@ class ReferenceCore:
             session.advance(budget)
 
 
+_UNJUDGED = ([0] * len(SOURCES), [0] * len(SOURCES))
+
+
 class _Drafts:
     """Collects a step's drafts into flat arrays."""
 
@@ -244,7 +274,7 @@ class _Drafts:
         self._lengths: list[int] = []
         self._counts: list[tuple[list[int], list[int]]] = []
 
-    def add(self, request: Request, counts: tuple[list[int], list[int]]) -> None:
+    def add(self, request: Request, counts: tuple[list[int], list[int]] = _UNJUDGED) -> None:
         taken = request.draft.taken
         self._taken.append([(c.token, request.source_of(c), c.probability) for c in taken])
         self._lengths.append(request.draft.match_length)

@@ -4,19 +4,27 @@ Drafting and learning; reference_scoring.py judges the candidates at one positio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
 from agentspec.cache.reference import Match, ReferenceIndex
 from agentspec.cache.reference_judge import Learned
-from agentspec.cache.reference_scoring import Candidate, Scored, Situation, Sources, Trail, score
+from agentspec.cache.reference_scoring import (
+    Candidate,
+    Scored,
+    Situation,
+    Sources,
+    Trail,
+    given_token,
+    leave_trail,
+    score,
+)
 
 TENANT_BITS, SESSION_BITS, REQUEST_BITS = 18, 14, 12  # slots of the judge, as a power of two, by whose it is
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
 _LONG_ENOUGH = 32  # one match of so many tokens: the other sources need not be searched
 _LISTED_ENOUGH = 4  # so many listed occurrences may stand for all of them
-_TRAIL_LENGTH = 4  # a match of so many tokens that goes wrong leaves a trail
 # The token taken is the one that looks best of several, so its chances are somewhat overrated: made up for here.
 _CAUTION = 1.3
 
@@ -26,11 +34,47 @@ class DraftPath:
     """Scored positions, the first `len(taken)` of which are the draft.
 
     Positions that were scored but did not pay stay in the path: verified tokens may reveal them all the same.
+    open: it continues the text as it is now, so that other tokens may be offered instead.
     """
 
     path: list[Scored] = field(default_factory=list)
     taken: list[Candidate] = field(default_factory=list)
     match_length: int = 0
+    open: bool = False
+
+
+Given = Sequence[tuple[int, float]]
+"""Another drafter's tokens, each with the chance that it is accepted if those before it are."""
+
+
+@dataclass(slots=True)
+class _Prospect:
+    """What a draft promises as it grows: its expected tokens, with the one that a step always brings, for its price.
+
+    price: of a drafted token, as a share of a step. ratio: the best so far (without a draft it is 1), at `best` tokens.
+    """
+
+    price: float
+    ratio: float = 1.0
+    chance: float = 1.0
+    expected: float = 1.0
+    size: int = 0
+    best: int = 0
+
+    def add(self, probability: float) -> None:
+        self.chance *= probability
+        self.expected += self.chance
+        self.size += 1
+        if self.whole > self.ratio:
+            self.ratio, self.best = self.whole, self.size
+
+    @property
+    def whole(self) -> float:
+        return self.expected / (1.0 + self.price * self.size)
+
+    @property
+    def can_grow(self) -> bool:
+        return self.chance >= self.price * self.ratio
 
 
 @dataclass(slots=True)
@@ -59,38 +103,117 @@ def draft(
     state: MatchState,
 ) -> DraftPath:
     """Drafts at most `room` tokens after `context`, the request's whole text."""
-    result = DraftPath()
-    limit = min(room, policy.max_draft, MAX_DRAFT)
-    if limit <= 0:
-        return result
+    limit = _limit(policy, room)
+    prospect = _Prospect(_CAUTION * cost)
+    path = _grow(policy, learned, sources, context, (), limit, state, prospect)
+    return _drafted(path, prospect.best)
+
+
+def take_offer(
+    policy: DraftPolicy,
+    learned: Learned,
+    sources: Sources,
+    context: list[int],
+    given: Given,
+    room: int,
+    cost: float,
+    state: MatchState,
+    drafted: DraftPath,
+) -> DraftPath:
+    """The better of an open draft and the given tokens, with what the trees add behind them, cut where it pays.
+
+    Where both begin alike, the given chances hold for the draft too, which is cut anew.
+    """
+    limit, price = _limit(policy, room), _CAUTION * cost
+    if policy.rule is not None:
+        return _take_offer_fixed(given[:limit], price, drafted)
+    present = _Prospect(price)
+    taken = _with_chances(drafted.taken, given)
+    for candidate in taken:
+        present.add(candidate.probability)
+    offered = _Prospect(price, present.ratio)
+    path = _grow(policy, learned, sources, context, given, limit, state, offered) if given else []
+    if offered.best > 0:
+        return _drafted(path, offered.best)
+    drafted.taken = taken[: present.best]
+    drafted.match_length = drafted.match_length if drafted.taken else 0
+    return drafted
+
+
+def _take_offer_fixed(given: Given, price: float, drafted: DraftPath) -> DraftPath:
+    """The fixed rule's draft is compared as it is, and given tokens stand alone."""
+    present = _Prospect(price)
+    for candidate in drafted.taken:
+        present.add(candidate.probability)
+    offered = _Prospect(price, max(present.whole, 1.0))
+    alike = _with_chances(drafted.taken, given)[: _shared(given, drafted.taken)]
+    taken = alike + [given_token(token, chance) for token, chance in given[len(alike) :]]
+    for candidate in taken:
+        if not offered.can_grow:
+            break
+        offered.add(candidate.probability)
+    if offered.best == 0:
+        return drafted
+    return DraftPath(taken=taken[: offered.best], match_length=drafted.match_length if alike else 0)
+
+
+def _shared(given: Given, taken: list[Candidate]) -> int:
+    """Tokens that begin the draft and are given too."""
+    pairs = zip(given, taken, strict=False)
+    return next((at for at, ((token, _), own) in enumerate(pairs) if token != own.token), min(len(given), len(taken)))
+
+
+def _with_chances(taken: list[Candidate], given: Given) -> list[Candidate]:
+    alike = _shared(given, taken)
+    return [replace(own, probability=given[at][1]) if at < alike else own for at, own in enumerate(taken)]
+
+
+def _grow(
+    policy: DraftPolicy,
+    learned: Learned,
+    sources: Sources,
+    context: list[int],
+    given: Given,
+    limit: int,
+    state: MatchState,
+    prospect: _Prospect,
+) -> list[Scored]:
+    """Drafts token by token: first what is given, then the likeliest candidates, while that can still pay."""
+    path: list[Scored] = []
+    if limit == 0:
+        return path
     if state.started:
         _distrust(sources, state)
     _refresh(sources, context, state)
     tail = context[-_TAIL:]
     matches, trail = list(state.matches), state.trail
-    price = _CAUTION * cost
-    chance = expected = best_ratio = 1.0
-    drafted = 0
     for depth in range(limit):
         situation = Situation(tail, depth, state.begin, len(context) - state.begin + depth, state.outcome)
         scored = score(policy, learned, sources, matches, trail, situation)
-        if not scored.candidates:
+        if depth < len(given):
+            scored.take(*given[depth])
+        elif not scored.candidates:
             break
-        result.path.append(scored)
+        path.append(scored)
         token = scored.taken.token
-        chance *= scored.taken.probability
-        expected += chance
-        ratio = expected / (1.0 + price * (depth + 1))
-        if ratio > best_ratio:
-            best_ratio, drafted = ratio, depth + 1
-        if chance < price * best_ratio or depth + 1 == limit:
+        prospect.add(scored.taken.probability)
+        if not prospect.can_grow or depth + 1 == limit:
             break
         tail = [*tail, token]
+        trail = leave_trail(scored, token, trail)
         matches = _move_on(sources, token, tail, matches)
         trail = _advance_trail(sources, token, trail)
-    result.taken = [scored.taken for scored in result.path[:drafted]]
-    result.match_length = result.taken[0].match_length if result.taken else 0
-    return result
+    return path
+
+
+def _drafted(path: list[Scored], length: int) -> DraftPath:
+    """The path with its first tokens as the draft."""
+    taken = [scored.taken for scored in path[:length]]
+    return DraftPath(path, taken, taken[0].match_length if taken else 0)
+
+
+def _limit(policy: DraftPolicy, room: int) -> int:
+    return max(min(room, policy.max_draft, MAX_DRAFT), 0)
 
 
 def learn(
@@ -112,15 +235,14 @@ def learn(
     right = _learn_path(policy, verified, drafted.path, learned)
     state.outcome = 0 if not drafted.taken else 1 if right >= len(drafted.taken) else 2
     for number, token in enumerate(verified):
-        if number == right < len(drafted.path):
-            wrong = drafted.path[number].taken
-            if wrong.rank < 2 and (wrong.match_length >= _TRAIL_LENGTH or state.trail is None):
-                state.trail = Trail(wrong.source, wrong.place)
+        if number <= right and number < len(drafted.path):
+            state.trail = leave_trail(drafted.path[number], token, state.trail)
         state.trail = _advance_trail(sources, token, state.trail)
         for at, (source, match) in enumerate(zip(sources, state.matches, strict=True)):
             if source is not None and match.positions:
                 state.matches[at] = source.follow(token, match) or Match()
     drafted.path = []
+    drafted.open = False
 
 
 def _learn_path(policy: DraftPolicy, verified: Sequence[int], path: list[Scored], learned: Learned) -> int:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.reference import Match, ReferenceIndex
 from agentspec.cache.reference_judge import LENGTH_BOUNDS, TRAIL, Judge, Learned, cell, mixed, token_key
+from agentspec.cache.types import MODEL
 
 CANDIDATES = 4  # judged at each position of a draft
 
 _CLIP = 9.0  # log-odds stay within
 _MISSES_MOST = 4  # in a row, then a trail ends
+_TRAIL_LENGTH = 4  # a match of so many tokens that goes wrong leaves a trail
 
 Sources = Sequence[ReferenceIndex | None]
 
@@ -40,11 +42,20 @@ class Candidate:
 
 @dataclass(slots=True)
 class Scored:
-    """The judged candidates, likeliest by the table first; the one taken; and (token, cell) of every proposal."""
+    """The judged candidates, likeliest by the table first; what the draft takes; (token, cell) of every proposal.
+
+    best: the likeliest candidate. taken: that one, unless another token was given.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
+    best: Candidate | None = None
     taken: Candidate = field(init=False)
     proposals: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, token: int, chance: float) -> None:
+        """Takes a given token, with a given chance that it is right."""
+        own = self.best is not None and self.best.token == token
+        self.taken = replace(self.best, probability=chance) if self.best and own else given_token(token, chance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,19 @@ class Trail:
         moved = Trail(self.source, self.place + 1, self.hits + 1 if hit else 0, 0 if hit else self.misses + 1)
         ended = moved.misses > _MISSES_MOST or moved.place >= len(text) or text[moved.place] < 0
         return None if ended else moved
+
+
+def given_token(token: int, chance: float) -> Candidate:
+    """Another drafter's token."""
+    return Candidate(token, MODEL, 0, 0, 0, 0.0, chance, 0)
+
+
+def leave_trail(scored: Scored, token: int, trail: Trail | None) -> Trail | None:
+    """The trail, or a new one where `token` shows that the likeliest candidate, worth following, went wrong."""
+    wrong = scored.best
+    if wrong is None or wrong.token == token or wrong.rank > 1:
+        return trail
+    return Trail(wrong.source, wrong.place) if wrong.match_length >= _TRAIL_LENGTH or trail is None else trail
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +131,7 @@ def score(
     trail: Trail | None,
     situation: Situation,
 ) -> Scored:
-    """The candidates for the next token, judged; none where nothing proposes any."""
+    """The candidates for the next token, judged, and the likeliest taken; none where nothing proposes any."""
     origins = list(_gather(policy, learned, sources, matches, trail, situation.depth))
     scored = Scored(proposals=[(origin.token, origin.cell) for origin in origins])
     features = _Features(learned.judge, situation)
@@ -129,7 +153,7 @@ def score(
             candidate = replace(candidate, probability=1.0 / (1.0 + math.exp(-total)), slots=slots)
         scored.candidates.append(candidate)
     if scored.candidates:
-        scored.taken = max(scored.candidates, key=lambda candidate: candidate.probability)
+        scored.best = scored.taken = max(scored.candidates, key=lambda candidate: candidate.probability)
     return scored
 
 

@@ -19,12 +19,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.core import Core, LimitNumbers
-from agentspec.cache.identifiers import check_session_id
+from agentspec.cache.core import Core, LimitNumbers, limit_numbers
+from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.reference_core import ReferenceCore
-from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_int32, as_tokens, check_table
-from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, FinishedTurn, Int32Array, StepDrafts
+from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_int32, as_offers, as_tokens, check_table
+from agentspec.cache.types import (
+    SOURCES,
+    Budget,
+    CacheStats,
+    Candidate,
+    Draft,
+    Drafts,
+    FinishedTurn,
+    Int32Array,
+    StepDrafts,
+)
 from agentspec.errors import (
     ConfigurationError,
     DuplicateRequestError,
@@ -59,7 +69,7 @@ class SuffixCache:
         vocab_size: int | None = None,
         native: bool | None = None,
     ) -> None:
-        limits = _limits(max_tokens, max_bytes, per_tenant, per_session)
+        limits = limit_numbers(max_tokens, max_bytes, per_tenant, per_session)
         if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
@@ -92,9 +102,9 @@ class SuffixCache:
         if request_id in self._slots:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
         tokens = as_tokens(prompt, "prompt", self._vocab_size)
-        _check_ids(session=session, group=group, tenant=tenant)
+        check_ids(session=session, group=group, tenant=tenant)
         slot = self._free.pop() if self._free else len(self._slots)
-        self._core.start(slot, tokens, _key(tenant, session), _key(tenant, group), tenant)
+        self._core.start(slot, tokens, key_of(tenant, session), key_of(tenant, group), tenant)
         self._slots[request_id] = slot
         self._names[request_id] = _Names(session, group, tenant)
 
@@ -124,10 +134,43 @@ class SuffixCache:
         tokens, _, sources, probabilities, lengths = self._core.propose(self._one_slot, self._one_room, cost)
         return Draft(tokens, probabilities, sources, int(lengths[0]))
 
-    def candidates(self, request_id: str) -> list[list[Candidate]]:
-        """All that was scored for the request's last draft, position by position, as data for another judge.
+    def offer(
+        self,
+        request_ids: Sequence[str],
+        tokens: NDArray[np.integer],
+        probabilities: NDArray[np.floating],
+        lengths: Rows,
+        room: Rows,
+        *,
+        cost: float | None = None,
+    ) -> Drafts:
+        """Another drafter's tokens for n requests that have just been drafted for; returns their drafts as they then
+        are.
 
-        The draft itself is the likeliest candidate of each of its positions; there may be more positions than it has.
+        tokens: integers [n, L]; the first lengths[i] of row i are given for request i, the rest may be anything.
+        probabilities: floats [n, L], the chance that each is accepted if those before it are. room: how many tokens
+        the new draft may have. cost: as in `step`.
+        Behind the given tokens the trees go on, and the whole is cut where it pays. If it then promises more expected
+        tokens per (1 + cost * drafted) than the present draft, it takes its place; so requests may be offered tokens
+        more than once, in one call or several. Where both begin alike, the given chances hold for the present draft
+        too, which is cut anew: low chances for its own tokens shorten or drop it. Chances should therefore take
+        `probabilities` of the present draft into account. The trees' candidates are learned from as ever.
+        Under the fixed rule the trees do not go on behind given tokens, and its own draft is never cut.
+        A request that has no draft for its text as it is now (it was given tokens since, or its row of the last step
+        was not as it should be) gets none.
+        Raises UnknownRequestError, InvalidInputError or InvalidTokenError; then nothing has changed.
+        """
+        slots = self._batch_slots if request_ids is self._batch_ids else self._slots_of(request_ids)
+        length_of, room_of = as_int32(lengths, "lengths", len(slots)), as_int32(room, "room", len(slots))
+        given, chances = as_offers(tokens, probabilities, length_of, self._vocab_size)
+        return Drafts(*self._core.offer(slots, given, chances, length_of, room_of, self._cost(cost)))
+
+    def candidates(self, request_id: str) -> list[list[Candidate]]:
+        """All that was scored for the request's last draft, position by position, as data for another judge, which
+        may `offer` what it prefers.
+
+        The draft itself is the likeliest candidate of each of its positions, unless the token is one that was offered;
+        there may be more positions than it has.
         """
         arrays = self._core.candidates(self._slot(request_id))
         depths: list[int] = arrays[0].tolist()
@@ -196,12 +239,12 @@ class SuffixCache:
 
     def restore(self, turn: FinishedTurn) -> None:
         """Takes in a stored turn: the same effect as that turn having run here. Order matters within a session."""
-        _check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
+        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
         if turn.kept < 0:
             raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
         tail = as_tokens(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
-        session, group = _key(turn.tenant, turn.session), _key(turn.tenant, turn.group)
+        session, group = key_of(turn.tenant, turn.session), key_of(turn.tenant, turn.group)
         self._core.restore(session, group, turn.tenant, turn.kept, tail, response)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
@@ -209,15 +252,15 @@ class SuffixCache:
 
         Requests of it that still run go on, drafting from their own text, and keep nothing when they finish.
         """
-        _check_ids(session=session, tenant=tenant)
-        key = _key(tenant, session)
+        check_ids(session=session, tenant=tenant)
+        key = key_of(tenant, session)
         assert key is not None
         self._core.remove_session(key, tenant)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
         """Whether text of this session is held."""
-        _check_ids(session=session, tenant=tenant)
-        key = _key(tenant, session)
+        check_ids(session=session, tenant=tenant)
+        key = key_of(tenant, session)
         assert key is not None
         return self._core.has_session(key)
 
@@ -243,7 +286,7 @@ class SuffixCache:
         per_session: Budget | None = None,
     ) -> None:
         """Replaces all budgets. What is over them leaves with the calls that follow, a little with each."""
-        self._core.resize(_limits(max_tokens, max_bytes, per_tenant, per_session))
+        self._core.resize(limit_numbers(max_tokens, max_bytes, per_tenant, per_session))
 
     def save(self, path: str | Path) -> None:
         """Writes sessions, groups, tenants and what was learned to a file; running requests are not part of it.
@@ -340,36 +383,3 @@ def _make_core(policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, nativ
     from agentspec.cache import _native
 
     return _native.Core(policy=policy, limits=limits, vocab_size=vocab_size), True
-
-
-def _limits(
-    max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
-) -> LimitNumbers:
-    tenant, session = per_tenant or Budget(), per_session or Budget()
-    names = (
-        "max_tokens",
-        "max_bytes",
-        "per_tenant.tokens",
-        "per_tenant.bytes",
-        "per_session.tokens",
-        "per_session.bytes",
-    )
-    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
-    for name, value in zip(names, values, strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
-    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
-    return first, second, third, fourth, fifth, sixth
-
-
-def _check_ids(**ids: str | None) -> None:
-    for name, value in ids.items():
-        if value is not None:
-            check_session_id(value, name)
-
-
-def _key(tenant: str | None, name: str | None) -> str | None:
-    """Names a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
-    if name is None:
-        return None
-    return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"

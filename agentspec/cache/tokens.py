@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import Int32Array
+from agentspec.cache.types import Float64Array, Int32Array
 from agentspec.errors import InvalidInputError, InvalidTokenError
 
 TokenIds = NDArray[np.integer] | Sequence[int]
@@ -55,6 +55,44 @@ def as_int32(values: NDArray[np.integer] | Sequence[int], name: str, length: int
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def as_offers(
+    tokens: NDArray[np.integer], probabilities: NDArray[np.floating], lengths: Int32Array, vocab_size: int
+) -> tuple[Int32Array, Float64Array]:
+    """Another drafter's tokens and their chances as int32 and float64 [n, L], both C-contiguous.
+
+    Of row i the first lengths[i] count. Raises InvalidInputError, or InvalidTokenError for a token, naming the first
+    that is illegal.
+    """
+    for name, array, kinds in (("tokens", tokens, "iu"), ("probabilities", probabilities, "f")):
+        if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in kinds:
+            what = "integers" if kinds == "iu" else "floats"
+            raise InvalidInputError(f"{name}: give an array of {what} [requests, tokens], got {_form_of(array)}")
+    if not len(tokens) == len(lengths) or tokens.shape != probabilities.shape:
+        raise InvalidInputError(
+            f"tokens, probabilities: give one row a request ({len(lengths)}) and one chance a token, got shapes "
+            f"{tokens.shape} and {probabilities.shape}"
+        )
+    columns = tokens.shape[1]
+    if len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > columns):
+        raise InvalidInputError(f"lengths: must be from 0 to {columns}, got {lengths.tolist()}")
+    used = np.arange(columns) < lengths[:, None]
+    illegal = used & ((tokens < 0) | (tokens >= vocab_size))
+    if illegal.any():
+        row, column = np.argwhere(illegal)[0].tolist()
+        raise InvalidTokenError(
+            f"tokens[{row}, {column}] is {int(tokens[row, column])}: token ids must be from 0 to {vocab_size - 1}"
+        )
+    illegal = used & ~((probabilities >= 0) & (probabilities <= 1))
+    if illegal.any():
+        row, column = np.argwhere(illegal)[0].tolist()
+        raise InvalidInputError(f"probabilities[{row}, {column}] is {probabilities[row, column]}: give 0 to 1")
+    return np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(probabilities, np.float64)
+
+
+def _form_of(value: object) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:

@@ -1,13 +1,17 @@
 """The plain data that goes into and comes out of `SuffixCache`."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
-SOURCES = ("request", "session", "group", "global")
-"""Where a drafted token can come from; the index is the value in every `sources` array."""
+SOURCES = ("request", "session", "group", "global", "model")
+"""Where a drafted token can come from; the index is the value in every `sources` array. "model": another drafter's
+token, taken in by `SuffixCache.offer`."""
+
+MODEL = SOURCES.index("model")
 
 Int32Array = NDArray[np.int32]
 UInt8Array = NDArray[np.uint8]
@@ -48,7 +52,7 @@ class Draft:
 
     token_ids: int32 [k]. probabilities: float32 [k], the chance that the token is accepted given that those before
     it are. sources: uint8 [k], indices of SOURCES. source: name of the first token's source, "" where k is 0.
-    match_length: tokens of context that the first token's source matched, counted up to 256.
+    match_length: tokens of context that the first token's source matched.
     """
 
     token_ids: Int32Array
@@ -62,12 +66,12 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """The drafts of a step's n requests, and how their previous drafts fared.
+class Drafts:
+    """The drafts of n requests.
 
     token_ids: int32 [total]; request i has token_ids[offsets[i]:offsets[i + 1]]. offsets: int32 [n + 1].
-    sources: uint8 [total]. probabilities: float32 [total]. match_lengths: int32 [n].
-    accepted, drafted: int32 [n, len(SOURCES)], tokens of the previous draft that were accepted, and verified at all.
+    sources: uint8 [total], indices of SOURCES. probabilities: float32 [total], the chance that the token is accepted
+    given that those before it are. match_lengths: int32 [n], tokens of context that the first token's source matched.
     """
 
     token_ids: Int32Array
@@ -75,14 +79,29 @@ class StepDrafts:
     sources: UInt8Array
     probabilities: Float32Array
     match_lengths: Int32Array
-    accepted: Int32Array
-    drafted: Int32Array
 
     def lists(self) -> list[list[int]]:
         """The drafts as one list of token ids a request."""
         tokens: list[int] = self.token_ids.tolist()
         bounds: list[int] = self.offsets.tolist()
         return [tokens[begin:end] for begin, end in pairwise(bounds)]
+
+    def expected(self) -> list[float]:
+        """Of each draft, how many of its tokens should be accepted: the sum of the cumulative chances."""
+        chances: list[float] = self.probabilities.tolist()
+        bounds: list[int] = self.offsets.tolist()
+        return [sum(accumulate(chances[begin:end], mul)) for begin, end in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts(Drafts):
+    """The drafts of a step's n requests, and how their previous drafts fared.
+
+    accepted, drafted: int32 [n, len(SOURCES)], tokens of the previous draft that were accepted, and verified at all.
+    """
+
+    accepted: Int32Array
+    drafted: Int32Array
 
 
 @dataclass(frozen=True, slots=True)

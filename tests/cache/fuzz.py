@@ -1,7 +1,7 @@
 """Random operations on both cores side by side, many and fast: python -m tests.cache.fuzz --operations 10000000
 
-Append, propose, step, finish, abort, restore, evict, remove, save and load come in random order, on texts that repeat
-themselves and each other; every answer of the compiled core must be that of the reference.
+Append, propose, step, offer, finish, abort, restore, evict, remove, save and load come in random order, on texts that
+repeat themselves and each other; every answer of the compiled core must be that of the reference.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from tests.cache.streams import LARGEST, Pair, fibonacci
 TENANTS = (None, "t", "t", "u")
 SESSIONS = (None, "a", "a", "b", "c")
 GROUPS = (None, None, "g", "h")
+CHANCES = (0.0, 1.0, 0.999, 0.9, 0.7, 0.4, 0.1)
 ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the reference is slow
 ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
 
@@ -62,10 +63,22 @@ class Fuzzer:
         }
 
     def run(self, operations: int) -> None:
-        names = ["start", "extend", "propose", "step", "finish", "abort", "restore", "remove", "evict", "reload"]
-        weights = [10, 30, 20, 30, 9, 1, 2, 0.5, 1, 0.05]
+        names = [
+            "start",
+            "extend",
+            "propose",
+            "step",
+            "offer",
+            "finish",
+            "abort",
+            "restore",
+            "remove",
+            "evict",
+            "reload",
+        ]
+        weights = [10, 30, 20, 30, 20, 9, 1, 2, 0.5, 1, 0.05]
         for name in self.rng.choices(names, weights, k=operations):
-            if name in ("extend", "propose", "step", "finish", "abort") and not self.texts:
+            if name in ("extend", "propose", "step", "offer", "finish", "abort") and not self.texts:
                 name = "start"
             if name == "start" and len(self.texts) >= 6:
                 name = "finish"
@@ -125,6 +138,21 @@ class Fuzzer:
         self.done["propose"] += len(batch)
         result = self.pair.step(batch, [self.texts[request] for request in batch], room, scheduled)
         self.drafts.update(zip(batch, result.lists(), strict=True))
+
+    def offer(self) -> None:
+        """Mostly for requests with a draft; often its own tokens to begin with, with other chances."""
+        rng = self.rng
+        batch = rng.choices(list(self.texts), k=rng.randrange(1, len(self.texts) + 1))
+        offers = []
+        for request in batch:
+            draft = self.drafts.get(request, [])
+            tokens = draft[: rng.choice([0, 1, len(draft)])] + self.fresh()[: rng.choice([0, 1, 3])]
+            offers.append([(token, rng.choice(CHANCES)) for token in tokens])
+        cost = rng.choice([None, None, 0.0, 0.2])
+        result = self.pair.offer(batch, offers, [rng.choice(ROOMS) for _ in batch], cost)
+        self.drafts.update(zip(batch, result.lists(), strict=True))
+        if rng.random() < 0.1:
+            self.pair.check_candidates(rng.choice(batch))
 
     def finish(self) -> None:
         request = self.rng.choice(list(self.texts))

@@ -1,13 +1,14 @@
 """Token streams that are hard on suffix trees, and a pair of caches that must always give the same answers."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from agentspec.cache import DraftPolicy, FinishedTurn, StepDrafts, SuffixCache, native_available
+from agentspec.cache import DraftPolicy, Drafts, FinishedTurn, StepDrafts, SuffixCache, native_available
 
 if native_available():
     from agentspec.cache import _native
@@ -92,10 +93,25 @@ class Pair:
         lengths = [len(text) for text in texts]
         ours = self.native.step(requests, table, rows, lengths, room, scheduled)
         expected = self.plain.step(requests, table, rows, lengths, room, scheduled)
-        for name in StepDrafts.__slots__:
-            left, right = getattr(ours, name), getattr(expected, name)
-            assert left.dtype == right.dtype and left.shape == right.shape, name
-            assert left.tolist() == right.tolist(), name
+        assert_same(ours, expected)
+        return ours
+
+    def offer(
+        self,
+        requests: Sequence[str],
+        offers: Sequence[Sequence[tuple[int, float]]],
+        room: Sequence[int],
+        cost: float | None = None,
+    ) -> Drafts:
+        """Tokens with their chances, given to requests as one array with rubbish behind each row."""
+        shape = (len(offers), max(map(len, offers), default=0) + 1)
+        tokens, chances = np.full(shape, -1, np.int32), np.full(shape, np.nan)
+        for row, given in enumerate(offers):
+            for column, (token, chance) in enumerate(given):
+                tokens[row, column], chances[row, column] = token, chance
+        lengths = [len(given) for given in offers]
+        ours = self.native.offer(requests, tokens, chances, lengths, room, cost=cost)
+        assert_same(ours, self.plain.offer(requests, tokens, chances, lengths, room, cost=cost))
         return ours
 
     def finish(self, request: str, output_limit: int | None = None) -> FinishedTurn | None:
@@ -139,6 +155,14 @@ class Pair:
         ours, expected = self.native.stats(), self.plain.stats()
         for name in ("tokens", "sessions", "requests", "tenants", "pending"):
             assert getattr(ours, name) == getattr(expected, name), name
+
+
+def assert_same(ours: Drafts, expected: Drafts) -> None:
+    """Bit for bit."""
+    for field in fields(expected):
+        left, right = getattr(ours, field.name), getattr(expected, field.name)
+        assert left.dtype == right.dtype and left.shape == right.shape, field.name
+        assert left.tolist() == right.tolist(), field.name
 
 
 def same_turn(a: FinishedTurn, b: FinishedTurn) -> bool:

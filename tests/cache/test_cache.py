@@ -200,7 +200,7 @@ def test_restore_without_the_turns_before_it(make_cache: MakeCache) -> None:
 
 
 def test_sources_are_named() -> None:
-    assert SOURCES == ("request", "session", "group", "global")
+    assert SOURCES == ("request", "session", "group", "global", "model")
 
 
 def test_native_true_needs_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

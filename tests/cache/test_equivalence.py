@@ -20,6 +20,7 @@ if not native_available():
 
 sessions = st.sampled_from([None, "a", "b", "1:ta"])
 tenants = st.sampled_from([None, "t", "1:t"])
+chances = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.9]))
 groups = st.sampled_from([None, None, "g"])
 
 
@@ -82,6 +83,15 @@ class Interleaving(RuleBasedStateMachine):
             self.texts[request] += self.next_tokens(data, request)
         result = self.pair.step(batch, [self.texts[r] for r in batch], room[: len(batch)], scheduled)
         self.drafts.update(zip(batch, result.lists(), strict=True))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), room=st.sampled_from([0, 1, 7, 64]), cost=st.sampled_from([None, None, 0.0, 0.3]))
+    def offer(self, data: st.DataObject, room: int, cost: float | None) -> None:
+        batch = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, max_size=4))
+        given = [[(token, data.draw(chances)) for token in self.next_tokens(data, request)] for request in batch]
+        result = self.pair.offer(batch, given, [room] * len(batch), cost)
+        self.drafts.update(zip(batch, result.lists(), strict=True))
+        self.pair.check_candidates(batch[0])
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), limit=st.sampled_from([None, None, 0, 3]))

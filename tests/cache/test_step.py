@@ -37,7 +37,7 @@ def test_step_counts_what_was_accepted(make_cache: MakeCache) -> None:
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
     result = step(cache, [*PROMPT, 1, 2, 99], scheduled=4)
-    assert result.accepted.tolist() == [[2, 0, 0, 0]] and result.drafted.tolist() == [[4, 0, 0, 0]]
+    assert result.accepted.tolist() == [[2, 0, 0, 0, 0]] and result.drafted.tolist() == [[4, 0, 0, 0, 0]]
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
 
@@ -46,7 +46,7 @@ def test_step_counts_only_what_was_scheduled(make_cache: MakeCache) -> None:
     cache.start("r", PROMPT)
     step(cache, PROMPT)
     result = step(cache, [*PROMPT, 1, 2], scheduled=1)
-    assert result.accepted.tolist() == [[1, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0]]
+    assert result.accepted.tolist() == [[1, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0]]
 
 
 def test_step_without_new_tokens_judges_nothing(make_cache: MakeCache) -> None:
@@ -122,4 +122,4 @@ def test_bad_arguments_change_nothing(make_cache: MakeCache) -> None:
 
 def test_empty_batch(make_cache: MakeCache) -> None:
     result = make_cache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
-    assert result.lists() == [] and result.accepted.shape == (0, 4)
+    assert result.lists() == [] and result.accepted.shape == (0, 5)
