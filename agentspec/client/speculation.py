@@ -13,7 +13,8 @@ class Speculation:
     that verified a draft).
 
     `tokens` is what the reply has, `drafted` what was proposed and verified, `accepted` what of it was kept.
-    The `_by_source` counts sum to the totals; sources are "request", "session", "group" and "global".
+    The `_by_source` counts sum to the totals; sources are "request", "session", "group", "global"
+    and "model" (tokens of a draft model).
     """
 
     drafted: int
