@@ -19,7 +19,7 @@ from tests.cache.streams import LARGEST, Pair, fibonacci
 TENANTS = (None, "t", "t", "u")
 SESSIONS = (None, "a", "a", "b", "c")
 GROUPS = (None, None, "g", "h")
-CHANCES = (0.0, 1.0, 0.999, 0.9, 0.7, 0.4, 0.1)
+CHANCES = (0.0, 1.0, 1.0, 0.999, 0.999, 0.9, 0.4)
 ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the reference is slow
 ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
 
@@ -146,9 +146,9 @@ class Fuzzer:
         offers = []
         for request in batch:
             draft = self.drafts.get(request, [])
-            tokens = draft[: rng.choice([0, 1, len(draft)])] + self.fresh()[: rng.choice([0, 1, 3])]
+            tokens = draft[: rng.choice([0, 0, 1, len(draft)])] + self.fresh()[: rng.choice([0, 1, 1, 3])]
             offers.append([(token, rng.choice(CHANCES)) for token in tokens])
-        cost = rng.choice([None, None, 0.0, 0.2])
+        cost = rng.choice([None, 0.0, 0.0, 0.2])
         result = self.pair.offer(batch, offers, [rng.choice(ROOMS) for _ in batch], cost)
         self.drafts.update(zip(batch, result.lists(), strict=True))
         if rng.random() < 0.1:
