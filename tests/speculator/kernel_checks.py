@@ -1,0 +1,158 @@
+"""The fused kernels beside their twins in plain torch. `test_kernels` runs this in a process of its own, because
+Triton's interpreter is switched on for good when triton is first imported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from agentspec.server_ext.speculator import DraftLoop, fused, selection
+from agentspec.server_ext.speculator.fp8 import Fp8Linear, quantize_rows
+from agentspec.server_ext.speculator.fused import FusedFp8Linear, FusedLSTMCell, FusedSumNormGelu, QuantizedState
+from agentspec.server_ext.speculator.layers import LSTMCell, Norm, SumNormGelu
+from tests.speculator.shapes import inputs, small
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INNER = (64, 100, 384)
+"""A power of two; not a multiple of anything; between two powers of two."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _exact_rounding() -> Iterator[None]:
+    """Triton's interpreter drops the carry when it rounds up to a power of two in E4M3 (7.9 becomes 4, not 8)."""
+    convert = interpreter._convert_float
+
+    def to_e4m3_as_torch(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(values, source, target, mode)
+        return torch.tensor(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = to_e4m3_as_torch
+    yield
+    interpreter._convert_float = convert
+
+
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE), torch.inference_mode():
+        yield
+
+
+def _shaken(*norms: Norm) -> None:
+    for norm in norms:
+        norm.weight.normal_(1.0, 0.3)
+        norm.bias.normal_(0.0, 0.3)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("gates", [1, 4])
+def test_lstm_cell(inner: int, gates: int) -> None:
+    cell = LSTMCell(inner, alpha=3.0)
+    _shaken(cell.cell_norm, cell.state_norm)
+    state = QuantizedState()
+    inputs = torch.randn(3, 4 * inner), torch.randn(3, gates * inner), torch.randn(3, inner)
+    hidden, following = FusedLSTMCell(cell, state)(*inputs)
+    wanted, wanted_following = cell(*inputs)
+    torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(following, wanted_following, rtol=1e-5, atol=1e-5)
+    _is_quantized(state.of(hidden), wanted)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_sum_norm_gelu(inner: int) -> None:
+    mix = SumNormGelu(inner, alpha=0.7)
+    _shaken(mix.norm)
+    state = QuantizedState()
+    inputs = torch.randn(5, inner), torch.randn(5, inner)
+    hidden, wanted = FusedSumNormGelu(mix, state)(*inputs), mix(*inputs)
+    torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+    _is_quantized(state.of(hidden), wanted)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    """The plain cell rounds after each of its steps; the fused one is as near to the exact result or nearer."""
+    cell = LSTMCell(96, alpha=3.0).bfloat16()
+    inputs = [torch.randn(4, size).bfloat16() for size in (4 * 96, 96, 96)]
+    exact = copy.deepcopy(cell).double()(*(tensor.double() for tensor in inputs))[0]
+    fused_error = (FusedLSTMCell(cell, None)(*inputs)[0].double() - exact).abs().max()
+    assert fused_error <= (cell(*inputs)[0].double() - exact).abs().max()
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_quantize_rows(inner: int) -> None:
+    x = torch.randn(4, inner) * torch.tensor([[1e-6], [1.0], [1e4], [0.0]])
+    _is_quantized(QuantizedState().of(x), x)
+
+
+def _is_quantized(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
+    """As `quantize_rows` has it, but for a value now and then that lies between two of E4M3."""
+    wanted, scales = quantize_rows(x)
+    torch.testing.assert_close(found[1], scales, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found[0].float(), wanted.float(), rtol=0.125, atol=2.0**-9)
+    assert (found[0].float() != wanted.float()).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(("rows", "inner", "outputs"), [(1, 128, 160), (3, 80, 70), (17, 128, 70)])
+def test_fp8_linear(rows: int, inner: int, outputs: int) -> None:
+    linear = Fp8Linear(torch.randn(outputs, inner))
+    x = torch.randn(rows, inner)
+    found, wanted = FusedFp8Linear(linear, QuantizedState())(x), linear(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_more_rows_than_pay_take_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MOST_ROWS", 2)
+    linear = Fp8Linear(torch.randn(160, 64))
+    layer = FusedFp8Linear(linear, QuantizedState())
+    x, wanted = torch.randn(3, 64), torch.tensor([-1, 3, 159])
+    assert torch.equal(layer(x), linear(x))
+    assert torch.equal(fused.score(layer, x, wanted), selection.score(linear, x, wanted))
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "outputs", "first"), [(1, 64, 300, 0), (5, 72, 300, 48), (17, 64, 128, 0), (3, 72, 70, 16)]
+)
+def test_score_merge_choose(rows: int, inner: int, outputs: int, first: int) -> None:
+    head = torch.nn.Linear(inner, outputs, bias=False)
+    head.weight.copy_(torch.randint(-3, 4, (outputs, inner)))  # sums are exact in any order, so that ties are ties
+    head.weight[7] = head.weight[61]
+    x = torch.randint(-3, 4, (rows, inner)) / 16.0
+    x[0] = head.weight[7] / 8.0
+    given = torch.randint(-1, outputs + 5, (rows, 3))[:, 1]
+    wanted_parts, parts = selection.score(head, x, given), fused.score(head, x, given)
+    assert len(parts) == -(-outputs // 128)
+    merged = fused.merge(parts, first)
+    torch.testing.assert_close(merged, selection.merge(wanted_parts, first), rtol=1e-5, atol=1e-5)
+    assert int(merged[0, 1]) == first + 7
+    for vocabulary in (None, torch.randperm(5 * outputs)[:outputs]):
+        found, wanted = fused.choose(parts, given, vocabulary), selection.choose(wanted_parts, given, vocabulary)
+        for mine, twin in zip(found, wanted, strict=True):
+            assert mine.dtype == twin.dtype
+            torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-7)
+
+
+def test_logits_that_are_no_numbers_still_give_a_token() -> None:
+    head = torch.nn.Linear(64, 200, bias=False)
+    parts = fused.score(head, torch.full((2, 64), torch.nan), torch.zeros(2, dtype=torch.int64))
+    tokens = fused.choose(parts, torch.full((2,), -1), None).tokens
+    assert ((tokens >= 0) & (tokens < 200)).all()
+
+
+@pytest.mark.parametrize(("kind", "fp8"), [("lstm", False), ("lstm", True), ("mlp", True)])
+def test_the_loop_drafts_the_same(kind: str, fp8: bool) -> None:
+    plain, loop = (
+        DraftLoop(small(kind, reduced=True).to(DEVICE), fp8_head=fp8, fp8_projections=fp8, kernels=kernels)
+        for kernels in (False, True)
+    )
+    given = [tensor.to(DEVICE) for tensor in inputs(6)]
+    wanted, found = plain(*given), loop(*given)
+    tolerance = 0.02 if fp8 else 1e-4  # a state that rounds the other way moves a probability a little
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-7)
