@@ -74,6 +74,7 @@ def test_sum_norm_gelu(inner: int) -> None:
     hidden, wanted = FusedSumNormGelu(mix, state)(*inputs), mix(*inputs)
     torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
     _is_quantized(state.of(hidden), wanted)
+    _is_quantized(state.of(hidden + 1.0), wanted + 1.0)  # another tensor than the noted one
 
 
 def test_bfloat16_is_rounded_once() -> None:
@@ -113,7 +114,11 @@ def test_more_rows_than_pay_take_the_plain_way(monkeypatch: pytest.MonkeyPatch) 
     layer = FusedFp8Linear(linear, QuantizedState())
     x, wanted = torch.randn(3, 64), torch.tensor([-1, 3, 159])
     assert torch.equal(layer(x), linear(x))
-    assert torch.equal(fused.score(layer, x, wanted), selection.score(linear, x, wanted))
+    parts = fused.score(layer, x, wanted)
+    assert torch.equal(parts, selection.score(linear, x, wanted))
+    for mine, twin in zip(fused.choose(parts, wanted, None), selection.choose(parts, wanted, None), strict=True):
+        torch.testing.assert_close(mine, twin)
+    assert torch.equal(fused.score(linear, x[:1], wanted[:1]), selection.score(linear, x[:1], wanted[:1]))
 
 
 @pytest.mark.parametrize(

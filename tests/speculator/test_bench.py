@@ -48,7 +48,3 @@ def test_small_shape_on_a_cpu() -> None:
         assert row["ms_a_token"] == pytest.approx(row["ms"] / N, rel=1e-3)
         assert row["met"] is None and row["target"] is None  # the target is a GPU's
     assert result["provenance"]["device"]
-
-
-def test_a_table_without_json() -> None:
-    assert "ratio" in _run("--shape", "small")

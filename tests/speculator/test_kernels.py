@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext.speculator import DraftLoop
+from tests.speculator.shapes import small
+
 triton = pytest.importorskip("triton")
 
 _CHECKS = Path(__file__).with_name("kernel_checks.py")
@@ -22,6 +26,11 @@ def test_kernels_agree_with_plain_torch() -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
+
+
+def test_kernels_are_refused_where_triton_cannot_run() -> None:
+    with pytest.raises(SpeculatorError, match="kernels: Triton cannot run on cpu"):
+        DraftLoop(small(), kernels=True)
 
 
 _FLOATS = "cell_weight cell_bias state_weight state_bias bias projected embedded cell hidden next_cell x out"
@@ -48,6 +57,7 @@ _FP8 = {"inputs": "*fp8e4nv", "weight": "*fp8e4nv"}
         ("head_kernel", {"inputs": "*bf16", "weight": "*bf16"}, {**_PRODUCT, "SCALED": False, "BLOCK_K": 64}),
         ("merge_kernel", {"out": "*fp32"}, {"BLOCK": 1024}),
         ("choose_kernel", {}, {"MAPPED": True, "BLOCK": 1024}),
+        ("choose_kernel", {}, {"MAPPED": False, "BLOCK": 1}),
     ],
 )
 def test_kernels_compile_for_an_h100(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:

@@ -6,7 +6,12 @@
 ``layout``      which names their tensors have in published checkpoints
 ``checkpoint``  loading, from a folder or a hub, and saving
 ``vocabulary``  a head reduced to the tokens that matter
-``draft_loop``  n greedy steps without a synchronisation
+``draft_loop``  n greedy steps without a synchronisation, and the switches of what makes them fast:
+``fp8``         weights in 8 bits
+``parallel``    a head that the ranks of a tensor-parallel server share
+``graphs``      the whole loop recorded as CUDA graphs
+``fused``, ``kernels``  what lies between the matrix products, and the head's product, in Triton
+``selection``   from logits, or parts of them, to tokens
 """
 
 from agentspec.server_ext.speculator.base import Speculator, State
@@ -15,12 +20,14 @@ from agentspec.server_ext.speculator.config import SpeculatorConfig
 from agentspec.server_ext.speculator.draft_loop import DraftedTokens, DraftLoop
 from agentspec.server_ext.speculator.lstm import LSTMSpeculator
 from agentspec.server_ext.speculator.mlp import MLPSpeculator
+from agentspec.server_ext.speculator.parallel import Ranks
 
 __all__ = [
     "DraftLoop",
     "DraftedTokens",
     "LSTMSpeculator",
     "MLPSpeculator",
+    "Ranks",
     "Speculator",
     "SpeculatorConfig",
     "State",

@@ -80,7 +80,7 @@ class DraftLoop:
         Before a server takes requests, on all ranks alike. Without it nothing is recorded, and kernels are compiled
         when they are first used.
         """
-        for batch in SIZES:
+        for batch in (*SIZES, SIZES[-1] + 1):  # beyond the last size the steps are others
             self._run(*self.inputs(batch))
         if self._recorded is not None:
             self._recorded.warm_up()

@@ -57,11 +57,7 @@ class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.register_buffer("weight", quantized)
         self.register_buffer("scale", scale)
         self.register_buffer("one", torch.ones_like(scale))
-        self._native = (
-            weight.is_cuda
-            and torch.cuda.get_device_capability(weight.device) >= _NATIVE_FROM
-            and all(size % _ALIGNMENT == 0 for size in weight.shape)
-        )
+        self._native = has_fp8(weight.device) and all(size % _ALIGNMENT == 0 for size in weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         quantized, scales = quantize_rows(x)
@@ -81,6 +77,13 @@ class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
         # 448 x 448 overflows half precision; bfloat16 and float32 hold every E4M3 number exactly
         wide = torch.float32 if dtype == torch.float16 else dtype
         return functional.linear(quantized.to(wide), self.weight.to(wide)) * self.scale
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether it is a GPU with tensor cores for this FP8 (AMD's has another bias)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= _NATIVE_FROM)
 
 
 def use_fp8(speculator: Speculator, *, heads: bool, projections: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator import kernels, selection
 from agentspec.server_ext.speculator.base import Speculator
-from agentspec.server_ext.speculator.fp8 import E4M3, Fp8Linear
+from agentspec.server_ext.speculator.fp8 import E4M3, Fp8Linear, has_fp8
 from agentspec.server_ext.speculator.layers import EPSILON, LSTMCell, SumNormGelu
 from agentspec.server_ext.speculator.selection import DraftedTokens
 
@@ -127,15 +127,16 @@ class FusedFp8Linear(nn.Module):  # type: ignore[misc]
 
 
 def fuse(speculator: Speculator) -> None:
-    """Replace the speculator's cells, and its FP8 layers, by fused ones. Wider products stay the library's.
+    """Replace the speculator's cells, and its FP8 layers where there are tensor cores for them, by fused ones.
 
-    Raises SpeculatorError where Triton has nothing to run on.
+    Wider products stay the library's. Raises SpeculatorError where Triton has nothing to run on.
     """
     device = next(speculator.parameters()).device
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+    interpreted = triton.knobs.runtime.interpret
+    if device.type != "cuda" and not interpreted:
         raise SpeculatorError(f"kernels: Triton cannot run on {device}; switch kernels off there")
-    state = QuantizedState() if any(isinstance(module, Fp8Linear) for module in speculator.modules()) else None
-    _fuse_children(speculator, state)
+    in_fp8 = any(isinstance(module, Fp8Linear) for module in speculator.modules())
+    _fuse_children(speculator, QuantizedState() if in_fp8 and (interpreted or has_fp8(device)) else None)
 
 
 def _fuse_children(parent: nn.Module, state: QuantizedState | None) -> None:
@@ -153,9 +154,9 @@ def _fuse_children(parent: nn.Module, state: QuantizedState | None) -> None:
 def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
     """`selection.score` in one launch, in as many parts as there are blocks of the head: float32 [P, B, 4].
 
-    head: a Linear or FusedFp8Linear; x [B, I]; wanted int64 [B], any stride.
+    head: a linear layer of any kind; x [B, I]; wanted int64 [B], any stride.
     """
-    if len(x) > MOST_ROWS:
+    if len(x) > MOST_ROWS or isinstance(head, Fp8Linear):
         return selection.score(head, x, wanted)
     if isinstance(head, FusedFp8Linear):
         weight, weight_scale = head.linear.weight, head.linear.scale
