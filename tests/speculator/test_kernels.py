@@ -54,6 +54,7 @@ _FP8 = {"inputs": "*fp8e4nv", "weight": "*fp8e4nv"}
         ("quantize_kernel", {}, {"BLOCK": 1024}),
         ("linear_kernel", _FP8, {**_PRODUCT, "SCALED": True, "BLOCK_K": 128}),
         ("head_kernel", _FP8, {**_PRODUCT, "SCALED": True, "BLOCK_K": 128}),
+        ("head_kernel", _FP8, {**_PRODUCT, "SCALED": True, "BLOCK_K": 128, "EVEN": False, "BLOCK_B": 64}),
         ("head_kernel", {"inputs": "*bf16", "weight": "*bf16"}, {**_PRODUCT, "SCALED": False, "BLOCK_K": 64}),
         ("merge_kernel", {"out": "*fp32"}, {"BLOCK": 1024}),
         ("choose_kernel", {}, {"MAPPED": True, "BLOCK": 1024}),
