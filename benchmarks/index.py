@@ -23,7 +23,7 @@ from comparison import Row, add_options, at_most, less, pin, say, show
 from contenders import DEPTH, Ours, Peer, take
 from trace_files import Tokens, documents, records
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.errors import AgentSpecError
 
 COST = 0.01
@@ -32,6 +32,7 @@ LENGTH = 2 * DEPTH + STEPS * ACCEPTED
 TURN_PROMPT, TURN_NEW, TURNS = 16_000, 500, 12
 SIZES = (1_000_000, 5_000_000)
 LARGE = 100_000_000
+EVICTIONS = 3
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--large", action="store_true", help="also ours with 100 M tokens (2 GB, some minutes)")
+    parser.add_argument("--large", action="store_true", help="also 100 M tokens beside 1 M, ours alone (2 GB, minutes)")
     options = parser.parse_args(arguments)
     pin(options.cpu)
     try:
@@ -76,7 +77,6 @@ def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
     held: list[Tokens] = []
     all_three = Contenders(Ours(DraftPolicy.fixed()), Ours(DraftPolicy(cost=COST)), Peer(peer_dir))
     memory = {"ours": 0, "peer": 0}
-    first: float | None = None
     for size in SIZES:
         new = take(source, size - sum(map(len, held)))
         held += new
@@ -84,18 +84,16 @@ def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
         memory["ours"] += _growth(lambda new=new: all_three.fixed.fill(new))  # type: ignore[misc]
         all_three.judged.fill(new)
         memory["peer"] += _growth(lambda new=new: all_three.peer.fill(new))  # type: ignore[misc]
-        times = propose_times(all_three, held)
-        first = first or median(times.fixed)
-        rows += propose_rows(times, f"{size // 1_000_000} M tokens")
+        rows += propose_rows(propose_times(all_three, held), f"{size // 1_000_000} M tokens")
     tokens = sum(map(len, held))
     rows += turn_rows(all_three, session_texts(traces))
     rows += memory_rows(memory["ours"] / tokens, memory["peer"] / tokens)
     rows += snapshot_rows(all_three.fixed.cache, all_three.peer.filled)
     del all_three.peer.cache
     gc.collect()
-    rows += eviction_rows(all_three.fixed.cache)
+    rows += eviction_rows(held)
     if large:
-        rows += large_rows(source, first or 0.0)
+        rows += large_rows(source)
     return rows
 
 
@@ -243,10 +241,37 @@ def snapshot_rows(cache: SuffixCache, rebuilding: float) -> list[Row]:
     return [at_most("load a 5 M-token snapshot (the peer: build its tree), s", median(seconds), 0.3, "s", rebuilding)]
 
 
-def eviction_rows(cache: SuffixCache) -> list[Row]:
-    """Half of the tokens leave with calls that each do a little of it."""
-    say("evicting half")
-    before, tokens = _resident(), cache.stats().tokens
+def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
+    """Half of the tokens leave with calls that each do a little of it.
+
+    The same is done several times, without the clock that would end a call early, so that the calls are the same. What
+    is long every time is our doing; what is long once is the machine's.
+    """
+    runs = []
+    freed = 0
+    _native.watch_clock(False)
+    try:
+        for turn in range(EVICTIONS):
+            say(f"evicting half, {turn + 1} of {EVICTIONS}")
+            ours = Ours(DraftPolicy.fixed())
+            ours.fill(held)
+            before = _resident()
+            runs.append(_evicting_half(ours.cache))
+            freed = before - _resident()
+    finally:
+        _native.watch_clock(True)
+    longest = max(min(calls) for calls in zip(*runs, strict=True))
+    total = median(sum(calls) for calls in runs)
+    return [
+        at_most(f"evicting half of 5 M tokens, {len(runs[0])} calls: the longest, CPU time, ms", longest, 1, "ms"),
+        Row("the same: all calls together, CPU time, ms", total),
+        Row("the same: resident memory that it gave back, MB", freed / 1e6, target="falls", met=freed > 0),
+    ]
+
+
+def _evicting_half(cache: SuffixCache) -> list[float]:
+    """CPU time of each call, in milliseconds."""
+    tokens = cache.stats().tokens
     cache.resize(max_tokens=tokens // 2)
     calls = []
     done: list[int] = []
@@ -260,43 +285,45 @@ def eviction_rows(cache: SuffixCache) -> list[Row]:
     finally:
         gc.enable()
     assert cache.stats().tokens <= tokens // 2
-    freed = before - _resident()
-    return [
-        at_most("evicting half of 5 M tokens: the longest call, CPU time, ms", max(calls), 1, "ms"),
-        Row("the same: resident memory that it gave back, MB", freed / 1e6, target="falls", met=freed > 0),
-    ]
+    return calls
 
 
-def large_rows(source: Iterator[Tokens], first: float) -> list[Row]:
-    """Ours alone with many more tokens."""
-    ours = Ours(DraftPolicy.fixed())
-    kept: list[Tokens] = []
+def large_rows(source: Iterator[Tokens]) -> list[Row]:
+    """Ours with few and with many more tokens, taking turns."""
+    small, large = Ours(DraftPolicy.fixed()), Ours(DraftPolicy.fixed())
+    few = take(source, SIZES[0])
+    small.fill(few)
+    many: list[Tokens] = []  # some of the text that is held
     held = 0
     while held < LARGE:
         new = take(source, LARGE // 20)
-        ours.fill(new)
+        large.fill(new)
         held += sum(map(len, new))
-        kept += new[::20]
-        say(f"{held:,} tokens in {ours.filled:,.0f} s")
+        many += new[::20]
+        say(f"{held:,} tokens in {large.filled:,.0f} s")
     random = np.random.default_rng(1)
-    long = [document for document in kept if len(document) >= LENGTH]
-    times = []
+    both = [
+        (ours, [document for document in documents if len(document) >= LENGTH], list[float]())
+        for ours, documents in ((small, few), (large, many))
+    ]
     for turn in range(ROUNDS):
         names = [f"{turn}-{number}" for number in range(BATCH)]
-        table = np.stack([_matching_text(random, long) for _ in names])
-        with _started(ours, names, table):
-            for at in range(2 * DEPTH, LENGTH, ACCEPTED):
-                times.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
-                ours.step(names, table, at + ACCEPTED, room=0)
-    ratio = median(times) / first
+        for ours, long, times in both if turn % 2 else both[::-1]:
+            table = np.stack([_matching_text(random, long) for _ in names])
+            with _started(ours, names, table):
+                for at in range(2 * DEPTH, LENGTH, ACCEPTED):
+                    times.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
+                    ours.step(names, table, at + ACCEPTED, room=0)
+    first, second = (median(times) for _, _, times in both)
     return [
+        Row(f"propose, fixed rule, batch of {BATCH}, 1 M tokens, µs a request", first),
         Row(
-            "propose, fixed rule, 100 M tokens, µs a request (ratio: to 1 M)",
-            median(times),
-            ratio=ratio,
+            "the same, 100 M tokens (ratio: how many times that at 1 M)",
+            second,
+            ratio=second / first,
             target="at most 2x",
-            met=ratio <= 2,
-        )
+            met=second <= 2 * first,
+        ),
     ]
 
 

@@ -187,7 +187,7 @@ class Buffer {
     if (!mapped_) return;
     const std::size_t begin = (size * sizeof(T) + granule() - 1) / granule() * granule();
     const std::size_t end = std::min(whole_pages(touched_), whole_pages(capacity_));
-    if (end < begin + kSlack + begin / 32) return;
+    if (end < begin + kSlack + std::min(begin / 32, kSlack)) return;
     discard(begin, end);
     touched_ = begin / sizeof(T);
   }

@@ -76,8 +76,8 @@ std::size_t Corpus::sweep(std::size_t budget) {
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
   const Stopwatch stopwatch;
   std::size_t done = 0;
-  while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime)) {
-    const Document& oldest = dropped_.front();
+  do {  // at least once: who calls until nothing is done must not stop because the clock ran
+    Document& oldest = dropped_.front();
     const std::size_t some = std::min(most - done, kSweepSome);
     const std::size_t removed = index_.remove(oldest.begin, oldest.end, some);
     done += removed;
@@ -85,7 +85,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
     dropped_.pop_front();
     if (erased_ > 0) --erased_;
     ++done;  // also a document without indexed places takes a moment
-  }
+  } while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime));
   release();
   return std::min(budget, done * kSweepCost);
 }

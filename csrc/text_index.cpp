@@ -146,7 +146,7 @@ bool TextIndex::follow(Token token, Match& match) const {
   return true;
 }
 
-std::size_t TextIndex::remove(Position begin, Position end, std::size_t budget) {
+std::size_t TextIndex::remove(Position begin, Position& end, std::size_t budget) {
   begin = std::max(begin, released_);
   end = std::min(end, static_cast<Position>(size()));
   if (begin >= end) return 0;
@@ -169,7 +169,10 @@ std::size_t TextIndex::remove(Position begin, Position end, std::size_t budget) 
     end = first;
     done += count;
   }
-  if (done < budget) std::fill(text + begin, text + end, kBoundary);
+  if (done < budget) {
+    std::fill(text + begin, text + end, kBoundary);
+    end = begin;
+  }
   version_ += done > 0;
   trail_next_ = 0;
   return done;

@@ -58,9 +58,9 @@ class TextIndex {
   bool follow(Token token, Match& match) const;
 
   // Un-indexes positions of [begin, end), which must be whole documents, newest first and at most `budget` of them,
-  // and overwrites their text with boundaries; returns how many. Fewer than `budget`: all is done. What is pending
-  // there will never be indexed.
-  std::size_t remove(Position begin, Position end, std::size_t budget);
+  // and overwrites their text with boundaries; returns how many. Fewer than `budget`: all is done. `end` moves down to
+  // the end of what is left. What is pending there will never be indexed.
+  std::size_t remove(Position begin, Position& end, std::size_t budget);
 
   // Gives back the memory of everything before `position`, all of which was removed. Returns what the caller has to
   // subtract from every position it keeps: 0 but once in billions of tokens, when positions are about to run out.
