@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cache.hpp"
+#include "stopwatch.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

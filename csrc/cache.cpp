@@ -85,7 +85,8 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) 
   fresh->prompt_length = prompt.size();
   fresh->index.append(prompt.first(kept), false);
   fresh->index.append(prompt.subspan(kept));
-  if (settings_.fixed) fresh->index.advance(prompt.size());
+  while (settings_.fixed && fresh->index.advance(prompt.size()) > 0) {
+  }
   fresh->state.begin = prompt.size();
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);

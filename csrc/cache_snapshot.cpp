@@ -27,7 +27,8 @@ void load_learned(SnapshotReader& reader, Learned* learned) {
 }
 
 void settle(Corpus& corpus) {
-  corpus.advance(kEverything);
+  while (corpus.advance(kEverything) > 0) {
+  }
   while (!corpus.swept()) corpus.sweep(kEverything);
 }
 
@@ -70,7 +71,8 @@ void Cache::save(const std::string& path) {
   std::lock_guard lock(mutex_);
   std::size_t kept = 0;
   for (const auto& [used, holding] : by_use_) {
-    advance(*holding, kEverything);
+    while (advance(*holding, kEverything) > 0) {
+    }
     while (holding->sweep(kEverything) > 0) {
     }
     kept += holding->size().tokens > 0;

@@ -1,9 +1,9 @@
 #include "corpus.hpp"
 
 #include <algorithm>
-#include <atomic>
-#include <ctime>
 #include <vector>
+
+#include "stopwatch.hpp"
 
 namespace agentspec {
 namespace {
@@ -15,31 +15,7 @@ std::uint64_t hash_of(const std::string& key) {
   return hash | 1;  // 0 stands for no session
 }
 
-std::atomic<bool> clock_watched = true;
-
-// CPU time of this thread.
-class Stopwatch {
- public:
-  bool over(std::int64_t nanoseconds) const { return now() - begin_ > nanoseconds; }
-
- private:
-  static std::int64_t now() {
-#if defined(CLOCK_THREAD_CPUTIME_ID)
-    if (!clock_watched.load(std::memory_order_relaxed)) return 0;
-    timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return static_cast<std::int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
-#else
-    return 0;
-#endif
-  }
-
-  std::int64_t begin_ = now();
-};
-
 }  // namespace
-
-void watch_clock(bool watched) { clock_watched = watched; }
 
 std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
   return tokens.last(std::min(tokens.size(), count));

@@ -19,10 +19,6 @@ inline constexpr std::size_t kSweepCost = 16;
 inline constexpr std::size_t kSweepSome = 4;
 inline constexpr std::int64_t kSweepTime = 100'000;  // ns
 
-// Whether sweeps look at the clock (the default), in the whole process. Without it a slow machine gives the same
-// answers as a fast one: comparisons with the reference, which knows no clock, switch it off.
-void watch_clock(bool watched);
-
 std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count);
 
 // Finished responses, oldest first, as documents of one growing text: what the sessions of a tenant or of a group share.

@@ -3,13 +3,18 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <optional>
 #include <stdexcept>
+
+#include "stopwatch.hpp"
 
 namespace agentspec {
 namespace {
 
 constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
 constexpr std::uint32_t kDeep = 512;              // tokens in common from which on neighbours are followed
+constexpr std::size_t kDeepSome = 8;              // so many of those at a time, then a look at the clock
+constexpr std::int64_t kDeepTime = 300'000;       // ns
 constexpr Position kRebase = Position{1} << 31;  // released positions from which on all are moved down
 
 }  // namespace
@@ -44,12 +49,15 @@ void TextIndex::clear() {
 
 std::size_t TextIndex::advance(std::size_t budget) {
   const Token* const text = text_.data() + kPad;
-  std::size_t done = 0;
+  std::size_t done = 0, deep = 0;
+  std::optional<Stopwatch> stopwatch;
   while (done < budget && !pending_.empty()) {
     Range& range = pending_.front();
     const std::size_t left = std::min<std::size_t>(budget - done, range.end - range.begin);
     auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, ContextOrder::kBatch));
     if (trail_next_ == range.begin && std::max(trail_.left_common, trail_.right_common) >= kDeep) {
+      if (!stopwatch) stopwatch.emplace();
+      if (++deep % kDeepSome == 0 && stopwatch->over(kDeepTime)) break;
       count = 1;
       insert_next(range.begin);
     } else {

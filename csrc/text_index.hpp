@@ -43,7 +43,8 @@ class TextIndex {
   void append(std::span<const Token> tokens, bool findable = true);
   void append_boundary();
 
-  // Indexes at most `budget` pending positions, oldest first; returns how many.
+  // Indexes at most `budget` pending positions, oldest first; returns how many. Among repeats of thousands of tokens a
+  // position can take a hundred times as long as elsewhere: there it ends early by the clock, but never without any.
   std::size_t advance(std::size_t budget);
 
   // Longest match of the context among the indexed positions; clear() if there is none.

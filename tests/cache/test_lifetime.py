@@ -162,3 +162,25 @@ def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
     finally:
         _native.watch_clock(False)
     assert finds(cache, [7], tenant="t") == []
+
+
+@pytest.mark.skipif(not native_available(), reason="the compiled core is not built")
+def test_long_repeats_are_indexed_in_small_pieces_and_wholly() -> None:
+    """The same run of one token again: where it belongs is found after long comparisons, and the clock ends a call."""
+    from agentspec.cache import _native
+
+    cache = SuffixCache(native=True)
+    run(cache, [7] * 20_000 + [1], tenant="t")
+    while cache.catch_up(1024):
+        pass
+    run(cache, [7] * 20_000 + [2], tenant="t")
+    _native.watch_clock(True)
+    try:
+        calls = 0
+        while cache.catch_up(1024):
+            calls += 1
+    finally:
+        _native.watch_clock(False)
+    assert cache.stats().pending == 0
+    assert calls > 40  # more than the budget alone would need
+    assert finds(cache, [7], tenant="t") == [7]
