@@ -1,12 +1,12 @@
 """The extension of ``vllm serve``: session-aware suffix drafts, verified by vLLM.
 
 ``plugin``        vLLM's entry points (a general plugin, loaded in every process of vLLM)
-``vllm_adapter``  what knows vLLM's internals: its hooks, engine state -> Step, drafts -> engine
-``vllm_batch``    the part of it that reads a step out of the model runner
+``vllm_adapter``  the one package that knows vLLM's internals: its hooks, engine state -> Step, drafts -> engine
 ``vllm_launch``   ``agentspec serve`` -> ``vllm serve`` with the right options and environment
 ``proposer``      Step -> drafts; needs neither vLLM nor torch
 ``step_cost``     what verifying one more token costs, measured while serving
 ``persistence``   what a finished turn becomes in the store, and stored turns in the trees
+``model_key``     what tells one model's tokens from another's in the store
 ``identity``      which tenant, session and group a request belongs to
 ``settings``      what can be set, from ``--additional-config`` and the environment
 ``metrics``       counters and per-request figures

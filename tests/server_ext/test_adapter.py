@@ -11,6 +11,10 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext import plugin, vllm_adapter
+from agentspec.server_ext.model_key import tokenizer_fingerprint
+from agentspec.server_ext.vllm_adapter.drafter import returned_tokens
+from agentspec.server_ext.vllm_adapter.empty_steps import metadata_without_drafts, wrap_take
+from agentspec.server_ext.vllm_adapter.hooks import install_hooks
 from agentspec.server_ext.vllm_launch import PROPOSER_PATH
 
 
@@ -30,24 +34,24 @@ def finished(output: list[int], **params: Any) -> CachedRequestState:
 
 class TestReturnedTokens:
     def test_accepted_drafts_past_max_tokens_are_cut(self) -> None:
-        assert vllm_adapter.returned_tokens(finished([5, 6, 7, 8], max_tokens=3)) == 3
+        assert returned_tokens(finished([5, 6, 7, 8], max_tokens=3)) == 3
 
     def test_accepted_drafts_past_a_stop_token_are_cut(self) -> None:
-        assert vllm_adapter.returned_tokens(finished([5, 9, 7, 8], max_tokens=10, stop_token_ids=[9])) == 2
+        assert returned_tokens(finished([5, 9, 7, 8], max_tokens=10, stop_token_ids=[9])) == 2
 
     def test_accepted_drafts_past_the_end_token_are_cut(self) -> None:
         state = finished([5, 2, 7, 8], max_tokens=10)
         state.sampling_params.update_from_generation_config({}, 2)
-        assert vllm_adapter.returned_tokens(state) == 2
+        assert returned_tokens(state) == 2
 
     def test_the_end_token_is_text_when_it_is_ignored(self) -> None:
         state = finished([5, 2, 7, 8], max_tokens=10, ignore_eos=True)
         state.sampling_params.update_from_generation_config({}, 2)
-        assert vllm_adapter.returned_tokens(state) == 4
+        assert returned_tokens(state) == 4
 
     def test_a_stop_before_min_tokens_does_not_count(self) -> None:
         state = finished([9, 5, 9, 8], max_tokens=10, min_tokens=2, stop_token_ids=[9])
-        assert vllm_adapter.returned_tokens(state) == 3
+        assert returned_tokens(state) == 3
 
 
 def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
@@ -82,9 +86,9 @@ def test_the_tokenizer_decides_the_fingerprint(tmp_path: Any) -> None:
         folder.mkdir()
         (folder / "tokenizer.json").write_text(text)
         (folder / "weights.bin").write_text(folder.name)
-    marks = [vllm_adapter.tokenizer_fingerprint(str(folder), None) for folder in (one, other, same)]
+    marks = [tokenizer_fingerprint(str(folder), None) for folder in (one, other, same)]
     assert marks[0] == marks[2] != marks[1]
-    assert vllm_adapter.tokenizer_fingerprint("org/name", "r1") != vllm_adapter.tokenizer_fingerprint("org/name", "r2")
+    assert tokenizer_fingerprint("org/name", "r1") != tokenizer_fingerprint("org/name", "r2")
 
 
 @pytest.mark.parametrize("ends", [[4, 104, 105, 209], [1, 2, 3, 4]])
@@ -100,7 +104,7 @@ def test_metadata_of_a_step_without_drafts_is_what_vllm_computes(ends: list[int]
     runner.arange_np = np.arange(500, dtype=np.int32)
     calculate = GPUModelRunner._calc_spec_decode_metadata
     theirs = getattr(calculate, "__wrapped__", calculate)(runner, np.zeros(4, dtype=np.int32), scheduled)
-    ours = vllm_adapter.metadata_without_drafts(scheduled, runner.device)
+    ours = metadata_without_drafts(scheduled, runner.device)
     assert vars(ours).keys() == vars(theirs).keys()
     for name, value in vars(theirs).items():
         mine = getattr(ours, name)
@@ -115,7 +119,7 @@ class TestTakingDrafts:
         drafter = object.__new__(vllm_adapter.AgentSpecProposer)
         drafter.idle = idle
         runner = SimpleNamespace(drafter=drafter, use_async_scheduling=asynchronous)
-        return vllm_adapter._wrap_take(lambda self: "vLLM's answer")(runner)
+        return wrap_take(lambda self: "vLLM's answer")(runner)
 
     def test_nothing_when_no_row_has_a_draft(self) -> None:
         assert self.take(idle=True) is None
@@ -128,13 +132,13 @@ class TestTakingDrafts:
 
     def test_another_drafter_is_left_alone(self) -> None:
         runner = SimpleNamespace(drafter=object(), use_async_scheduling=False)
-        assert vllm_adapter._wrap_take(lambda self: "theirs")(runner) == "theirs"
+        assert wrap_take(lambda self: "theirs")(runner) == "theirs"
 
 
 def test_hooks_are_installed_once() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    vllm_adapter.install_hooks()
+    install_hooks()
     first = GPUModelRunner.propose_draft_token_ids
-    vllm_adapter.install_hooks()
+    install_hooks()
     assert GPUModelRunner.propose_draft_token_ids is first

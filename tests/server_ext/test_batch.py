@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.proposer import Step
-from agentspec.server_ext.vllm_batch import BatchReader
+from agentspec.server_ext.vllm_adapter.batch import BatchReader
 
 LONGEST = 100
 

@@ -1,0 +1,30 @@
+"""What knows vLLM's internals, and all that does: a new vLLM version is a change in this package.
+
+``drafter``       vLLM's drafter object (``custom_class``): engine state -> Step, drafts -> engine
+``batch``         a step read out of the model runner, once every decode step
+``hooks``         the methods of vLLM's model runner that are wrapped
+``empty_steps``   those of them that keep a step without drafts cheap
+``runner``        what the wrapped methods ask of a drafter
+``engine``        which engines are supported, and the proposer that one gets
+``sessions``      the session id's way from the request to the worker
+``rpc``           the way from the HTTP routes to the drafter
+``cpu_sampling``  a defect of vLLM's CPU build, mended
+"""
+
+from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
+from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
+from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
+from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
+from agentspec.server_ext.vllm_adapter.sessions import carry_session_ids, uses_agentspec
+
+__all__ = [
+    "RPC_METHOD",
+    "AgentSpecProposer",
+    "add_worker_rpc",
+    "carry_session_ids",
+    "check_engine",
+    "check_version",
+    "mend_cpu_sampling",
+    "uses_agentspec",
+    "worker_rpc",
+]

@@ -1,0 +1,59 @@
+"""Whether agentspec can work in this engine, and the proposer that it gets."""
+
+from typing import Any
+
+from agentspec.cache.store import namespace, open_store
+from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.proposer import Proposer
+from agentspec.server_ext.settings import Settings
+
+OLDEST_VERSION = (0, 32)
+NEWEST_VERSION = (0, 32)
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise UnsupportedEngineError for a vLLM version or a parallel layout that cannot work."""
+    import vllm
+
+    check_version(vllm.__version__)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedEngineError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: vLLM's V1 engine cannot verify drafts over "
+            "several pipeline stages; use tensor parallelism, or serve without agentspec"
+        )
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedEngineError unless ``version`` is one that the wrapped methods were written for."""
+    try:
+        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        found = ()
+    if not OLDEST_VERSION <= found <= NEWEST_VERSION:
+        known = sorted({".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION)})
+        raise UnsupportedEngineError(
+            f"vLLM {version} is not supported: agentspec works with vLLM {' to '.join(known)}; "
+            f'install it, e.g. pip install "vllm=={known[-1]}.*"'
+        )
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the rank whose drafts vLLM takes."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()) == 0
+
+
+def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Proposer:
+    """The proposer of this model and tenant, on the store of the settings."""
+    model = vllm_config.model_config
+    key = namespace(
+        model_name(model.model),
+        tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision),
+        settings.tenant,
+    )
+    persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
+    return Proposer(settings, persistence, model.get_vocab_size(), max_draft)

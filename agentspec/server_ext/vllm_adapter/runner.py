@@ -1,0 +1,26 @@
+"""What the wrapped methods of vLLM's model runner ask of its drafter."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+
+class RunnerDrafter(ABC):
+    """A drafter that vLLM's model runner, wrapped by ``hooks`` and ``empty_steps``, drives."""
+
+    idle: bool = False
+    """whether the latest step left every row without a draft"""
+
+    @abstractmethod
+    def propose_for(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Drafts for the runner's batch, one list a row; ``sampled``: the tokens that each row was given."""
+
+    @abstractmethod
+    def request_removed(self, request_id: str, state: Any) -> None:
+        """The request has finished or was aborted. ``state``: vLLM's CachedRequestState, or None."""
+
+
+def drafter_of(runner: Any) -> RunnerDrafter | None:
+    """The runner's drafter if it is one of ours; another one is left alone."""
+    drafter = getattr(runner, "drafter", None)
+    return drafter if isinstance(drafter, RunnerDrafter) else None
