@@ -7,7 +7,8 @@ import typer
 
 from agentspec.cache.store import open_store
 from agentspec.server_ext.settings import default_store
-from agentspec.server_ext.vllm_launch import DEFAULT_MAX_DRAFT, run_vllm, serve_arguments
+from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT
+from agentspec.server_ext.vllm_launch import run_vllm, serve_arguments
 
 
 def add_to(app: typer.Typer) -> None:

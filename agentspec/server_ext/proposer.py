@@ -5,14 +5,15 @@ One call a step for the whole batch. Whatever fails here costs drafts and is cou
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.server_ext.hybrid import Hybrid, StepModel, TreeDrafts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
 from agentspec.server_ext.persistence import Persistence
@@ -23,6 +24,10 @@ from agentspec.server_ext.step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
+T = TypeVar("T")
+
+_MODEL_FAILURES = 5
+"""So many errors of the draft model, and it is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,13 @@ class Proposer:
             max_tokens=settings.max_tokens,
             max_bytes=settings.max_bytes,
             per_session=Budget(tokens=settings.max_session_tokens),
-            policy=DraftPolicy(max_draft=max_draft),
+            policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
             native=settings.native,
         )
         self.step_cost = StepCost()
+        self.hybrid = Hybrid(self.cache, judge=settings.judge)
+        self._model_failures = 0
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
         self._running: dict[str, _Running] = {}
@@ -88,7 +95,7 @@ class Proposer:
         self._steps = 0
         self._batch: tuple[str, ...] | None = None  # the latest step's requests, if all of them run here
         self._quiet = 0  # steps of that batch without drafts that its figures don't have yet
-        self._logged_error = False
+        self._logged: set[str] = set()
 
     def warm_up(self) -> int:
         """Read stored turns into the trees, for at most ``preload_timeout`` seconds. Returns how many came."""
@@ -98,12 +105,15 @@ class Proposer:
         """Whether the request was given to ``propose`` before (and has not finished)."""
         return request_id in self._running or request_id in self._given_up
 
-    def propose(self, step: Step) -> list[list[int]]:
-        """Drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises."""
+    def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
+        """Drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises.
+
+        ``model``: a draft model that may be asked in this step.
+        """
         if not self.settings.enabled:
             return [[] for _ in step.request_ids]
         try:
-            return self._propose(step)
+            return self._propose(step, model)
         except Exception as error:  # drafts are optional, the request is not
             self._count_error("propose", error)
             for request_id in step.request_ids:
@@ -116,6 +126,7 @@ class Proposer:
         ``output_limit``: tokens of the response that the engine really returned. Never raises.
         """
         self._given_up.discard(request_id)
+        self.hybrid.forget(request_id)
         self._leave_batch()
         if self._running.pop(request_id, None) is None:
             return
@@ -137,6 +148,7 @@ class Proposer:
             "verify_cost": {"given": self.settings.cost, **self.step_cost.stats()},
             "cache": {name: getattr(tree, name) for name in tree.__slots__},
             "store": self._persistence.stats(),
+            "model": {**self.hybrid.stats(), "given_up": self._model_failures >= _MODEL_FAILURES},
         }
 
     def request(self, request_id: str) -> dict[str, Any] | None:
@@ -150,7 +162,7 @@ class Proposer:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _propose(self, step: Step) -> list[list[int]]:
+    def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         self._persistence.deliver(self.cache)
         for new in step.started:
             self._start(new)
@@ -159,29 +171,63 @@ class Proposer:
             return []
         if ids is not self._batch:
             if not all(request_id in self._running for request_id in ids):
-                return self._propose_known(step)
+                return self._propose_known(step, model)
             self._leave_batch()
             self._batch = ids
-        cost = self._cost(step)
+        cost = self._cost(step, model is not None)
+        limit = self.settings.disable_by_batch_size
+        if limit is not None and len(ids) > limit:
+            step.room, model = np.zeros_like(step.room), None
         begin = time.perf_counter_ns()
-        drafts = self.cache.step(ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost)
+        drafts, improved = self._draft(step, model, cost)
         self._steps += 1
         if step.drafted or self._recorder is not None:
-            self._account(step, drafts, (time.perf_counter_ns() - begin) // len(ids))
+            self._account(step, drafts, improved, (time.perf_counter_ns() - begin) // len(ids))
         else:
             self._quiet += 1
+        if improved is not None:
+            return improved.tokens
         return drafts.lists() if len(drafts.token_ids) else [[] for _ in ids]
 
-    def _cost(self, step: Step) -> float:
-        """The price of verifying one more token, as it was set or as it is measured."""
-        if self.settings.cost is not None:
-            return self.settings.cost
-        rows = len(step.request_ids)
-        if step.seconds is not None:
-            self.step_cost.observe(rows, step.drafted, step.seconds)
-        return self.step_cost.cost(rows)
+    def _draft(self, step: Step, model: StepModel | None, cost: float) -> tuple[StepDrafts, TreeDrafts | None]:
+        """The trees' drafts, and what they became where a draft model was heard."""
+        asked = unit = None
+        if model is not None:
+            unit = self.step_cost.row_seconds(len(step.request_ids))
+            asked = self._with_model(lambda: self.hybrid.begin(step, model, cost, unit))
+        drafts = self.cache.step(
+            step.request_ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost
+        )
+        if model is None:
+            return drafts, None
+        return drafts, self._with_model(lambda: self.hybrid.improve(step, drafts, model, asked, cost, unit))
 
-    def _propose_known(self, step: Step) -> list[list[int]]:
+    def _with_model(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None if it failed, or if the model has failed too often."""
+        if self._model_failures >= _MODEL_FAILURES:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self._model_failures += 1
+            self._count_error("model", error)
+            if self._model_failures == _MODEL_FAILURES:
+                logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
+            return None
+
+    def _cost(self, step: Step, measure: bool) -> float:
+        """The price of verifying one more token, as it was set or as it is measured.
+
+        measure: take the step's duration into account even where the price is set. What was spent with the draft
+        model after the step before is no part of it.
+        """
+        rows = len(step.request_ids)
+        if step.seconds is not None and (measure or self.settings.cost is None):
+            self.step_cost.observe(rows, step.drafted, step.seconds - self.hybrid.seconds)
+        self.hybrid.seconds = 0.0
+        return self.step_cost.cost(rows) if self.settings.cost is None else self.settings.cost
+
+    def _propose_known(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""
         known = [i for i, request_id in enumerate(step.request_ids) if request_id in self._running]
         pick = np.asarray(known, dtype=np.int64)
@@ -196,7 +242,7 @@ class Proposer:
             drafted=step.drafted,
         )
         result: list[list[int]] = [[] for _ in step.request_ids]
-        for i, draft in zip(known, self._propose(some), strict=True):
+        for i, draft in zip(known, self._propose(some, model), strict=True):
             result[i] = draft
         return result
 
@@ -221,9 +267,8 @@ class Proposer:
         if identity.session is not None:
             self._persistence.want(self.cache, identity.session)
 
-    def _account(self, step: Step, drafts: StepDrafts, ns: int) -> None:
+    def _account(self, step: Step, drafts: StepDrafts, improved: TreeDrafts | None, ns: int) -> None:
         self._settle()
-        offsets = drafts.offsets.tolist()
         lengths = step.lengths.tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
         for i, request_id in enumerate(step.request_ids):
@@ -246,8 +291,9 @@ class Proposer:
                 }
             )
             running.ns = ns
-            begin, end = offsets[i], offsets[i + 1]
-            running.source = SOURCES[drafts.sources[begin]] if end > begin else None
+            if improved is None:
+                improved = TreeDrafts.of(drafts)
+            running.source = improved.sources[i]
 
     def _settle(self) -> None:
         """Add the steps without drafts to the figures; each of them gave every row one token."""
@@ -276,6 +322,13 @@ class Proposer:
 
     def _count_error(self, where: str, error: Exception) -> None:
         self.metrics.counters[f"errors_{where}"] += 1
-        if not self._logged_error:  # once: the counter tells the rest
-            self._logged_error = True
+        if where not in self._logged:  # once: the counter tells the rest
+            self._logged.add(where)
             logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
+
+
+def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
+    """The trees' drafting rule: learned while serving, the peer's where its parameters are given, or none at all."""
+    if not settings.suffix:
+        return DraftPolicy.fixed(max_spec_factor=0.0, max_draft=max_draft)
+    return DraftPolicy(max_draft=max_draft, rule=settings.fixed_rule)

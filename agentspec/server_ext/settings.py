@@ -8,11 +8,12 @@ secret (the store URL with its password) can be given by the environment instead
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentspec.cache.identifiers import check_session_id
+from agentspec.cache.policy import FixedRule
 from agentspec.errors import ConfigurationError
 
 MAX_DRAFT_LIMIT = 128
@@ -55,6 +56,26 @@ class Settings(BaseModel):
     """Seconds that the start waits for them at most; the rest arrives while serving."""
     cost: float | None = Field(default=None, gt=0.0, le=1.0)
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
+    suffix: bool = True
+    """Draft from the trees; False: a draft model alone."""
+    fixed_rule: FixedRule | None = None
+    """Draft by the rule of ArcticInference's suffix decoding, with these parameters, in place of the learned one."""
+    disable_by_batch_size: int | None = Field(default=None, ge=1)
+    """No drafts in steps of more rows. None: what a draft costs there is measured, and decides."""
+    speculator: str | None = None
+    """Folder or hub id of an MLP or LSTM speculator that was trained for the served model."""
+    speculator_tokens: int | None = Field(default=None, ge=1)
+    """How many tokens it drafts; None: as many as it was trained for."""
+    speculator_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of its weights; auto: the served model's."""
+    speculator_fp8: Literal["off", "head", "all"] = "off"
+    """Its head in 8 bits, or its projections too: half the bytes to read."""
+    speculator_graphs: bool | None = None
+    """Record its loop as CUDA graphs at start. None: where there is CUDA."""
+    speculator_kernels: bool | None = None
+    """Fused kernels, in Triton. None: where there is CUDA."""
+    judge: bool = True
+    """Let it score the trees' drafts and change, cut or drop them; False: it only drafts tokens of its own."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
     native: bool | None = None
@@ -64,6 +85,12 @@ class Settings(BaseModel):
     @classmethod
     def _printable(cls, value: str | None) -> str | None:
         return None if value is None else check_session_id(value)
+
+    @model_validator(mode="after")
+    def _drafts(self) -> "Settings":
+        if not self.suffix and self.speculator is None:
+            raise ValueError("suffix is false and no speculator is given: nothing would draft")
+        return self
 
 
 def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Settings:

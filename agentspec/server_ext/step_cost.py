@@ -94,6 +94,7 @@ class StepCost:
         self._settling: dict[int, list[tuple[float, int]]] = {}
         self._waiting: list[tuple[int, int, float]] = []
         self._prices: dict[int, float] = {}  # by number of rows, until more is known
+        self._units: dict[int, float] = {}
         self._rows = 1
         self._steps = 0
 
@@ -112,6 +113,16 @@ class StepCost:
         if price is None:
             price = self._prices[rows] = self._price(rows)
         return price
+
+    def row_seconds(self, rows: int) -> float | None:
+        """The time that stands for one of ``rows`` rows in a step without drafts, ``a / B``; None: not measured yet."""
+        unit = self._units.get(rows)
+        if unit is None:
+            level = self._nearest(rows)
+            if level is None:
+                return None
+            unit = self._units[rows] = _base(level, self._slope(level)[0]) / rows
+        return unit
 
     def stats(self) -> dict[str, float]:
         """The present estimate as JSON, for as many rows as the latest step had.
@@ -149,6 +160,7 @@ class StepCost:
             level.forget(self._steps)
             level.learn(drafted, seconds, slopes[key])
         self._prices.clear()
+        self._units.clear()
 
     def _settle(self, key: int, seconds: float, drafted: int) -> None:
         """The first steps of a number of rows: no evidence yet, for there is nothing to compare them with."""

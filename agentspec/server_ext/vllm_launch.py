@@ -11,10 +11,11 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT, METHODS, translate
 
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
-DEFAULT_MAX_DRAFT = 16
 
+_SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
 
 
@@ -25,18 +26,19 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
     """
     _refuse_pipeline_parallel(arguments)
     check_draft_limit(max_draft)
-    if _value_of(arguments, "--speculative-config", "--speculative_config") is not None:
-        raise ConfigurationError(
-            "--speculative-config and agentspec exclude each other: agentspec is the speculative method; "
-            "start plain 'vllm serve' for another one"
-        )
     result = list(arguments)
+    translated: dict[str, Any] = {}
+    method = _value_of(result, *_SPECULATIVE_FLAGS)
+    if method is not None:
+        max_draft, translated = _take_method(method, max_draft)
+        _drop(result, *_SPECULATIVE_FLAGS)
+    _refuse_other_spellings(result)
     additional: dict[str, Any] = {}
     given = _value_of(result, "--additional-config", "--additional_config")
     if given is not None:
         additional = _json_object("--additional-config", given)
         _drop(result, "--additional-config", "--additional_config")
-    additional["agentspec"] = {**additional.get("agentspec", {}), **settings}
+    additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
     load_settings(additional)  # a wrong setting shows now
     result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
@@ -98,6 +100,24 @@ def name_cpu_build() -> None:
 def speculative_config(max_draft: int) -> dict[str, Any]:
     """vLLM's ``speculative_config`` that names agentspec's proposer. ``max_draft``: longest draft, in tokens."""
     return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
+
+
+def _take_method(text: str, max_draft: int) -> tuple[int, dict[str, Any]]:
+    """Longest draft and settings that a ``--speculative-config`` of the user stands for."""
+    config = _json_object("--speculative-config", text)
+    if config.get("method") not in METHODS:
+        raise ConfigurationError(
+            f"--speculative-config: agentspec is the method here; it stands for {' and '.join(METHODS)}, not for "
+            f"{config.get('method')!r}: start plain 'vllm serve' with that one"
+        )
+    translation = translate({key.replace("-", "_"): value for key, value in config.items()}, max_draft)
+    return check_draft_limit(translation.max_draft), translation.settings
+
+
+def _refuse_other_spellings(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        if argument.startswith(("--spec-", "--speculative-config.", "--speculative_config.")):
+            raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
 
 
 def _refuse_pipeline_parallel(arguments: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ import pytest
 from agentspec.testing.server import ModelServer
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
+DRAFTER = MODEL.parent / "drafter"
+"""The speculator that was trained for it."""
 
 # Small limits, so that chunked prefill (64 tokens a step), preemption (few blocks) and the end of the context
 # (max-model-len) all happen within a few requests.

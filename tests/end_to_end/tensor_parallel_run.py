@@ -1,6 +1,6 @@
 """Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON in a file.
 
-Usage: python tensor_parallel_run.py MODEL {plain|agentspec} OUT
+Usage: python tensor_parallel_run.py MODEL {plain|agentspec|arctic} OUT
 """
 
 import json
@@ -9,7 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.server_ext.vllm_launch import engine_options
+from tests.end_to_end.conftest import DRAFTER
 from tests.end_to_end.mixed_load import code
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "agentspec": engine_options(store="memory://", tenant="tp"),
+    "arctic": {
+        "speculative_config": {
+            "method": "arctic",
+            "model": str(DRAFTER),
+            "num_speculative_tokens": 3,
+            "enable_suffix_decoding": True,
+        },
+        "additional_config": {"agentspec": {"store": "memory://", "tenant": "tp"}},
+    },
+}
 
 
 def main() -> None:
@@ -17,7 +32,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     model, method, out = sys.argv[1:]
-    options = engine_options(store="memory://", tenant="tp") if method == "agentspec" else {}
+    options = OPTIONS[method]
     llm = LLM(
         model,
         dtype="float32",
@@ -36,7 +51,7 @@ def main() -> None:
         ]
         texts += [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     answers: list[Any] = []
-    if method == "agentspec":
+    if method != "plain":
         answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
     Path(out).write_text(json.dumps({"texts": texts, "stats": answers}))
 

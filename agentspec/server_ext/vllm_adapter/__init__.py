@@ -5,7 +5,11 @@
 ``hooks``         the methods of vLLM's model runner that are wrapped
 ``empty_steps``   those of them that keep a step without drafts cheap
 ``runner``        what the wrapped methods ask of a drafter
+``forward``       what vLLM hands over after a step, and what a draft model there has to offer
+``speculator``    the speculator: hidden states in, drafted tokens out
+``ranks``         the tensor-parallel ranks around a draft model
 ``engine``        which engines are supported, and the proposer that one gets
+``methods``       vLLM's speculative methods that agentspec takes over
 ``sessions``      the session id's way from the request to the worker
 ``rpc``           the way from the HTTP routes to the drafter
 ``cpu_sampling``  a defect of vLLM's CPU build, mended
@@ -14,6 +18,7 @@
 from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
 from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
 from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
+from agentspec.server_ext.vllm_adapter.methods import take_over_methods
 from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
 from agentspec.server_ext.vllm_adapter.sessions import carry_session_ids, uses_agentspec
 
@@ -25,6 +30,7 @@ __all__ = [
     "check_engine",
     "check_version",
     "mend_cpu_sampling",
+    "take_over_methods",
     "uses_agentspec",
     "worker_rpc",
 ]

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter.batch import BatchReader
-from agentspec.server_ext.vllm_adapter.engine import build_engine, check_engine, is_first_rank
+from agentspec.server_ext.vllm_adapter.engine import build_engine, check_engine, draft_model, is_first_rank
+from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.hooks import install_hooks
 from agentspec.server_ext.vllm_adapter.runner import RunnerDrafter
 
@@ -26,12 +28,15 @@ class AgentSpecProposer(RunnerDrafter):
         self._reported = False
         # Under tensor parallelism vLLM takes the drafts of the first rank: the trees live only there.
         self.engine = build_engine(vllm_config, self.settings, self.max_draft) if is_first_rank() else None
+        self.draft_model = draft_model(self.settings, vllm_config.model_config)
         knows = self.engine.knows if self.engine is not None else bool
         self._reader = BatchReader(self.max_draft, vllm_config.model_config.max_model_len, self.settings.tenant, knows)
         install_hooks()
 
-    def load_model(self, *_: Any, **__: Any) -> None:
-        """Called by vLLM before it serves: the moment to read the store."""
+    def load_model(self, target: Any, *_: Any, **__: Any) -> None:
+        """Called by vLLM before it serves: the moment to read the draft model and the store."""
+        if self.draft_model is not None:
+            self.draft_model.load(target)
         if self.engine is not None:
             restored = self.engine.warm_up()
             logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
@@ -40,24 +45,38 @@ class AgentSpecProposer(RunnerDrafter):
         """vLLM's own entry, which says too little: only reached if the wrapped runner was bypassed."""
         return [[] for _ in sampled_token_ids]
 
-    def propose_for(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+    def propose_for(self, runner: Any, forward: ForwardPass) -> list[list[int]]:
         """Drafts for the runner's batch, one list a row. Never raises."""
         self.idle = True
-        if self.engine is None or not self.settings.enabled:
-            return [[] for _ in sampled]
+        if self.settings.enabled:
+            try:
+                if self.engine is not None:
+                    return self._drafts(self.engine, runner, forward)
+                if self.draft_model is not None:
+                    self.draft_model.follow(forward)
+            except Exception:  # the engine's state was not as expected: no drafts, said once
+                self._report()
+        return [[] for _ in forward.sampled]
+
+    def _drafts(self, engine: Proposer, runner: Any, forward: ForwardPass) -> list[list[int]]:
+        bound = None if self.draft_model is None else self.draft_model.bind(forward)
         try:
-            step = self._reader.read(runner, scheduler_output, sampled)
-            drafts = self.engine.propose(step)
-            self.idle = not any(drafts)
-            if len(drafts) == len(sampled):
-                return drafts
-            return _spread(drafts, step.rows.tolist(), len(sampled))
-        except Exception:  # the engine's state was not as expected: no drafts, said once
+            step = self._reader.read(runner, forward.scheduler_output, forward.sampled)
+            drafts = engine.propose(step, bound)
+        finally:
+            if bound is not None:
+                bound.close()
+        self.idle = not any(drafts)
+        if len(drafts) == len(forward.sampled):
+            return drafts
+        return _spread(drafts, step.rows.tolist(), len(forward.sampled))
+
+    def _report(self) -> None:
+        if self.engine is not None:
             self.engine.metrics.counters["errors_adapter"] += 1
-            if not self._reported:
-                self._reported = True
-                logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
-        return [[] for _ in sampled]
+        if not self._reported:
+            self._reported = True
+            logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
 
     def request_removed(self, request_id: str, state: Any) -> None:
         """The request has finished or was aborted. ``state``: vLLM's CachedRequestState, or None."""

@@ -8,6 +8,8 @@ from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.vllm_adapter.forward import ModelDrafter
+from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
 
 OLDEST_VERSION = (0, 32)
 NEWEST_VERSION = (0, 32)
@@ -57,3 +59,10 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Propos
     )
     persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
     return Proposer(settings, persistence, model.get_vocab_size(), max_draft)
+
+
+def draft_model(settings: Settings, model_config: Any) -> ModelDrafter | None:
+    """The draft model beside the trees, not loaded yet; None where the settings name none."""
+    if settings.speculator is None or not settings.enabled:
+        return None
+    return SpeculatorDrafter(settings, model_config)

@@ -3,7 +3,7 @@
 vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a request
 ends. Three wraps mend that:
 
-``propose_draft_token_ids``    gives the drafter the runner and the scheduler's output
+``propose_draft_token_ids``    gives the drafter the runner, the scheduler's output and the target's hidden states
 ``_on_request_state_removed``  tells it that a request has finished or was aborted (never inferred from a batch)
 ``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.vllm_adapter.empty_steps import wrap_metadata, wrap_sample, wrap_take
+from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.runner import drafter_of
 
 
@@ -43,11 +44,11 @@ def install_hooks() -> None:
 
 def _wrap_propose(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any) -> Any:
+    def propose_draft_token_ids(self: Any, *args: Any) -> Any:
         drafter = drafter_of(self)
         if drafter is None:
-            return method(self, scheduler_output, sampled_token_ids, *args)
-        return drafter.propose_for(self, scheduler_output, sampled_token_ids)
+            return method(self, *args)
+        return drafter.propose_for(self, ForwardPass(*args))
 
     return propose_draft_token_ids
 

@@ -1,8 +1,9 @@
 """What the wrapped methods of vLLM's model runner ask of its drafter."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
+
+from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 
 
 class RunnerDrafter(ABC):
@@ -12,8 +13,8 @@ class RunnerDrafter(ABC):
     """whether the latest step left every row without a draft"""
 
     @abstractmethod
-    def propose_for(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Drafts for the runner's batch, one list a row; ``sampled``: the tokens that each row was given."""
+    def propose_for(self, runner: Any, forward: ForwardPass) -> list[list[int]]:
+        """Drafts for the runner's batch, one list a row."""
 
     @abstractmethod
     def request_removed(self, request_id: str, state: Any) -> None:

@@ -1,0 +1,129 @@
+"""Chances: how likely a token is accepted, given what the draft model and the trees say of it. Learned while serving.
+
+The trees' chances are calibrated by themselves. A draft model's probability is not: it is an argmax of a small model,
+read after tokens that were guessed. Four situations are told apart:
+
+``OWN``      the model's token where the trees say nothing: counted by position and by bins of the log-odds of the
+             model's probability, starting from that probability
+``AGREED``   the model and the trees have the same token
+``RIVAL``    the model's token where the trees have another one
+``JUDGED``   the trees' token where the model would take another one
+
+The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
+with a bias for each of the first positions. Their inputs are chosen such that a model that knows nothing changes
+nothing, and they start out near what two independent opinions amount to: the log-odds of the token's own opinion, and
+log(1 - p) of the other one's, which is 0 where it sees nothing else coming.
+"""
+
+import math
+from dataclasses import dataclass
+
+OWN, AGREED, RIVAL, JUDGED = range(4)
+
+_LIMIT = 6.0
+"""Log-odds beyond this are as good as certain."""
+_BINS = 13
+_PRIOR = 6.0
+"""Observations that the model's own probability counts for."""
+_MEMORY = 1_000.0
+"""Observations in a bin after which the older ones count half."""
+_POSITIONS = 3
+"""Positions with a bias of their own; the later ones share the last."""
+_TINY = 1e-9
+_RATE, _SMOOTH = 0.15, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token with its chance, and what is needed to learn from its fate."""
+
+    token: int
+    chance: float
+    kind: int
+    position: int
+    evidence: tuple[float, ...]
+    """OWN: the model's probability; else the inputs of the regression"""
+
+
+class Chances:
+    """Gives chances and learns from what verification reveals. Plain arithmetic."""
+
+    def __init__(self) -> None:
+        self._bins: dict[tuple[int, int], list[float]] = {}  # accepted, seen
+        bias = [0.0] * _POSITIONS
+        self._weights = {
+            AGREED: [*bias, 1.0, -0.5],
+            RIVAL: [*bias, 0.8, 0.6],
+            JUDGED: [*bias, 1.0, 0.6, 0.1],
+        }
+        self._squares = {kind: [0.0] * len(weights) for kind, weights in self._weights.items()}
+        self.seen = [0, 0, 0, 0]
+        self.accepted = [0, 0, 0, 0]
+
+    def own(self, token: int, position: int, probability: float) -> Scored:
+        """The model's token, of which the trees say nothing."""
+        accepted, seen = self._bins.get(_bin(position, probability), (0.0, 0.0))
+        chance = (accepted + _PRIOR * probability) / (seen + _PRIOR)
+        return Scored(token, chance, OWN, position, (probability,))
+
+    def agreed(self, token: int, position: int, tree: float, model: float) -> Scored:
+        """The token of both; ``tree`` and ``model``: what they give it."""
+        return self._weigh(token, AGREED, position, (log_odds(tree), _log(1.0 - model)))
+
+    def rival(self, token: int, position: int, model: float, tree: float) -> Scored:
+        """The model's token; ``tree``: what the trees give to theirs, another one."""
+        return self._weigh(token, RIVAL, position, (log_odds(model), _log(1.0 - tree)))
+
+    def judged(self, token: int, position: int, tree: float, model: float | None, top: float) -> Scored:
+        """The trees' token; ``model``: what the model gives it (None: not known), ``top``: and its own, another."""
+        behind = -1.0 if model is None else _log(model / max(top, _TINY))
+        return self._weigh(token, JUDGED, position, (log_odds(tree), _log(1.0 - top), behind))
+
+    def learn(self, scored: Scored, accepted: bool) -> None:
+        """The token was, or was not, what the target wrote."""
+        self.seen[scored.kind] += 1
+        self.accepted[scored.kind] += accepted
+        if scored.kind == OWN:
+            counts = self._bins.setdefault(_bin(scored.position, scored.evidence[0]), [0.0, 0.0])
+            if counts[1] >= _MEMORY:
+                counts[0], counts[1] = counts[0] / 2, counts[1] / 2
+            counts[0] += accepted
+            counts[1] += 1
+            return
+        weights, squares = self._weights[scored.kind], self._squares[scored.kind]
+        error = float(accepted) - scored.chance
+        inputs = ((min(scored.position, _POSITIONS - 1), 1.0), *enumerate(scored.evidence, _POSITIONS))
+        for i, value in inputs:
+            step = error * value
+            squares[i] += step * step
+            weights[i] += _RATE * step / math.sqrt(squares[i] + _SMOOTH)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """How often a token of each kind was seen, and right, as JSON."""
+        names = ("own", "agreed", "rival", "judged")
+        return {name: {"seen": self.seen[kind], "right": self.accepted[kind]} for kind, name in enumerate(names)}
+
+    def _weigh(self, token: int, kind: int, position: int, evidence: tuple[float, ...]) -> Scored:
+        weights = self._weights[kind]
+        odds = weights[min(position, _POSITIONS - 1)]
+        for weight, value in zip(weights[_POSITIONS:], evidence, strict=True):
+            odds += weight * value
+        return Scored(token, 1.0 / (1.0 + math.exp(-max(-_LIMIT, min(_LIMIT, odds)))), kind, position, evidence)
+
+
+def log_odds(probability: float) -> float:
+    """log(p / (1 - p)), kept within what can be told apart."""
+    if probability <= 0.0:
+        return -_LIMIT
+    if probability >= 1.0:
+        return _LIMIT
+    return max(-_LIMIT, min(_LIMIT, math.log(probability / (1.0 - probability))))
+
+
+def _log(ratio: float) -> float:
+    """log of a number up to 1, kept within what can be told apart."""
+    return max(-_LIMIT, math.log(max(ratio, _TINY)))
+
+
+def _bin(position: int, probability: float) -> tuple[int, int]:
+    return position, round((log_odds(probability) + _LIMIT) * (_BINS - 1) / (2 * _LIMIT))

@@ -1,0 +1,144 @@
+"""vLLM's and ArcticInference's speculative methods, as their users write them -> agentspec's settings.
+
+``{"method": "arctic", "model": …, "num_speculative_tokens": 3, "enable_suffix_decoding": true}``: a speculator, with or
+without suffix decoding. ``num_speculative_tokens`` is the speculator's draft, as there; suffix drafts may be longer, up
+to ``suffix_speculative_tokens``, by default as long as agentspec's always are. They are drafted by agentspec's own
+rule, unless one of the rule's parameters is given.
+
+``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by the rule, with these parameters
+and their defaults, over all requests of the server. How many past requests are held is a matter of agentspec's budget
+in tokens (``max_tokens``), except that 0 still means none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+
+METHODS = ("arctic", "suffix")
+DEFAULT_MAX_DRAFT = 16
+
+_TENANT = "suffix"
+"""Whose global tree it is where the server has no tenant: vLLM's suffix decoding has one tree for all requests."""
+
+# agentspec's name for a parameter of the rule: vLLM's, and ArcticInference's.
+_RULE = {
+    "max_depth": ("suffix_decoding_max_tree_depth", "suffix_cache_max_depth"),
+    "max_spec_factor": ("suffix_decoding_max_spec_factor", "suffix_max_spec_factor"),
+    "max_spec_offset": ("suffix_max_spec_offset",),
+    "min_token_prob": ("suffix_decoding_min_token_prob", "suffix_min_token_prob"),
+}
+_REQUESTS = ("suffix_decoding_max_cached_requests", "suffix_cache_max_requests")
+_COMMON = ("method", "num_speculative_tokens", "disable_by_batch_size", *_REQUESTS)
+_KNOWN = {
+    "suffix": {*_COMMON, "model", "enable_suffix_decoding", *(name for names in _RULE.values() for name in names)},
+    "arctic": {
+        *(*_COMMON, "model", "enable_suffix_decoding", "suffix_speculative_tokens"),
+        *(name for names in _RULE.values() for name in names),
+    },
+}
+_SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
+"""Default depth of vLLM's trees, and of ArcticInference's, whose names are other ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """``max_draft``: longest draft, in tokens. ``settings``: of agentspec, as in ``Settings``."""
+
+    max_draft: int
+    settings: dict[str, Any]
+
+
+def translate(config: Mapping[str, Any], max_draft: int = DEFAULT_MAX_DRAFT) -> Translation:
+    """A speculative config of one of METHODS. max_draft: longest suffix draft where the config gives none.
+
+    Raises ConfigurationError that names the key.
+    """
+    method = config.get("method")
+    known = _KNOWN.get(str(method))
+    if known is None:
+        raise ConfigurationError(f"speculative method {method!r}: agentspec knows {' and '.join(METHODS)}")
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"speculative-config: {', '.join(unknown)} is not known with method {method!r}; known are: "
+            f"{', '.join(sorted(known))}"
+        )
+    settings: dict[str, Any] = {}
+    if config.get("disable_by_batch_size") is not None:
+        settings["disable_by_batch_size"] = _number(config, "disable_by_batch_size", 1)
+    return _suffix(config, settings) if method == "suffix" else _arctic(config, settings, max_draft)
+
+
+def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
+    if config.get("enable_suffix_decoding") is False:
+        raise ConfigurationError("speculative-config: enable_suffix_decoding is false, but the method is 'suffix'")
+    rule = _rule(config)
+    arctic_names = any(name.startswith(("suffix_cache_", "suffix_m")) for name in config)
+    rule.setdefault("max_depth", _ARCTIC_DEPTH if arctic_names else _SUFFIX_DEPTH)
+    settings["fixed_rule"] = rule
+    if _cached_requests(config) != 0:
+        settings["tenant"] = _TENANT
+    tokens = config.get("num_speculative_tokens")
+    return Translation(rule["max_depth"] if tokens is None else _number(config, "num_speculative_tokens", 1), settings)
+
+
+def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int) -> Translation:
+    model = config.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigurationError(
+            f"speculative-config: model: method 'arctic' needs the speculator's folder or hub id, got {model!r}"
+        )
+    settings["speculator"] = model
+    tokens = None
+    if config.get("num_speculative_tokens") is not None:
+        tokens = settings["speculator_tokens"] = _number(config, "num_speculative_tokens", 1)
+    suffix = config.get("enable_suffix_decoding", False)
+    if not isinstance(suffix, bool):
+        raise ConfigurationError(f"speculative-config: enable_suffix_decoding: true or false expected, got {suffix!r}")
+    rule = _rule(config)
+    if not suffix:
+        given = sorted(name for name in config if name.startswith("suffix_"))
+        if given:
+            raise ConfigurationError(f"speculative-config: {', '.join(given)}: only with enable_suffix_decoding true")
+        settings["suffix"] = False
+        return Translation(tokens or max_draft, settings)
+    if rule:
+        rule.setdefault("max_depth", _ARCTIC_DEPTH)
+        settings["fixed_rule"] = rule
+    if rule and _cached_requests(config) != 0:
+        settings["tenant"] = _TENANT
+    longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
+    return Translation(longest or max(max_draft, tokens or 0), settings)
+
+
+def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rule's parameters that are given."""
+    rule: dict[str, Any] = {}
+    for ours, names in _RULE.items():
+        given = [name for name in names if config.get(name) is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"speculative-config: {' and '.join(given)} are the same: give one of them")
+        if given:
+            value = config[given[0]]
+            if isinstance(value, bool) or not isinstance(value, int if ours == "max_depth" else int | float):
+                raise ConfigurationError(f"speculative-config: {given[0]}: a number expected, got {value!r}")
+            rule[ours] = value
+    return rule
+
+
+def _cached_requests(config: Mapping[str, Any]) -> int | None:
+    for name in _REQUESTS:
+        if config.get(name) is not None:
+            return _number(config, name, 0)
+    return None
+
+
+def _number(config: Mapping[str, Any], name: str, least: int) -> int:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(
+            f"speculative-config: {name}: a whole number of at least {least} expected, got {value!r}"
+        )
+    return value

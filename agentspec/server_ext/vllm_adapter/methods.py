@@ -1,0 +1,57 @@
+"""vLLM's speculative config -> agentspec, where vLLM makes it of what its user wrote."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.speculative_methods import METHODS, translate
+from agentspec.server_ext.vllm_launch import speculative_config
+
+
+def take_over_methods() -> None:
+    """Let ``method: arctic`` and ``method: suffix`` mean agentspec.
+
+    Everywhere where the engine has agentspec settings (an "agentspec" section in ``additional_config``, which
+    ``agentspec serve`` always gives), and where ArcticInference is not installed. Otherwise they stay whose they were.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_speculative_config
+    if getattr(original, "_agentspec_hooked", False):
+        return
+
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        take_over(self)
+        return original(self, *args, **kwargs)
+
+    create_speculative_config._agentspec_hooked = True  # type: ignore[attr-defined]
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def take_over(engine_args: Any) -> None:
+    """The same for one EngineArgs. Raises ConfigurationError for what the method does not know."""
+    config = {str(key).replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
+    aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    for key, alias in aliases.items():
+        value = getattr(engine_args, alias, None)
+        if value is not None:
+            config.setdefault(key, value)
+    additional = engine_args.additional_config
+    additional = dict(additional) if isinstance(additional, Mapping) else {}
+    if config.get("method") not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
+        return
+    translation = translate(config)
+    additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
+    load_settings(additional)  # a wrong setting shows now
+    engine_args.additional_config = additional
+    engine_args.speculative_config = speculative_config(check_draft_limit(translation.max_draft))
+    for alias in aliases.values():
+        setattr(engine_args, alias, None)
+
+
+def _has_arctic_inference() -> bool:
+    from vllm.utils.import_utils import has_arctic_inference
+
+    return bool(has_arctic_inference())

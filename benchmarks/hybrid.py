@@ -1,0 +1,249 @@
+"""Suffix trees, a draft model, and both: tokens/second and tokens a step on real vLLM, on three kinds of text.
+
+    python benchmarks/hybrid.py --json
+
+The target is the demo's model and the texts are its own: greedy answers to the demo's tasks, written once and then
+played to one engine a method, which take turns every few calls. An engine may draft what it likes; what is verified,
+and the time that takes, are vLLM's (see agentspec.testing.replay). Workloads:
+
+repetitive   an agent's later turns: the corrected function, after the one in the prompt
+fresh        first answers to tasks, every one a session of its own and without a tenant: nothing to copy from
+mixed        both in turn
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the demo's tasks
+
+MAX_DRAFT = 16
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "ngram": ("ngram", {}),
+    "suffix": ("agentspec", {}),
+    "speculator": ("agentspec", {"speculator": "", "suffix": False}),
+    "hybrid": ("agentspec", {"speculator": ""}),
+    "hybrid, not judging": ("agentspec", {"speculator": "", "judge": False}),
+}
+"""Method of the replay and agentspec's settings; "" stands for the speculator's folder."""
+SINGLE = ("none", "ngram", "suffix", "speculator")
+WORKLOADS = ("repetitive", "fresh", "mixed")
+_FIRST_SEEDS = {"warm-up": 2_000, "repetitive": 3_000, "fresh": 4_000, "mixed": 5_000}
+"""Of the tasks, behind the first held-out one."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one method did with a workload: the sum, and the seconds of every turn, for the noise."""
+
+    total: ReplayResult = field(default_factory=ReplayResult)
+    seconds: list[float] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 unless an engine failed."""
+    options = _parser().parse_args(arguments)
+    _say("writing the texts")
+    loads = write_workloads(options.model, options.sessions)
+    results = measure(options, loads)
+    rows = [row(load, method, done) for load, methods in results.items() for method, done in methods.items()]
+    ratios = [ratio for load, methods in results.items() for ratio in compare(load, methods)]
+    if options.json:
+        provenance = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": f"{platform.machine()}, {_cores()} cores, no GPU",
+            "python": platform.python_version(),
+            "speculator": options.speculator.name,
+            "sessions": options.sessions,
+            "batch": options.batch,
+        }
+        print(json.dumps({"provenance": provenance, "rows": rows, "ratios": ratios}, indent=1))
+    else:
+        _print(rows, ratios)
+    return 0
+
+
+def write_workloads(model: Path, sessions: int) -> dict[str, list[Call]]:
+    """The calls of every workload, and of a warm-up: prompts of the demo's sessions and the model's greedy answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from demo.tasks import FIRST_HELD_OUT_SEED
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def calls(name: str, seed: int, turns: slice) -> list[Call]:
+        result = []
+        for prompt in _prompts(tokenizer, FIRST_HELD_OUT_SEED + _FIRST_SEEDS[name] + seed)[turns]:
+            with torch.inference_mode():
+                text = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=240)[0]
+            response = text[len(prompt) :].numpy().astype(np.int32)
+            result.append(Call(f"{name}-{seed}", np.array(prompt, np.int32), response))
+        return result
+
+    first, later = slice(0, 1), slice(1, None)
+    fresh = [call for seed in range(3 * sessions) for call in calls("fresh", seed, first)]
+    repetitive = [call for seed in range(sessions) for call in calls("repetitive", seed, later)]
+    # A copied turn for every new one: whole sessions, and first answers in between.
+    mixed: list[Call] = []
+    for seed in range(sessions):
+        mixed += [*calls("mixed", seed, slice(0, 3)), *calls("mixed", sessions + seed, first)]
+    warm = [call for seed in range(max(2, sessions // 3)) for call in calls("warm-up", seed, slice(None))]
+    return {"warm-up": warm, "repetitive": repetitive, "fresh": fresh, "mixed": mixed}
+
+
+def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
+    """The prompt of every turn of a session, as token ids."""
+    from demo.sessions import session
+
+    messages = [{"role": message.role, "content": message.content} for message in session(seed)]
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = []
+    for at in turns:
+        text = tokenizer.apply_chat_template(messages[:at], add_generation_prompt=True, tokenize=False)
+        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return prompts
+
+
+def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, Measured]]:
+    """One engine a method, all alive, taking turns; every workload after the same warm-up."""
+    calls = [call for load in loads.values() for call in load]
+    _say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting {len(METHODS)} engines")
+    with ExitStack() as stack:
+        engines = {}
+        for name, (method, settings) in METHODS.items():
+            given = {key: str(options.speculator) if key == "speculator" else value for key, value in settings.items()}
+            engines[name] = stack.enter_context(
+                ReplayEngine(
+                    method=method,
+                    model=options.model,
+                    max_model_len=fitting_length(calls, MAX_DRAFT),
+                    max_batch=options.batch,
+                    max_draft=MAX_DRAFT,
+                    settings={"store": "memory://", **given},
+                )
+            )
+            engines[name].wait_ready()  # one after the other: starting takes most of a core
+            _say(f"{name} is ready")
+        results: dict[str, dict[str, Measured]] = {}
+        for load, load_calls in loads.items():
+            results[load] = _take_turns(engines, load_calls, options.batch)
+            for name, done in results[load].items():
+                _say(f"{load}, {name}: {done.total.tokens_per_second:.0f} tokens/s")
+    del results["warm-up"]
+    return results
+
+
+def _take_turns(engines: dict[str, ReplayEngine], calls: Sequence[Call], batch: int) -> dict[str, Measured]:
+    for engine in engines.values():
+        engine.begin(calls, batch)
+    results = {name: Measured() for name in engines}
+    order = list(engines)
+    while order:
+        pieces = {name: engines[name].advance(2 * batch) for name in order}
+        for name, piece in pieces.items():
+            results[name].total += piece
+            results[name].seconds.append(piece.seconds)
+        if next(iter(pieces.values())).calls < 2 * batch:
+            break
+        order = order[1:] + order[:1]  # so that no method always comes behind the same one
+    return results
+
+
+def row(load: str, method: str, done: Measured) -> dict[str, Any]:
+    """One object of the output."""
+    total = done.total
+    return {
+        "workload": load,
+        "method": method,
+        "tokens": total.tokens,
+        "tokens_per_second": round(total.tokens_per_second, 1),
+        "mean_acceptance_length": round(total.tokens_per_step, 3),
+        "acceptance_rate": round(total.acceptance_rate, 3),
+        "drafted": total.drafted,
+        "accepted_by_source": dict(total.accepted_by_source),
+    }
+
+
+def compare(load: str, methods: dict[str, Measured]) -> list[dict[str, Any]]:
+    """Tokens/second of the hybrid over the best single method, and over itself without judging.
+
+    ``noise``: standard error of the ratio, from the turns that all methods took on the same calls.
+    """
+    best = max(SINGLE, key=lambda name: methods[name].total.tokens_per_second)
+    return [
+        _ratio(load, "hybrid / best single", f"{best}", methods["hybrid"], methods[best]),
+        _ratio(load, "judging", "hybrid, not judging", methods["hybrid"], methods["hybrid, not judging"]),
+    ]
+
+
+def _ratio(load: str, what: str, other_name: str, ours: Measured, other: Measured) -> dict[str, Any]:
+    value = ours.total.tokens_per_second / other.total.tokens_per_second
+    turns = list(zip(ours.seconds, other.seconds, strict=True))
+    sums = [sum(column) for column in zip(*turns, strict=True)]
+    without = [math.log((sums[1] - b) / (sums[0] - a)) for a, b in turns] if len(turns) > 2 else []
+    mean = sum(without) / len(without) if without else 0.0
+    spread = sum((item - mean) ** 2 for item in without) * (len(without) - 1) / len(without) if without else 0.0
+    return {
+        "workload": load,
+        "figure": what,
+        "against": other_name,
+        "ratio": round(value, 3),
+        "noise": round(value * math.sqrt(spread), 3),
+        "steps_ratio": round(ours.total.tokens_per_step / other.total.tokens_per_step, 3),
+    }
+
+
+def _cores() -> int:
+    import os
+
+    return os.cpu_count() or 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=ROOT / "demo" / "model", help="the target (%(default)s)")
+    add("--speculator", type=Path, default=ROOT / "demo" / "drafter", help="trained for it (%(default)s)")
+    add("--sessions", type=int, default=12, metavar="N", help="sessions a workload (%(default)s)")
+    add("--batch", type=int, default=1, metavar="B", help="requests in flight (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _print(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for title, items in (("Suffix trees, a draft model, and both", rows), ("The hybrid", ratios)):
+        table = Table(title=title)
+        names = [name for name in items[0] if name != "accepted_by_source"]
+        for name in names:
+            table.add_column(name.replace("_", " "))
+        for item in items:
+            table.add_row(*(str(item[name]) for name in names))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The hybrid on real vLLM: trees and a speculator draft, every text and every distribution stays the model's own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from agentspec.testing.server import ModelServer
+from demo.tasks import FIRST_HELD_OUT_SEED, make_task
+from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.mixed_load import mixed_load
+from tests.end_to_end.test_identity import is_tie, run_all
+from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
+from tests.end_to_end.test_tensor_parallel import run
+
+pytestmark = pytest.mark.engine
+
+ARCTIC = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3, "enable_suffix_decoding": True}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """``agentspec serve`` with the speculative config as ArcticInference's users write it. Verification is declared
+    cheap, so that much is drafted, and wrong."""
+    server = ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--speculative-config", json.dumps(ARCTIC), "--verify-cost", "0.02"),
+        name="demo",
+        log=tmp_path_factory.mktemp("logs") / "hybrid.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+    )
+    with server:
+        yield server
+
+
+def test_greedy_text_is_identical_and_both_draft(plain: ModelServer, hybrid: ModelServer) -> None:
+    """Chunked prefill, preemption, grammars, n > 1, aborts and the end of the context included."""
+    cases = mixed_load()
+    expected, found = run_all(plain, cases), run_all(hybrid, cases)
+    ties: list[str] = []
+    errors: list[tuple[str, str, str]] = []
+    for name, answers in expected.items():
+        for one, other in zip(answers, found[name], strict=True):
+            if one.text != other.text:
+                if is_tie(plain, one, other):
+                    ties.append(name)
+                else:
+                    errors.append((name, one.text, other.text))
+                break
+    assert not errors
+    assert len(ties) <= 3, ties
+    stats = hybrid.stats()
+    assert not [name for name in stats["counters"] if name.startswith("errors")]
+    assert stats["running"] == 0
+    model = stats["model"]
+    assert model["runs"] > 50
+    assert not model["given_up"]
+    assert sum(kind["right"] for name, kind in model["tokens"].items() if name != "judged") > 20
+
+
+def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
+    with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=300) as client:
+        accepted = 0
+        for seed in range(4):
+            reply = client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": make_task(FIRST_HELD_OUT_SEED + 500 + seed).request}],
+                temperature=0,
+                max_tokens=100,
+            )
+            figures = hybrid.get(f"/v1/agentspec/requests/{reply.id}")
+            assert figures["accepted"] == sum(figures["accepted_by_source"].values())
+            accepted += figures["accepted_by_source"]["model"]
+    assert accepted > 10
+
+
+def test_sampled_tokens_have_the_same_distribution(plain: ModelServer, hybrid: ModelServer) -> None:
+    before = hybrid.stats()["counters"]
+    found, expected = sample(hybrid), sample(plain)
+    counters = hybrid.stats()["counters"]
+    assert counters["accepted"] - before["accepted"] > 100
+    assert [deviation(one, other) < 4.5 for one, other in zip(found, expected, strict=True)] == [True] * POSITIONS
+
+
+def test_offline_on_two_ranks_the_text_is_the_same(tmp_path: Path) -> None:
+    """``vllm.LLM(speculative_config={"method": "arctic", …})``: trees on one rank, the speculator's head on both."""
+    plain, fast = run("plain", tmp_path / "plain.json"), run("arctic", tmp_path / "fast.json")
+    assert fast["texts"] == plain["texts"]
+    (stats,) = [answer for answer in fast["stats"] if answer is not None]
+    assert stats["model"]["runs"] > 5
+    assert not [name for name in stats["counters"] if name.startswith("errors")]

@@ -1,0 +1,203 @@
+"""Speculative methods as their users write them: what they become, and that a wrong key is named."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentspec.cache import DraftPolicy
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.proposer import draft_policy
+from agentspec.server_ext.settings import Settings, load_settings
+from agentspec.server_ext.speculative_methods import translate
+from agentspec.server_ext.vllm_adapter import methods
+from agentspec.server_ext.vllm_launch import PROPOSER_PATH, serve_arguments
+
+ARCTIC = {
+    "method": "arctic",
+    "model": "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct",
+    "num_speculative_tokens": 3,
+    "enable_suffix_decoding": True,
+}
+
+
+def test_arctic_with_suffix_decoding_is_a_speculator_beside_the_trees() -> None:
+    translation = translate(ARCTIC)
+    assert translation.max_draft == 16
+    assert translation.settings == {"speculator": ARCTIC["model"], "speculator_tokens": 3}
+
+
+def test_arctic_alone_drafts_without_the_trees() -> None:
+    translation = translate({**ARCTIC, "enable_suffix_decoding": False})
+    assert translation.max_draft == 3
+    settings = Settings(store="memory://", **translation.settings)
+    assert not settings.suffix
+    rule = draft_policy(settings, 3).rule
+    assert rule is not None
+    assert rule.max_spec_factor == rule.max_spec_offset == 0
+
+
+def test_suffix_drafts_beside_arctic_may_be_longer() -> None:
+    assert translate({**ARCTIC, "suffix_speculative_tokens": 64}).max_draft == 64
+    assert translate({**ARCTIC, "num_speculative_tokens": 20}).max_draft == 20
+
+
+def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
+    translation = translate({**ARCTIC, "suffix_max_spec_factor": 2.0, "disable_by_batch_size": 64})
+    settings = Settings(store="memory://", **translation.settings)
+    assert draft_policy(settings, 16) == DraftPolicy.fixed(max_depth=64, max_spec_factor=2.0, max_draft=16)
+    assert settings.disable_by_batch_size == 64
+    assert settings.tenant == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        ({}, DraftPolicy.fixed(max_depth=24, max_draft=24)),
+        (
+            {
+                "suffix_decoding_max_tree_depth": 32,
+                "suffix_decoding_max_spec_factor": 2.0,
+                "suffix_decoding_min_token_prob": 0.3,
+                "num_speculative_tokens": 12,
+            },
+            DraftPolicy.fixed(max_depth=32, max_spec_factor=2.0, min_token_prob=0.3, max_draft=12),
+        ),
+        (
+            {"suffix_cache_max_depth": 48, "suffix_max_spec_offset": -1.0, "suffix_min_token_prob": 0.2},
+            DraftPolicy.fixed(max_depth=48, max_spec_offset=-1.0, min_token_prob=0.2, max_draft=48),
+        ),
+    ],
+)
+def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], policy: DraftPolicy) -> None:
+    translation = translate({"method": "suffix", **config})
+    settings = Settings(store="memory://", **translation.settings)
+    assert draft_policy(settings, translation.max_draft) == policy
+    assert settings.tenant is not None  # all requests share a tree, as with vLLM's own
+
+
+def test_suffix_without_cached_requests_has_no_global_tree() -> None:
+    translation = translate({"method": "suffix", "suffix_decoding_max_cached_requests": 0})
+    assert "tenant" not in translation.settings
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**ARCTIC, "sufix_max_spec_factor": 1.0}, "sufix_max_spec_factor"),
+        ({**ARCTIC, "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": "arctic"}, "model"),
+        ({**ARCTIC, "enable_suffix_decoding": "yes"}, "enable_suffix_decoding"),
+        ({**ARCTIC, "enable_suffix_decoding": False, "suffix_max_spec_factor": 1.0}, "enable_suffix_decoding"),
+        ({**ARCTIC, "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({**ARCTIC, "disable_by_batch_size": 0}, "disable_by_batch_size"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 2.5}, "suffix_decoding_max_tree_depth"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 24, "suffix_cache_max_depth": 24}, "same"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
+        ({"method": "suffix", "enable_suffix_decoding": False}, "enable_suffix_decoding"),
+        ({"method": "ngram"}, "ngram"),
+    ],
+)
+def test_a_key_that_cannot_work_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        translate(config)
+
+
+def test_nothing_to_draft_with_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="speculator"):
+        load_settings({"agentspec": {"suffix": False}}, environ={})
+
+
+def test_a_parameter_of_the_rule_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="min_token_prob"):
+        load_settings({"agentspec": {"fixed_rule": {"min_token_prob": 2.0}}}, environ={})
+
+
+class TestServe:
+    @staticmethod
+    def served(config: dict[str, Any], *more: str, max_draft: int = 16) -> tuple[dict[str, Any], dict[str, Any]]:
+        arguments = serve_arguments(["--speculative-config", json.dumps(config), *more], {}, max_draft)
+        assert arguments.count("--speculative-config") == 1
+        values = [
+            json.loads(arguments[arguments.index(f"--{name}-config") + 1]) for name in ("speculative", "additional")
+        ]
+        return values[0], values[1]["agentspec"]
+
+    def test_arctic_works_unchanged(self) -> None:
+        speculative, settings = self.served(ARCTIC)
+        assert speculative == {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": 16}
+        assert settings["speculator"] == ARCTIC["model"]
+        assert settings["speculator_tokens"] == 3
+
+    def test_the_longest_draft_is_the_option_where_the_config_names_none(self) -> None:
+        assert self.served(ARCTIC, max_draft=32)[0]["num_speculative_tokens"] == 32
+
+    def test_settings_of_the_user_win(self) -> None:
+        own = json.dumps({"agentspec": {"tenant": "acme"}})
+        assert self.served({"method": "suffix"}, "--additional-config", own)[1]["tenant"] == "acme"
+
+    @pytest.mark.parametrize("method", ["ngram", "eagle3", None])
+    def test_another_method_is_refused_with_the_remedy(self, method: str | None) -> None:
+        with pytest.raises(ConfigurationError, match="vllm serve"):
+            self.served({"method": method})
+
+    @pytest.mark.parametrize("argument", ["--speculative-config.method", "--spec-method"])
+    def test_other_spellings_are_refused(self, argument: str) -> None:
+        with pytest.raises(ConfigurationError, match="--speculative-config"):
+            serve_arguments([argument, "arctic"], {}, 16)
+
+
+class TestOffline:
+    """Where vLLM makes its speculative config, offline or without ``agentspec serve``."""
+
+    @staticmethod
+    def arguments(config: dict[str, Any] | None, additional: Any = None, **more: Any) -> Any:
+        values = {"spec_method": None, "spec_model": None, "spec_tokens": None, **more}
+        return SimpleNamespace(speculative_config=config, additional_config=additional or {}, **values)
+
+    def test_arctic_becomes_our_proposer(self) -> None:
+        arguments = self.arguments(dict(ARCTIC), {"other": 1})
+        methods.take_over(arguments)
+        assert arguments.speculative_config["model"] == PROPOSER_PATH
+        assert arguments.additional_config["agentspec"]["speculator"] == ARCTIC["model"]
+        assert arguments.additional_config["other"] == 1
+
+    def test_vllms_short_options_mean_the_same(self) -> None:
+        arguments = self.arguments(None, spec_method="arctic", spec_model="folder", spec_tokens=3)
+        methods.take_over(arguments)
+        assert arguments.additional_config["agentspec"] == {
+            "speculator": "folder",
+            "speculator_tokens": 3,
+            "suffix": False,
+        }
+        assert arguments.spec_method is arguments.spec_model is arguments.spec_tokens is None
+
+    @pytest.mark.parametrize("config", [None, {"method": "ngram", "prompt_lookup_max": 3}])
+    def test_other_methods_are_left_alone(self, config: dict[str, Any] | None) -> None:
+        arguments = self.arguments(config)
+        methods.take_over(arguments)
+        assert arguments.speculative_config == config
+        assert arguments.additional_config == {}
+
+    @pytest.mark.parametrize(("additional", "ours"), [({}, False), ({"agentspec": {}}, True)])
+    def test_where_the_peer_is_installed_it_takes_a_section_of_settings(
+        self, additional: dict[str, Any], ours: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(methods, "_has_arctic_inference", lambda: True)
+        arguments = self.arguments({"method": "suffix"}, additional)
+        methods.take_over(arguments)
+        assert (arguments.speculative_config["method"] == "custom_class") == ours
+
+    def test_vllm_itself_makes_such_a_config(self) -> None:
+        """The wrap is where vLLM makes its SpeculativeConfig of what the user wrote."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        methods.take_over_methods()
+        methods.take_over_methods()
+        made = EngineArgs.create_speculative_config
+        assert not getattr(made.__wrapped__, "_agentspec_hooked", False), "wrapped once"
+        arguments = object.__new__(EngineArgs)
+        vars(arguments).update(vars(self.arguments({"method": "arctic", "model": 5})))
+        with pytest.raises(ConfigurationError, match="model"):
+            arguments.create_speculative_config(None, None)

@@ -1,0 +1,196 @@
+"""The speculator as the adapter runs it: real torch on the CPU, vLLM's step as plain data."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentspec.cache.store import open_store
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext.hybrid import FREE
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.proposer import NewRequest, Proposer, Step
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
+from agentspec.server_ext.vllm_adapter import speculator as adapter
+from agentspec.server_ext.vllm_adapter.forward import ForwardPass
+from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
+
+HIDDEN, VOCABULARY = 16, 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    config = SpeculatorConfig("lstm", hidden_size=HIDDEN, inner_size=24, n_predict=3, vocab_size=VOCABULARY)
+    speculator = build_speculator(config)
+    speculator.reset_parameters()
+    save_speculator(speculator, tmp_path / "speculator")
+    return tmp_path / "speculator"
+
+
+def drafter(folder: Path, hidden: int = HIDDEN, **settings: Any) -> SpeculatorDrafter:
+    """Loaded for a target of that hidden size."""
+    target = SimpleNamespace(
+        get_hidden_size=lambda: hidden, get_vocab_size=lambda: VOCABULARY, dtype=torch.float32, parameters=None
+    )
+    given = Settings(store="memory://", speculator=str(folder), **settings)
+    result = SpeculatorDrafter(given, target)
+    result.load(torch.nn.Linear(2, 2))
+    return result
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no tensor-parallel group of vLLM's here."""
+    monkeypatch.setattr(adapter, "tensor_parallel_group", lambda: None)
+
+
+def forward(sampled: list[list[int]], drafted: list[int] | None) -> ForwardPass:
+    """A pass in which each row verified so many draft tokens; every state is its own row's and position's."""
+    rows = sum(n + 1 for n in drafted) if drafted is not None else len(sampled)
+    states = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(7))
+    metadata = None if drafted is None else SimpleNamespace(num_draft_tokens=drafted)
+    return ForwardPass(None, sampled, sample_hidden_states=states, spec_decode_metadata=metadata)
+
+
+def test_the_state_that_produced_the_newest_token_is_taken() -> None:
+    one_each = forward([[5], [], [6]], None)
+    assert one_each.positions([0, 2]) == [0, 2]
+    with_drafts = forward([[5, 6], [], [7], [1, 2, 3, 4]], [2, 0, 3, 3])
+    assert with_drafts.positions([0, 2, 3]) == [1, 4, 11]  # two of row 0, none of row 2, all of row 3
+    assert with_drafts.newest([0, 2, 3]) == [6, 7, 4]
+
+
+def test_it_drafts_what_the_loop_drafts_for_each_row(folder: Path) -> None:
+    ours = drafter(folder)
+    given = forward([[5, 6], [], [7], [1, 2, 3, 4]], [2, 0, 3, 3])
+    proposals = np.array([[FREE] * 3, [9, FREE, FREE], [FREE] * 3])
+    answer = ours.bind(given).launch([3, 0, 0], proposals)()
+    states = given.sample_hidden_states[[11, 1, 1]]
+    expected = ours.loop(states, torch.tensor([4, 6, 6]), torch.from_numpy(proposals))
+    assert answer.tokens.tolist() == expected.tokens.tolist()
+    assert answer.top_probabilities == pytest.approx(expected.top_probabilities.numpy())
+    assert answer.tokens[1, 0] == 9
+    assert answer.tokens[0].tolist() == answer.top[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_its_precision_can_be_chosen(folder: Path, dtype: str) -> None:
+    ours = drafter(folder, speculator_dtype=dtype)
+    assert str(next(ours.loop.speculator.parameters()).dtype) == f"torch.{dtype}"
+    answer = ours.bind(forward([[1]], None)).launch([0], np.full((1, 3), FREE))()
+    assert answer.tokens.shape == (1, 3)
+
+
+def test_one_that_does_not_fit_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(SpeculatorError, match=r"16.*32"):
+        drafter(folder, hidden=32)
+    with pytest.raises(SpeculatorError, match="num_speculative_tokens"):
+        drafter(folder, speculator_tokens=5)
+
+
+class Server:
+    """One request decoded greedily: the target's text is what the speculator itself would write, or another."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.drafter = drafter(folder)
+        given = Settings(store="memory://", speculator=str(folder), cost=0.02, **settings)
+        self.proposer = Proposer(given, Persistence(open_store("memory://"), "ns", None, 0), VOCABULARY, 16)
+        self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+    def text(self, length: int) -> list[int]:
+        """What the speculator drafts first at every position: it is always right about the next token."""
+        text = [1]
+        while len(text) < length:
+            drafted = self.drafter.loop(self.states[len(text) : len(text) + 1], torch.tensor(text[-1:]), None)
+            text.append(int(drafted.tokens[0, 0]))
+        return text
+
+    def decode(self, request_id: str, text: list[int]) -> tuple[int, int]:
+        """(steps, drafted) for the text after its first two tokens."""
+        tokens = np.zeros((1, len(text) + 32), np.int32)
+        length, draft, steps, drafted = 2, [0][:0], 0, 0
+        ids = (request_id,)
+        while length < len(text) - 20:
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == text[length + accepted]:
+                accepted += 1
+            new = text[length : length + accepted + 1]
+            # State i is the one that says what follows i tokens of text.
+            given = ForwardPass(
+                None,
+                [new],
+                sample_hidden_states=self.states[length + 1 : length + len(draft) + 2],
+                spec_decode_metadata=SimpleNamespace(num_draft_tokens=[len(draft)]),
+            )
+            length += len(new)
+            tokens[0, :length] = text[:length]
+            rows, lengths, room, scheduled = (np.array([value], np.int32) for value in (0, length, 16, len(draft)))
+            started = [] if steps else [NewRequest(request_id, text[:2], Identity(None, "s"))]
+            step = Step(
+                started, ids, tokens, rows, lengths, room, scheduled, len(draft), seconds=1.0 if steps else None
+            )
+            bound = self.drafter.bind(given)
+            (draft,) = self.proposer.propose(step, bound)
+            bound.close()
+            steps, drafted = steps + 1, drafted + len(draft)
+        self.proposer.finish(request_id)
+        return steps, drafted
+
+
+def test_what_the_model_drafts_is_verified_and_counted(folder: Path) -> None:
+    server = Server(folder)
+    text = server.text(300)
+    steps, _ = server.decode("a", text)
+    assert steps < 0.75 * (len(text) - 22)
+    figures = server.proposer.request("a")
+    assert figures is not None
+    assert figures["accepted_by_source"]["model"] > 50
+    stats = server.proposer.stats()
+    assert stats["model"]["runs"] > 50
+    assert not stats["model"]["given_up"]
+    assert not [name for name in stats["counters"] if name.startswith("errors")]
+
+
+def test_alone_it_drafts_no_more_than_it_predicts(folder: Path) -> None:
+    server = Server(folder, suffix=False)
+    text = server.text(200)
+    for name in ("a", "b"):
+        server.decode(name, text)
+    figures = server.proposer.request("b")
+    assert figures is not None
+    assert figures["drafted"] == figures["drafted_by_source"]["model"] > 0
+
+
+def test_a_model_that_fails_costs_its_drafts_and_is_given_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(folder)
+    text = server.text(150)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    server.drafter.loop = broken
+    server.drafter.loop.positions = 3
+    steps, _ = server.decode("a", text)
+    again, _ = server.decode("b", text)
+    assert again < steps, "the trees go on drafting"
+    stats = server.proposer.stats()
+    assert stats["model"]["given_up"]
+    assert stats["counters"]["errors_model"] == 5
+    assert sum("broken on purpose" in (record.exc_text or "") for record in caplog.records) == 1
+
+
+def test_steps_of_many_rows_may_be_left_without_drafts(folder: Path) -> None:
+    server = Server(folder, disable_by_batch_size=1)
+    text = server.text(100)
+    assert server.decode("a", text)[1] > 0
+    server.proposer.settings = Settings(store="memory://", disable_by_batch_size=1)
+    tokens = np.tile(np.arange(40, dtype=np.int32), (2, 1)) % VOCABULARY
+    rows, lengths, room, scheduled = (np.array(two, np.int32) for two in ([0, 1], [30, 30], [8, 8], [0, 0]))
+    started = [NewRequest(name, [*range(10), *range(20)], Identity()) for name in ("x", "y")]
+    assert server.proposer.propose(Step(started, ("x", "y"), tokens, rows, lengths, room, scheduled, 0)) == [[], []]
