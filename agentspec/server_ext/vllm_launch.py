@@ -7,9 +7,10 @@ import importlib.metadata
 import json
 import os
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT, METHODS, translate
 
@@ -39,7 +40,7 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
         additional = _json_object("--additional-config", given)
         _drop(result, "--additional-config", "--additional_config")
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
-    load_settings(additional)  # a wrong setting shows now
+    _check_speculator(load_settings(additional).speculator)  # what is wrong shows now
     result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
@@ -112,6 +113,20 @@ def _take_method(text: str, max_draft: int) -> tuple[int, dict[str, Any]]:
         )
     translation = translate({key.replace("-", "_"): value for key, value in config.items()}, max_draft)
     return check_draft_limit(translation.max_draft), translation.settings
+
+
+def _check_speculator(name: str | None) -> None:
+    """Raise SpeculatorError for a folder that holds no speculator; what is on a hub is looked at when it is loaded."""
+    if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
+        return
+    from agentspec.server_ext.speculator.config import SpeculatorConfig
+    from agentspec.server_ext.speculator.files import find_folder, read_config
+
+    values = read_config(find_folder(name))
+    try:
+        SpeculatorConfig.from_json(values)
+    except SpeculatorError as error:
+        raise SpeculatorError(f"speculator {name}: {error}") from None
 
 
 def _refuse_other_spellings(arguments: Sequence[str]) -> None:

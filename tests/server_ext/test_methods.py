@@ -1,13 +1,14 @@
 """Speculative methods as their users write them: what they become, and that a wrong key is named."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentspec.cache import DraftPolicy
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, SpeculatorError
 from agentspec.server_ext.proposer import draft_policy
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.speculative_methods import translate
@@ -141,6 +142,15 @@ class TestServe:
     def test_another_method_is_refused_with_the_remedy(self, method: str | None) -> None:
         with pytest.raises(ConfigurationError, match="vllm serve"):
             self.served({"method": method})
+
+    def test_a_folder_that_holds_no_speculator_shows_before_vllm_starts(self, tmp_path: Path) -> None:
+        with pytest.raises(SpeculatorError, match=r"config\.json"):
+            self.served({**ARCTIC, "model": str(tmp_path)})
+        with pytest.raises(SpeculatorError, match="no such folder"):
+            self.served({**ARCTIC, "model": str(tmp_path / "missing")})
+        (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        with pytest.raises(SpeculatorError, match="architectures"):
+            self.served({**ARCTIC, "model": str(tmp_path)})
 
     @pytest.mark.parametrize("argument", ["--speculative-config.method", "--spec-method"])
     def test_other_spellings_are_refused(self, argument: str) -> None:
