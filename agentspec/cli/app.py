@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from agentspec.cli import serve, simulate, speculator
+from agentspec.cli import serve, simulate, speculator, train
 from agentspec.errors import AgentSpecError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 serve.add_to(app)
 simulate.add_to(app)
 speculator.add_to(app)
+train.add_to(app)
 
 
 @app.command()

@@ -1,0 +1,9 @@
+"""Training of speculators: ``agentspec train CONFIG.yaml``.
+
+``config``         the YAML file
+``corpus``         conversations from recorded calls, the store, or prompts that vLLM answers (``generate``)
+``hidden_states``  the target's hidden states (``target``), cached in shards
+``batches``, ``losses``, ``trainer``  the loop
+``evaluate``       acceptance per position on held-out sessions
+``run``            all of it, in order
+"""

@@ -1,0 +1,160 @@
+"""``agentspec train``'s YAML file, with ArcticTraining's field names where it has the same thing."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from agentspec.errors import ConfigurationError
+
+Dimension = Annotated[int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1)]
+"""A width. Published recipes write it as a string."""
+
+
+class Section(BaseModel):
+    """Refuses fields that it does not know: a misspelt one must not train something else than was meant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RecordsSource(Section):
+    """Recorded calls in the format of ``agentspec simulate``."""
+
+    type: Literal["records"]
+    path: Path
+    tokenizer: str | None = None
+    """For records of text: a tokenizer.json, a model's folder or its name."""
+
+
+class StoreSource(Section):
+    """Sessions that ``agentspec serve`` has recorded."""
+
+    type: Literal["store"]
+    url: str
+    tenant: str | None = None
+    newest: int | None = Field(default=None, ge=1)
+    """Read only so many of the newest turns."""
+
+
+class PromptsSource(Section):
+    """Prompts that vLLM answers with the target: one JSON object a line with ``messages`` (or ``prompt``)."""
+
+    type: Literal["prompts"]
+    path: Path
+    max_tokens: int = Field(default=1024, ge=2)
+    temperature: float = Field(default=0.0, ge=0.0)
+    engine: dict[str, Any] = {}
+    """Keyword arguments of ``vllm.LLM``."""
+
+
+Source = Annotated[RecordsSource | StoreSource | PromptsSource, Field(discriminator="type")]
+
+
+class Model(Section):
+    """The target, and the shape of its speculator."""
+
+    name_or_path: str
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of the target while its hidden states are computed, and of what is cached of them."""
+    method: Literal["sum_lstm", "sum_rnn"] = "sum_lstm"
+    proj_dim: Dimension
+    emb_dim: Dimension
+    speculator_width: Dimension
+    n_speculator_heads: int = Field(default=3, ge=1, le=16)
+    speculator_tie_weights: bool = True
+    speculator_scale_input: bool = True
+    tie_lstm_embs: bool = True
+
+
+class Data(Section):
+    """What is trained on, and which whole sessions are kept for measuring."""
+
+    sources: list[Source] = Field(min_length=1)
+    eval_sources: list[Source] = []
+    train_eval_split: tuple[float, float] = (0.95, 0.05)
+    """Shares of the sessions; the second is held out where there are no ``eval_sources``."""
+    cache_dir: Path
+    max_length: int = Field(default=32_768, ge=2)
+    """Tokens of a conversation at most; its later turns are left out, so that every context stays the real one."""
+
+    @model_validator(mode="after")
+    def _split_is_whole(self) -> "Data":
+        train, held_out = self.train_eval_split
+        if not (0.0 < train < 1.0 and abs(train + held_out - 1.0) < 1e-6):
+            raise ValueError("train_eval_split: two shares above 0 that add up to 1 expected, such as [0.95, 0.05]")
+        return self
+
+
+class Scheduler(Section):
+    """Of the learning rate: a linear rise, then a cosine down to zero."""
+
+    name: Literal["cosine"] = "cosine"
+    warmup_ratio: float = Field(default=0.05, ge=0.0, lt=1.0)
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    lr: float = Field(default=1e-3, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.1, ge=0.0)
+
+
+class Checkpoint(Section):
+    """Where the speculator goes, and how often a run that may be cut off is kept."""
+
+    output_dir: Path
+    save_every_n_steps: int = Field(default=200, ge=1)
+
+
+class TrainingConfig(Section):
+    """One run."""
+
+    type: Literal["arctic-lstm-speculator", "arctic-mlp-speculator"] = "arctic-lstm-speculator"
+    seed: int = Field(default=42, ge=0)
+    micro_batch_size: int = Field(default=8, ge=1)
+    """Pieces of responses, of at most 256 positions each, in one forward pass."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    train_iters: int = Field(ge=1)
+    loss: Literal["lk", "cross_entropy"] = "lk"
+    model: Model
+    data: Data
+    scheduler: Scheduler = Scheduler()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint
+
+    @model_validator(mode="after")
+    def _type_fits_method(self) -> "TrainingConfig":
+        lstm = self.type == "arctic-lstm-speculator"
+        if lstm != (self.model.method == "sum_lstm"):
+            other = "sum_lstm" if lstm else "sum_rnn"
+            raise ValueError(f"model.method: {self.model.method} does not fit type {self.type}; write {other}")
+        if lstm and not self.model.speculator_tie_weights:
+            raise ValueError("model.speculator_tie_weights: the LSTM has one set of weights; write true")
+        return self
+
+
+def load_config(path: Path) -> TrainingConfig:
+    """The YAML file as a checked configuration; relative paths in it start at the working directory.
+
+    Raises ConfigurationError naming the file, the field and the remedy.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{path}: cannot be read as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path}: a mapping of fields expected; docs/speculator.md shows one")
+    try:
+        return TrainingConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: " + "; ".join(map(_explain, error.errors(include_url=False)))) from None
+
+
+def _explain(error: Any) -> str:
+    field = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{field}: unknown field; leave it out"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{field}: {message}" if field else message

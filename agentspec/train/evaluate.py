@@ -1,0 +1,90 @@
+"""What a speculator's drafts bring on held-out sessions: the decoding of every response, replayed with its drafts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from agentspec.server_ext.speculator import Speculator
+from agentspec.train.batches import Batch, Piece, collate, pieces
+from agentspec.train.hidden_states import HiddenStates
+
+_PIECES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Greedy drafts of n tokens at every decode step, verified against what the target wrote.
+
+    ``tokens``: of all responses, without the first of each, which the prefill gives. ``steps``: decode steps.
+    ``accepted``: for each position, in how many steps its token was accepted.
+    """
+
+    tokens: int
+    steps: int
+    accepted: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON. ``per_position``: accepted / steps. ``given_the_one_before``: accepted / accepted one before."""
+        before = (self.steps, *self.accepted)
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "mean_acceptance_length": round(self.tokens / max(1, self.steps), 4),
+            "per_position": [round(count / max(1, self.steps), 4) for count in self.accepted],
+            "given_the_one_before": [
+                round(count / max(1, reached), 4) for count, reached in zip(self.accepted, before, strict=False)
+            ],
+        }
+
+
+def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
+    """Replay the decoding of every response.
+
+    A draft is accepted as far as it equals the response. Up to there its inputs are the response's own tokens, so one
+    teacher-forced pass over all positions gives the drafts of every step.
+    """
+    n = speculator.config.n_predict
+    tokens = steps = 0
+    accepted = [0] * n
+    for lengths in _matched(speculator, data, n):
+        at = 0
+        while at < len(lengths):
+            steps += 1
+            for k in range(lengths[at]):
+                accepted[k] += 1
+            at += lengths[at] + 1
+        tokens += len(lengths)
+    return Acceptance(tokens, steps, tuple(accepted))
+
+
+@torch.inference_mode()
+def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
+    """For each response, how many tokens of the draft from each of its positions are right before the first wrong."""
+    lengths = (
+        pair
+        for some in _some(pieces(data.responses))
+        for pair in zip(some, _lengths(speculator, data, some, n), strict=True)
+    )
+    for _, of_response in groupby(lengths, key=lambda pair: pair[0].response):
+        yield [length for _, part in of_response for length in part]
+
+
+def _some(chosen: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    for at in range(0, len(chosen), _PIECES):
+        yield chosen[at : at + _PIECES]
+
+
+def _lengths(speculator: Speculator, data: HiddenStates, chosen: Sequence[Piece], n: int) -> list[list[int]]:
+    weights = next(speculator.parameters())
+    batch = collate(data, chosen, n).to(weights.device)
+    logits = speculator(batch.hidden[batch.starts].to(weights.dtype), batch.inputs(n))
+    right = torch.stack([_is_right(batch, scores, k) for k, scores in enumerate(logits)], dim=1)
+    matched = right.long().cumprod(1).sum(1)
+    return [part.tolist() for part in matched.split([piece.last - piece.first for piece in chosen])]
+
+
+def _is_right(batch: Batch, scores: torch.Tensor, k: int) -> torch.Tensor:
+    return (scores.argmax(-1) == batch.tokens[batch.row(k + 1)]) & (batch.left > k)

@@ -1,0 +1,106 @@
+"""Answers of the target to a set of prompts, by vLLM offline, as a file of recorded calls."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.train.config import Model, PromptsSource
+
+_TOGETHER = 64
+"""Prompts handed to vLLM at once, and written at once."""
+
+
+def answer_prompts(
+    source: PromptsSource, model: Model, seed: int, out: Path, progress: Callable[[int, int], None]
+) -> None:
+    """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
+
+    Prompts that ``out`` has answers to are left out, so a run that was cut off goes on; vLLM is not started where
+    nothing is missing. ``progress`` is told how many of how many are done. Raises InvalidInputError naming file and
+    line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
+    """
+    prompts = list(_read(source.path))
+    done = _answered(out)
+    progress(done, len(prompts))
+    if done >= len(prompts):
+        return
+    engine = _engine(source, model, seed)
+    try:
+        for at in range(done, len(prompts), _TOGETHER):
+            part = prompts[at : at + _TOGETHER]
+            lines = [
+                json.dumps(_record(prompts, at + i, output)) + "\n"
+                for i, output in enumerate(_ask(engine, part, source))
+            ]
+            with out.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+            progress(at + len(part), len(prompts))
+    finally:
+        engine.llm_engine.engine_core.shutdown()  # gives the device's memory back
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise InvalidInputError(f"{path}, line {number}: not JSON: {error}; write one JSON object a line") from None
+        messages = prompt.get("messages") if isinstance(prompt, dict) else None
+        if not isinstance(prompt, dict) or not (isinstance(messages, list) or isinstance(prompt.get("prompt"), str)):
+            raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+        yield prompt
+
+
+def _answered(out: Path) -> int:
+    """How many answers are there; one that was cut off in the middle is removed."""
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        out.write_bytes(whole)
+    return whole.count(b"\n")
+
+
+def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigurationError(
+            f"data.sources: type prompts needs vLLM ({error}); install it, or give recorded sessions"
+        ) from error
+    try:
+        return LLM(model.name_or_path, **{"dtype": model.dtype, "seed": seed, **source.engine})
+    except (TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {reason}") from error
+
+
+def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> list[Any]:
+    """vLLM's outputs, in order; chats go through the target's own template."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)
+    answers: list[Any] = [None] * len(prompts)
+    for chat in (True, False):
+        places = [i for i, prompt in enumerate(prompts) if ("messages" in prompt) == chat]
+        if not places:
+            continue
+        asked = [prompts[i]["messages" if chat else "prompt"] for i in places]
+        outputs = (engine.chat if chat else engine.generate)(asked, sampling, use_tqdm=False)
+        for i, output in zip(places, outputs, strict=True):
+            answers[i] = output
+    return answers
+
+
+def _record(prompts: list[dict[str, Any]], number: int, output: Any) -> dict[str, Any]:
+    return {
+        "session": str(prompts[number].get("id", f"prompt-{number + 1}")),
+        "turn": 0,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "response_token_ids": list(output.outputs[0].token_ids),
+    }

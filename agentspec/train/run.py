@@ -1,0 +1,148 @@
+"""A whole run: data, hidden states, training, measuring, and the files that it leaves."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.speculator import save_speculator
+from agentspec.train.config import PromptsSource, TrainingConfig
+from agentspec.train.conversations import Conversation
+from agentspec.train.corpus import Corpus, folder_of, gather
+from agentspec.train.evaluate import Acceptance, measure
+from agentspec.train.generate import answer_prompts
+from agentspec.train.hidden_states import HiddenStates, extract
+from agentspec.train.target import Target, target_shape
+from agentspec.train.trainer import Trainer, speculator_config
+
+REPORT = "report.json"
+
+
+def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
+    """Run ``config`` to its end, going on where an earlier call was cut off; returns what ``report.json`` says.
+
+    Leaves in ``checkpoint.output_dir`` the speculator, as ``load_speculator`` and ArcticInference read it, and the
+    report. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
+    """
+    out = config.checkpoint.output_dir
+    if (out / REPORT).exists():
+        raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
+    with Progress(*_COLUMNS, console=console) as bars:
+        run = _Run(config, bars)
+        corpus = gather(config, run.folder, run.answer)
+        head = run.prepare(corpus)
+        with (
+            HiddenStates(corpus.train, run.folder / "train") as data,
+            HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
+        ):
+            trainer = Trainer(
+                config, speculator_config(config.model, run.target_shape), data, head, run.device, run.folder.name
+            )
+            before, after = run.train(trainer, held_out)
+    report = {
+        "target": config.model.name_or_path,
+        "device": run.device.type,
+        "training": {**_size(corpus.train), "steps": trainer.step, "seconds": round(trainer.seconds, 1)},
+        "held_out": {**_size(corpus.held_out), "untrained": before.as_dict(), "trained": after.as_dict()},
+        "config": config.model_dump(mode="json", exclude={"data", "checkpoint"}),
+    }
+    save_speculator(trainer.speculator.to(run.target_shape.dtype), out)
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    trainer.forget()
+    return report
+
+
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
+class _Run:
+    """What the parts of a run share: the cache folder, the device, the target while it is needed."""
+
+    def __init__(self, config: TrainingConfig, bars: Progress) -> None:
+        self.config = config
+        self.folder = folder_of(config)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.target_shape = target_shape(config.model.name_or_path)
+        self._bars = bars
+        self._target: Target | None = None
+
+    def answer(self, source: PromptsSource, out: Path) -> None:
+        """Let vLLM answer a source's prompts."""
+        bar = self._bars.add_task("answers", total=None)
+        answer_prompts(
+            source,
+            self.config.model,
+            self.config.seed,
+            out,
+            lambda done, total: self._bars.update(bar, completed=done, total=total),
+        )
+
+    def prepare(self, corpus: Corpus) -> Tensor | None:
+        """Compute the hidden states that are missing; the target's head [V, H] where the loss needs it."""
+        for conversations, name in ((corpus.train, "train"), (corpus.held_out, "held-out")):
+            self._extract(conversations, name)
+        head = self._head() if self.config.loss == "lk" else None
+        self._target = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        return head
+
+    def train(self, trainer: Trainer, held_out: HiddenStates) -> tuple[Acceptance, Acceptance]:
+        """Train to the last step; the acceptance on the held-out sessions before and after."""
+        before = measure(trainer.speculator, held_out)
+        if trainer.resume():
+            self._bars.console.print(f"going on at step {trainer.step}")
+        total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
+        bar = self._bars.add_task("training", total=total, completed=trainer.step)
+        smooth = 0.0
+        try:
+            while trainer.step < total:
+                loss = trainer.train_step()
+                smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
+                self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
+                if trainer.step % every == 0:
+                    trainer.save()
+        except KeyboardInterrupt:
+            trainer.save()
+            raise
+        return before, measure(trainer.speculator, held_out)
+
+    def _extract(self, conversations: list[Conversation], name: str) -> None:
+        total = sum(len(conversation.tokens) for conversation in conversations)
+        bar = self._bars.add_task(f"hidden states, {name}", total=total)
+        extract(conversations, self.folder / name, self._open_target, lambda done: self._bars.advance(bar, done))
+
+    def _open_target(self) -> Target:
+        if self._target is None:
+            self._target = Target(self.config.model.name_or_path, self.config.model.dtype, self.device)
+        return self._target
+
+    def _head(self) -> Tensor:
+        file = self.folder / "head.safetensors"
+        if not file.exists():
+            weights = self._open_target().head()
+            if weights is None:
+                raise ConfigurationError(
+                    f"loss: lk needs the target's distribution, and the logits of {self.config.model.name_or_path} "
+                    "are more than its head applied to its hidden states; write cross_entropy"
+                )
+            partial = file.with_suffix(".part")
+            save_file({"head": weights.contiguous()}, partial)
+            partial.replace(file)
+        return load_file(file)["head"]
+
+
+def _size(conversations: list[Conversation]) -> dict[str, int]:
+    spans = [span for conversation in conversations for span in conversation.responses]
+    return {
+        "sessions": len({conversation.session for conversation in conversations}),
+        "responses": len(spans),
+        "response_tokens": sum(end - start for start, end in spans),
+    }
