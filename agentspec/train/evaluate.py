@@ -60,7 +60,6 @@ def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
     return Acceptance(tokens, steps, tuple(accepted))
 
 
-@torch.inference_mode()
 def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
     """For each response, how many tokens of the draft from each of its positions are right before the first wrong."""
     lengths = (
@@ -80,7 +79,8 @@ def _some(chosen: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
 def _lengths(speculator: Speculator, data: HiddenStates, chosen: Sequence[Piece], n: int) -> list[list[int]]:
     weights = next(speculator.parameters())
     batch = collate(data, chosen, n).to(weights.device)
-    logits = speculator(batch.hidden[batch.starts].to(weights.dtype), batch.inputs(n))
+    with torch.inference_mode():
+        logits = speculator(batch.hidden[batch.starts].to(weights.dtype), batch.inputs(n))
     right = torch.stack([_is_right(batch, scores, k) for k, scores in enumerate(logits)], dim=1)
     matched = right.long().cumprod(1).sum(1)
     return [part.tolist() for part in matched.split([piece.last - piece.first for piece in chosen])]

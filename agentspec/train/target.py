@@ -57,24 +57,24 @@ class Target:
         self._device = device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
-    @torch.inference_mode()
     def hidden_states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """After the final norm: [T, H] for each sequence, int64 [T]. One batch, padded behind, which a causal model
         never looks at."""
         ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self._device)
-        states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        with torch.inference_mode():
+            states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return [state[: len(sequence)] for state, sequence in zip(states, sequences, strict=True)]
 
-    @torch.inference_mode()
     def head(self) -> Tensor | None:
         """The head's weights [V, H], if the target's logits are nothing but the head applied to the hidden states."""
         probe = torch.arange(min(16, self.vocab_size), device=self._device)[None]
-        states = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
         module = self._model.get_output_embeddings()
-        if module is None or states.shape[-1] != module.weight.shape[1]:
-            return None
-        logits = self._model(input_ids=probe, use_cache=False).logits.float()
-        plain = (states @ module.weight.T).float()
+        with torch.inference_mode():
+            states = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+            if module is None or states.shape[-1] != module.weight.shape[1]:
+                return None
+            logits = self._model(input_ids=probe, use_cache=False).logits.float()
+            plain = (states @ module.weight.T).float()
         alike = torch.allclose(logits, plain, rtol=0.02, atol=0.02 * float(logits.abs().max()))
         return module.weight.detach().cpu() if alike else None
 

@@ -69,7 +69,7 @@ class Trainer:
         self._data_key = data_key
         self._data = data
         self._pieces = pieces(data.responses)
-        self._head = None if head is None else head.to(device).float()
+        self._head = None if head is None else head.to(device)
         torch.manual_seed(config.seed)
         self.speculator: Speculator = build_speculator(shape)
         self.speculator.reset_parameters()
@@ -137,27 +137,17 @@ class Trainer:
         """Sum over the positions of a draft of the mean loss there."""
         n = self.speculator.config.n_predict
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            hidden = batch.hidden[batch.starts]
-            drafted = self.speculator(hidden.float(), batch.inputs(n))
-            target = None if self._head is None else self._target(batch)
+            drafted = self.speculator(batch.hidden[batch.starts].float(), batch.inputs(n))
+        target = None if self._head is None else _distributions(batch.hidden, self._head)
         total = torch.zeros((), device=self._device)
         for k, logits in enumerate(drafted):
             there = batch.left > k
             if not there.any():
                 break
-            rows = batch.row(k + 1)[there]
-            losses = (
-                lk(logits[there], target[rows])
-                if target is not None
-                else cross_entropy(logits[there], batch.tokens[rows])
-            )
+            rows, logits = batch.row(k + 1)[there], logits[there]
+            losses = cross_entropy(logits, batch.tokens[rows]) if target is None else lk(logits, target[rows])
             total = total + losses.mean()
         return total
-
-    @torch.no_grad()
-    def _target(self, batch: Batch) -> Tensor:
-        """float32 [M, V]: the target's distribution of the token of each row."""
-        return (batch.hidden.float() @ self._head.T).float().softmax(-1)
 
     def _settings(self) -> str:
         """What a checkpoint must have in common with this run: all settings but where and how often it is kept."""
@@ -175,3 +165,9 @@ def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Op
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas)
+
+
+def _distributions(hidden: Tensor, head: Tensor) -> Tensor:
+    """float32 [M, V]: the target's distribution of the token of each row of ``hidden`` [M, H]."""
+    with torch.no_grad():
+        return (hidden.to(head.dtype) @ head.T).float().softmax(-1)

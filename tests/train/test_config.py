@@ -1,0 +1,84 @@
+"""The YAML file: ArcticTraining's spelling is read, and what is wrong is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentspec.errors import ConfigurationError
+from agentspec.train.config import load_config
+
+
+def write(folder: Path, settings: Any) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings))
+    return file
+
+
+def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) -> None:
+    recipe = """
+        type: arctic-lstm-speculator
+        micro_batch_size: 64
+        gradient_accumulation_steps: 4
+        train_iters: 3000
+        loss: cross_entropy
+        model:
+          name_or_path: meta-llama/Llama-3.1-8B-Instruct
+          method: sum_lstm
+          proj_dim: "4096"
+          emb_dim: "4096"
+          speculator_width: "4096"
+          speculator_tie_weights: true
+          speculator_scale_input: true
+          tie_lstm_embs: true
+          n_speculator_heads: 3
+        data:
+          sources:
+            - type: store
+              url: redis://localhost:6379/0
+          cache_dir: data-cache-llama31-8b
+        scheduler:
+          name: cosine
+          warmup_ratio: 0.05
+        optimizer:
+          betas: [0.9, 0.999]
+          weight_decay: 0.1
+          lr: 1.0e-3
+        checkpoint:
+          output_dir: spec-decode-llama31-8b
+    """
+    config = load_config(write(tmp_path, recipe))
+    assert (config.model.proj_dim, config.model.n_speculator_heads) == (4096, 3)
+    assert config.optimizer.lr == 0.001
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("model", "speculator_widht"), 8, "model.speculator_widht: unknown field"),
+        (("deepspeed",), {}, "deepspeed: unknown field"),
+        (("model", "method"), "sum_rnn", "model.method: sum_rnn does not fit type arctic-lstm-speculator"),
+        (("model", "speculator_tie_weights"), False, "model.speculator_tie_weights"),
+        (("data", "train_eval_split"), [0.9, 0.2], "data: train_eval_split: two shares"),
+        (("data", "sources"), [{"type": "huggingface"}], "data.sources.0"),
+        (("loss",), "mse", "loss: "),
+        (("train_iters",), 0, "train_iters: "),
+    ],
+)
+def test_names_the_field(
+    tmp_path: Path, settings: dict[str, Any], path: tuple[str, ...], value: object, named: str
+) -> None:
+    section = settings
+    for name in path[:-1]:
+        section = section[name]
+    section[path[-1]] = value
+    with pytest.raises(ConfigurationError, match=r"config\.yaml: ") as error:
+        load_config(write(tmp_path, settings))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", ""])
+def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
+        load_config(write(tmp_path, text))

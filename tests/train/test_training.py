@@ -1,0 +1,154 @@
+"""The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from agentspec.cli import main
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
+from agentspec.train import trainer
+from agentspec.train.config import TrainingConfig
+from agentspec.train.corpus import folder_of, gather
+from agentspec.train.evaluate import Acceptance, measure
+from agentspec.train.hidden_states import HiddenStates
+from agentspec.train.run import train
+from tests.train.conftest import HIDDEN, VOCABULARY
+
+QUIET = Console(quiet=True)
+
+
+def test_the_command_trains_and_writes_what_loads(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings["train_iters"] = 150
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    monkeypatch.setattr(sys, "argv", ["agentspec", "train", str(file)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert "held-out sessions" in capsys.readouterr().out
+    out = tmp_path / "speculator"
+    report = json.loads((out / "report.json").read_text())
+    held_out = report["held_out"]
+    assert held_out["trained"]["mean_acceptance_length"] > 2.5 > 1.5 > held_out["untrained"]["mean_acceptance_length"]
+    assert held_out["sessions"] + report["training"]["sessions"] == 20
+    speculator = load_speculator(out, hidden_size=HIDDEN, vocab_size=VOCABULARY)
+    assert speculator.config.base_model_archs == ("LlamaForCausalLM",)
+    assert not (out / "training.pt").exists()
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "holds a finished speculator" in " ".join(capsys.readouterr().err.split())
+
+
+def test_acceptance_is_that_of_real_decoding(settings: dict[str, Any]) -> None:
+    """The figure, against the draft loop decoding every held-out response step by step."""
+    settings["train_iters"] = 60
+    config = TrainingConfig.model_validate(settings)
+    report = train(config, QUIET)
+    speculator = load_speculator(config.checkpoint.output_dir)
+    with held_out(config) as data:
+        assert measure(speculator, data).as_dict() == report["held_out"]["trained"]
+        assert decode(speculator, data) == measure(speculator, data)
+
+
+def held_out(config: TrainingConfig) -> HiddenStates:
+    folder = folder_of(config)
+    return HiddenStates(gather(config, folder, lambda _source, _out: None).held_out, folder / "held-out")
+
+
+def decode(speculator: Speculator, data: HiddenStates) -> Acceptance:
+    loop = DraftLoop(speculator)
+    n = speculator.config.n_predict
+    tokens = steps = 0
+    accepted = [0] * n
+    for response in data.responses:
+        hidden, written = data.rows(response, 0, response.length)
+        at = 0
+        while at < response.length - 1:
+            draft = loop(hidden[at : at + 1], written[at : at + 1]).tokens[0].tolist()
+            right = 0
+            while right < n and at + right + 1 < response.length and draft[right] == written[at + right + 1]:
+                accepted[right] += 1
+                right += 1
+            steps += 1
+            at += right + 1
+        tokens += response.length - 1
+    return Acceptance(tokens, steps, tuple(accepted))
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("lstm", "lk"), ("mlp", "cross_entropy")])
+def test_cut_off_and_resumed_is_as_if_unbroken(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, loss: str
+) -> None:
+    settings |= {"loss": loss, "type": f"arctic-{kind}-speculator", "gradient_accumulation_steps": 2}
+    settings["model"]["method"] = "sum_rnn" if kind == "mlp" else "sum_lstm"
+    settings["checkpoint"]["save_every_n_steps"] = 4
+    unbroken = train(TrainingConfig.model_validate(settings), QUIET)
+    weights = load_speculator(tmp_path / "speculator").state_dict()
+    settings["checkpoint"]["output_dir"] = str(tmp_path / "again")
+    config = TrainingConfig.model_validate(settings)
+
+    real = trainer.Trainer.train_step
+
+    def fail_at_six(self: trainer.Trainer) -> float:
+        if self.step == 6:
+            raise RuntimeError("power cut")
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", fail_at_six)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(config, QUIET)
+    resumed = train(config, QUIET)
+    assert resumed["held_out"] == unbroken["held_out"]
+    for name, value in load_speculator(tmp_path / "again").state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_self: trainer.Trainer) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(TrainingConfig.model_validate(settings), QUIET)
+    settings["optimizer"] = {"lr": 1e-4}
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* other settings"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+
+
+def test_lk_learns_the_target_s_distribution_and_not_the_recorded_token(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """They differ here: the target's weights are random, the responses are not its own."""
+    overlap: dict[str, float] = {}
+    for loss in ("lk", "cross_entropy"):
+        settings |= {"loss": loss, "train_iters": 80, "checkpoint": {"output_dir": str(tmp_path / loss)}}
+        config = TrainingConfig.model_validate(settings)
+        train(config, QUIET)
+        speculator = load_speculator(tmp_path / loss)
+        head = load_file(folder_of(config) / "head.safetensors")["head"]
+        with held_out(config) as data:
+            hidden, tokens = data.rows(data.responses[0], 0, data.responses[0].length)
+        target = (hidden[1:] @ head.T).softmax(-1)
+        drafted = speculator(hidden[:-1], tokens[:-1, None])[0].softmax(-1)
+        overlap[loss] = float(torch.minimum(target, drafted).sum(-1).mean())
+    assert overlap["lk"] > 0.9
+    assert overlap["cross_entropy"] < 0.5
+
+
+def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
+    settings["data"]["max_length"] = 3
+    with pytest.raises(ValueError, match=r"data\.sources: no session"):
+        train(TrainingConfig.model_validate(settings), QUIET)
