@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from agentspec.train.config import TrainingConfig, load_config
+from agentspec.train.config import RecordsSource, Source, TrainingConfig, load_config
 from agentspec.train.run import REPORT, train
 from demo.drafter_data import write_held_out, write_training
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _data(config: TrainingConfig, sessions: int, tasks: int, console: Console) -> None:
-    training, held_out = (sources[0].path for sources in (config.data.sources, config.data.eval_sources))  # type: ignore[union-attr]
+    training, held_out = (_file(sources[0]) for sources in (config.data.sources, config.data.eval_sources))
     training.parent.mkdir(parents=True, exist_ok=True)
     if not training.exists():
         console.print(f"writing {sessions} sessions to {training}")
@@ -73,6 +73,11 @@ def _data(config: TrainingConfig, sessions: int, tasks: int, console: Console) -
     if not held_out.exists():
         console.print(f"letting the target work on {tasks} held-out tasks, for {held_out}")
         write_held_out(held_out, tasks)
+
+
+def _file(source: Source) -> Path:
+    assert isinstance(source, RecordsSource)
+    return source.path
 
 
 def _trained(config: TrainingConfig, console: Console) -> dict[str, Any]:

@@ -66,6 +66,13 @@ class Model(Section):
     speculator_scale_input: bool = True
     tie_lstm_embs: bool = True
 
+    @model_validator(mode="after")
+    def _one_width(self) -> "Model":
+        for field in ("proj_dim", "emb_dim"):
+            if getattr(self, field) != self.speculator_width:
+                raise ValueError(f"{field}: projection and embedding are summed; write speculator_width's value")
+        return self
+
 
 class Data(Section):
     """What is trained on, and which whole sessions are kept for measuring."""

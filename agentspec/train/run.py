@@ -43,7 +43,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
             HiddenStates(corpus.held_out, run.folder / "held-out") as held_out,
         ):
             trainer = Trainer(
-                config, speculator_config(config.model, run.target_shape), data, head, run.device, run.folder.name
+                config, speculator_config(config.model, run.target), data, head, run.device, run.folder.name
             )
             before, after = run.train(trainer, held_out)
     report = {
@@ -53,7 +53,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
         "held_out": {**_size(corpus.held_out), "untrained": before.as_dict(), "trained": after.as_dict()},
         "config": config.model_dump(mode="json", exclude={"data", "checkpoint"}),
     }
-    save_speculator(trainer.speculator.to(run.target_shape.dtype), out)
+    save_speculator(trainer.speculator.to(run.target.dtype), out)
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     trainer.forget()
     return report
@@ -69,9 +69,9 @@ class _Run:
         self.config = config
         self.folder = folder_of(config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.target_shape = target_shape(config.model.name_or_path)
+        self.target = target_shape(config.model.name_or_path)
         self._bars = bars
-        self._target: Target | None = None
+        self._opened: Target | None = None
 
     def answer(self, source: PromptsSource, out: Path) -> None:
         """Let vLLM answer a source's prompts."""
@@ -89,7 +89,7 @@ class _Run:
         for conversations, name in ((corpus.train, "train"), (corpus.held_out, "held-out")):
             self._extract(conversations, name)
         head = self._head() if self.config.loss == "lk" else None
-        self._target = None
+        self._opened = None
         gc.collect()
         torch.cuda.empty_cache()
         return head
@@ -102,16 +102,13 @@ class _Run:
         total, every = self.config.train_iters, self.config.checkpoint.save_every_n_steps
         bar = self._bars.add_task("training", total=total, completed=trainer.step)
         smooth = 0.0
-        try:
-            while trainer.step < total:
-                loss = trainer.train_step()
-                smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
-                self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
-                if trainer.step % every == 0:
-                    trainer.save()
-        except KeyboardInterrupt:
-            trainer.save()
-            raise
+        while trainer.step < total:
+            loss = trainer.train_step()
+            smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
+            self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
+            if trainer.step % every == 0:
+                trainer.save()
+        trainer.speculator.to(self.target.dtype).float()  # as it will be saved
         return before, measure(trainer.speculator, held_out)
 
     def _extract(self, conversations: list[Conversation], name: str) -> None:
@@ -120,9 +117,9 @@ class _Run:
         extract(conversations, self.folder / name, self._open_target, lambda done: self._bars.advance(bar, done))
 
     def _open_target(self) -> Target:
-        if self._target is None:
-            self._target = Target(self.config.model.name_or_path, self.config.model.dtype, self.device)
-        return self._target
+        if self._opened is None:
+            self._opened = Target(self.config.model.name_or_path, self.config.model.dtype, self.device)
+        return self._opened
 
     def _head(self) -> Tensor:
         file = self.folder / "head.safetensors"

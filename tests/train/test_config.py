@@ -60,6 +60,7 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("deepspeed",), {}, "deepspeed: unknown field"),
         (("model", "method"), "sum_rnn", "model.method: sum_rnn does not fit type arctic-lstm-speculator"),
         (("model", "speculator_tie_weights"), False, "model.speculator_tie_weights"),
+        (("model", "emb_dim"), "64", "model: emb_dim: projection and embedding are summed"),
         (("data", "train_eval_split"), [0.9, 0.2], "data: train_eval_split: two shares"),
         (("data", "sources"), [{"type": "huggingface"}], "data.sources.0"),
         (("loss",), "mse", "loss: "),

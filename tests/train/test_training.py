@@ -116,11 +116,15 @@ def test_cut_off_and_resumed_is_as_if_unbroken(
 
 
 def test_a_checkpoint_of_other_settings_is_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_self: trainer.Trainer) -> float:
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    real = trainer.Trainer.save
+
+    def interrupt(self: trainer.Trainer) -> None:
+        real(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "train_step", interrupt)
+        patch.setattr(trainer.Trainer, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(TrainingConfig.model_validate(settings), QUIET)
     settings["optimizer"] = {"lr": 1e-4}
