@@ -1,10 +1,13 @@
 """``python -m demo``: the agent on real vLLM, with and without agentspec, and a restart in the middle.
 
+With agentspec, suffix trees draft together with the small draft model in ``demo/drafter``.
+
 Writes ``demo_results/``: ``summary.json``, ``steps.jsonl`` (the step-by-step record), the servers' logs and the
 token logs (``server.db``) that the restarted server reads.
 """
 
 import argparse
+import json
 import shutil
 import sys
 import time
@@ -20,6 +23,12 @@ from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "8")
+DRAFTER = {
+    "method": "arctic",
+    "model": str(HERE / "drafter"),
+    "num_speculative_tokens": 3,
+    "enable_suffix_decoding": True,
+}
 
 
 def main() -> int:
@@ -32,7 +41,10 @@ def main() -> int:
     plain = ModelServer(HERE / "model", agentspec=False, options=OPTIONS, name="demo", log=results / "plain.log")
     fast = ModelServer(
         HERE / "model",
-        options=(*OPTIONS, "--tenant", "demo", "--record", str(results / "steps.jsonl")),
+        options=(
+            *(*OPTIONS, "--tenant", "demo", "--record", str(results / "steps.jsonl")),
+            *("--speculative-config", json.dumps(DRAFTER)),
+        ),
         environment={"AGENTSPEC_STORE": f"sqlite:///{(results / 'server.db').resolve()}"},
         name="demo",
         log=results / "agentspec.log",

@@ -12,6 +12,9 @@ from rich.table import Table
 
 from demo.agent import Turn
 
+SOURCES = ("request", "session", "global", "model")
+"""Columns of the table: whose tokens were accepted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -69,7 +72,7 @@ def print_table(pairs: Sequence[Pair], console: Console) -> None:
     table = Table(title="The agent's turns, with agentspec; without it every token is a step")
     for column in ("session", "turn", "tests"):
         table.add_column(column)
-    for column in ("tokens", "steps", "mean acc.\nlength", "accept.\nrate", "request", "session", "global"):
+    for column in ("tokens", "steps", "mean acc.\nlength", "accept.\nrate", *SOURCES):
         table.add_column(column, justify="right")
     for column in ("tok/s\nwithout", "tok/s\nwith", "speed-up"):
         table.add_column(column, justify="right")
@@ -91,7 +94,7 @@ def _cells(pair: Pair) -> list[str]:
         str(spec.steps) if spec else "-",
         f"{spec.mean_acceptance_length:.2f}" if spec else "-",
         f"{spec.acceptance_rate:.2f}" if spec else "-",
-        *(str(by_source.get(source, 0)) for source in ("request", "session", "global")),
+        *(str(by_source.get(source, 0)) for source in SOURCES),
         f"{plain.tokens / plain.seconds:.0f}",
         f"{fast.tokens / fast.seconds:.0f}",
         f"{plain.seconds / fast.seconds:.2f}x",
