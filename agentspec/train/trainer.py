@@ -14,7 +14,7 @@ from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_
 from agentspec.train.batches import Batch, collate, draws, pieces
 from agentspec.train.config import Model, TrainingConfig
 from agentspec.train.hidden_states import HiddenStates
-from agentspec.train.losses import cross_entropy, lk
+from agentspec.train.losses import cross_entropy, lk, worth
 from agentspec.train.target import TargetShape
 
 _MAX_NORM = 1.0
@@ -114,7 +114,7 @@ class Trainer:
         self._file.unlink(missing_ok=True)
 
     def train_step(self) -> float:
-        """One update of the weights; returns the mean loss of a drafted token."""
+        """One update of the weights; returns the loss of a draft."""
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)
         for group in self._optimizer.param_groups:
@@ -131,23 +131,23 @@ class Trainer:
         self._optimizer.zero_grad()
         self.step += 1
         self.seconds += time.perf_counter() - began
-        return total / self.speculator.config.n_predict
+        return total
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Sum over the positions of a draft of the mean loss there."""
-        n = self.speculator.config.n_predict
+        """Sum over the positions of a draft of the mean loss there; with LK, in terms of whole drafts."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            drafted = self.speculator(batch.hidden[batch.starts].float(), batch.inputs(n))
-        target = None if self._head is None else _distributions(batch.hidden, self._head)
-        total = torch.zeros((), device=self._device)
-        for k, logits in enumerate(drafted):
-            there = batch.left > k
-            if not there.any():
-                break
-            rows, logits = batch.row(k + 1)[there], logits[there]
-            losses = cross_entropy(logits, batch.tokens[rows]) if target is None else lk(logits, target[rows])
-            total = total + losses.mean()
-        return total
+            drafted = self.speculator(
+                batch.hidden[batch.starts].float(), batch.inputs(self.speculator.config.n_predict)
+            )
+        there = torch.stack([batch.left > k for k in range(len(drafted))], dim=1)
+        rows = [batch.row(k + 1) for k in range(len(drafted))]
+        if self._head is None:
+            each = [cross_entropy(logits, batch.tokens[row]) for logits, row in zip(drafted, rows, strict=True)]
+            return ((torch.stack(each, dim=1) * there).sum(0) / there.sum(0).clamp(min=1)).sum()
+        target = _distributions(batch.hidden, self._head)
+        pairs = [lk(logits, target[row]) for logits, row in zip(drafted, rows, strict=True)]
+        losses, accepted = (torch.stack(part, dim=1) * there for part in zip(*pairs, strict=True))
+        return (losses * worth(accepted)).sum(1).mean()
 
     def _settings(self) -> str:
         """What a checkpoint must have in common with this run: all settings but where and how often it is kept."""

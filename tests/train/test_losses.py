@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from agentspec.train.losses import cross_entropy, lk
+from agentspec.train.losses import cross_entropy, lk, worth
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -27,7 +27,9 @@ def test_lk_is_the_paper_s_mix_up_to_the_target_s_entropy() -> None:
     divergence = (p * np.log(p / q)).sum(-1)
     entropy = -(p * np.log(p)).sum(-1)
     expected = weight * (divergence + entropy) + (1 - weight) * (1 - a)
-    np.testing.assert_allclose(lk(torch.tensor(scores), torch.tensor(p).float()), expected, rtol=1e-4)
+    loss, accepted = lk(torch.tensor(scores), torch.tensor(p).float())
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(accepted, a, rtol=1e-4)
 
 
 def test_lk_pulls_even_where_there_is_no_overlap() -> None:
@@ -36,7 +38,7 @@ def test_lk_pulls_even_where_there_is_no_overlap() -> None:
     scores[0, 0] = 20.0
     scores.requires_grad_()
     target = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    lk(scores, target).sum().backward()
+    lk(scores, target)[0].sum().backward()
     assert scores.grad is not None
     assert scores.grad[0, 3] < -0.5
     assert scores.grad[0, 0] > 0.5
@@ -45,10 +47,17 @@ def test_lk_pulls_even_where_there_is_no_overlap() -> None:
 def test_lk_rests_where_the_draft_is_the_target() -> None:
     scores = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     target = scores.detach().softmax(-1)
-    loss = lk(scores, target)
+    loss, _ = lk(scores, target)
     loss.sum().backward()
     assert scores.grad is not None
     # the overlap has a kink here: each token's part of the gradient is at most that of one side of it
     assert float(scores.grad.abs().max()) < 0.3
-    worse = lk(scores.detach() + torch.tensor([2.0, *[0.0] * 7]), target)
+    worse, _ = lk(scores.detach() + torch.tensor([2.0, *[0.0] * 7]), target)
     assert bool((worse > loss).all())
+
+
+def test_worth_is_the_derivative_of_the_expected_length() -> None:
+    accepted = torch.rand(7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    accepted.cumprod(1).sum().backward()
+    torch.testing.assert_close(worth(accepted.detach()), accepted.grad)
+    assert worth(torch.zeros(1, 3)).tolist() == [[1.0, 0.0, 0.0]]
