@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import FixedRule
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext.drafter_settings import DrafterSettings
 
 MAX_DRAFT_LIMIT = 128
 """vLLM's rejection sampler verifies at most this many draft tokens a request and step."""
@@ -74,8 +75,10 @@ class Settings(BaseModel):
     """Record its loop as CUDA graphs at start. None: where there is CUDA."""
     speculator_kernels: bool | None = None
     """Fused kernels, in Triton. None: where there is CUDA."""
+    drafter: DrafterSettings | None = None
+    """One of vLLM's own drafters beside the trees, in place of a speculator."""
     judge: bool = True
-    """Let it score the trees' drafts and change, cut or drop them; False: it only drafts tokens of its own."""
+    """Let the draft model score the trees' drafts and change, cut or drop them; False: it only drafts tokens."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
     native: bool | None = None
@@ -88,7 +91,9 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _drafts(self) -> "Settings":
-        if not self.suffix and self.speculator is None:
+        if self.speculator is not None and self.drafter is not None:
+            raise ValueError("speculator and drafter: there is one draft model; give one of them")
+        if not self.suffix and self.speculator is None and self.drafter is None:
             raise ValueError("suffix is false and no speculator is given: nothing would draft")
         return self
 

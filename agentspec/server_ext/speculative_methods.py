@@ -8,6 +8,9 @@ rule, unless one of the rule's parameters is given.
 ``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by the rule, with these parameters
 and their defaults, over all requests of the server. How many past requests are held is a matter of agentspec's budget
 in tokens (``max_tokens``), except that 0 still means none.
+
+``{"method": "ngram", …}`` and ``{"method": "medusa", …}`` under ``agentspec serve``, or where the engine has agentspec
+settings: vLLM's own drafter, with its own parameters, beside the trees. Elsewhere they stay vLLM's.
 """
 
 from collections.abc import Mapping
@@ -15,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 
-METHODS = ("arctic", "suffix")
+NATIVE_METHODS = ("ngram", "medusa")
+METHODS = ("arctic", "suffix", *NATIVE_METHODS)
 DEFAULT_MAX_DRAFT = 16
 
 _TENANT = "suffix"
@@ -37,6 +42,8 @@ _KNOWN = {
         *(*_COMMON, "model", "enable_suffix_decoding", "suffix_speculative_tokens"),
         *(name for names in _RULE.values() for name in names),
     },
+    "ngram": {*NgramSettings.model_fields, "model", "disable_by_batch_size"},
+    "medusa": {*MedusaSettings.model_fields, "disable_by_batch_size"},
 }
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
 """Default depth of vLLM's trees, and of ArcticInference's, whose names are other ones."""
@@ -58,7 +65,7 @@ def translate(config: Mapping[str, Any], max_draft: int = DEFAULT_MAX_DRAFT) -> 
     method = config.get("method")
     known = _KNOWN.get(str(method))
     if known is None:
-        raise ConfigurationError(f"speculative method {method!r}: agentspec knows {' and '.join(METHODS)}")
+        raise ConfigurationError(f"speculative method {method!r}: agentspec knows {', '.join(METHODS)}")
     unknown = sorted(set(config) - known)
     if unknown:
         raise ConfigurationError(
@@ -68,6 +75,8 @@ def translate(config: Mapping[str, Any], max_draft: int = DEFAULT_MAX_DRAFT) -> 
     settings: dict[str, Any] = {}
     if config.get("disable_by_batch_size") is not None:
         settings["disable_by_batch_size"] = _number(config, "disable_by_batch_size", 1)
+    if method in NATIVE_METHODS:
+        return _native(config, settings, max_draft)
     return _suffix(config, settings) if method == "suffix" else _arctic(config, settings, max_draft)
 
 
@@ -111,6 +120,13 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int)
         settings["tenant"] = _TENANT
     longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
     return Translation(longest or max(max_draft, tokens or 0), settings)
+
+
+def _native(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int) -> Translation:
+    own = MedusaSettings if config["method"] == "medusa" else NgramSettings
+    settings["drafter"] = {name: config[name] for name in own.model_fields if config.get(name) is not None}
+    tokens = 0 if config.get("num_speculative_tokens") is None else _number(config, "num_speculative_tokens", 1)
+    return Translation(max(max_draft, tokens), settings)
 
 
 def _rule(config: Mapping[str, Any]) -> dict[str, Any]:

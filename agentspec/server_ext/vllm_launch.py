@@ -108,8 +108,8 @@ def _take_method(text: str, max_draft: int) -> tuple[int, dict[str, Any]]:
     config = _json_object("--speculative-config", text)
     if config.get("method") not in METHODS:
         raise ConfigurationError(
-            f"--speculative-config: agentspec is the method here; it stands for {' and '.join(METHODS)}, not for "
-            f"{config.get('method')!r}: start plain 'vllm serve' with that one"
+            f"--speculative-config: agentspec is the method here; it stands for {', '.join(METHODS)}, not for "
+            f"{config.get('method')!r}: start plain 'vllm serve' with that one (docs/other-drafters.md says why)"
         )
     translation = translate({key.replace("-", "_"): value for key, value in config.items()}, max_draft)
     return check_draft_limit(translation.max_draft), translation.settings

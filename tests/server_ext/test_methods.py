@@ -97,7 +97,9 @@ def test_suffix_without_cached_requests_has_no_global_tree() -> None:
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 24, "suffix_cache_max_depth": 24}, "same"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
         ({"method": "suffix", "enable_suffix_decoding": False}, "enable_suffix_decoding"),
-        ({"method": "ngram"}, "ngram"),
+        ({"method": "eagle3"}, "eagle3"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 3}, "prompt_lookup is not known"),
+        ({"method": "medusa", "model": "heads", "num_speculative_tokens": 0}, "num_speculative_tokens"),
     ],
 )
 def test_a_key_that_cannot_work_is_named(config: dict[str, Any], message: str) -> None:
@@ -113,6 +115,47 @@ def test_nothing_to_draft_with_is_refused() -> None:
 def test_a_parameter_of_the_rule_out_of_range_is_named() -> None:
     with pytest.raises(ConfigurationError, match="min_token_prob"):
         load_settings({"agentspec": {"fixed_rule": {"min_token_prob": 2.0}}}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("config", "drafter"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "disable_by_batch_size": 8},
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+        ),
+        (
+            {"method": "medusa", "model": "heads", "num_speculative_tokens": 20},
+            {"method": "medusa", "model": "heads", "num_speculative_tokens": 20},
+        ),
+    ],
+)
+def test_vllms_own_drafters_stand_beside_the_trees(config: dict[str, Any], drafter: dict[str, Any]) -> None:
+    translation = translate(config)
+    assert translation.max_draft == max(16, config["num_speculative_tokens"])
+    settings = Settings(store="memory://", **translation.settings)
+    assert settings.drafter is not None
+    assert settings.drafter.model_dump(exclude_none=True) == drafter
+    assert settings.disable_by_batch_size == config.get("disable_by_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"method": "eagle3"}, "eagle3"),
+        ({"method": "medusa", "num_speculative_tokens": 4}, "model"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+    ],
+)
+def test_a_drafter_that_cannot_work_is_named(drafter: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_settings({"agentspec": {"drafter": drafter}}, environ={})
+
+
+def test_there_is_one_draft_model() -> None:
+    drafter = {"method": "ngram", "num_speculative_tokens": 4}
+    with pytest.raises(ConfigurationError, match="one of them"):
+        load_settings({"agentspec": {"drafter": drafter, "speculator": "folder"}}, environ={})
 
 
 class TestServe:
@@ -138,7 +181,7 @@ class TestServe:
         own = json.dumps({"agentspec": {"tenant": "acme"}})
         assert self.served({"method": "suffix"}, "--additional-config", own)[1]["tenant"] == "acme"
 
-    @pytest.mark.parametrize("method", ["ngram", "eagle3", None])
+    @pytest.mark.parametrize("method", ["draft_model", "eagle3", None])
     def test_another_method_is_refused_with_the_remedy(self, method: str | None) -> None:
         with pytest.raises(ConfigurationError, match="vllm serve"):
             self.served({"method": method})
@@ -196,6 +239,14 @@ class TestOffline:
     ) -> None:
         monkeypatch.setattr(methods, "_has_arctic_inference", lambda: True)
         arguments = self.arguments({"method": "suffix"}, additional)
+        methods.take_over(arguments)
+        assert (arguments.speculative_config["method"] == "custom_class") == ours
+
+    @pytest.mark.parametrize(("additional", "ours"), [({}, False), ({"agentspec": {}}, True)])
+    def test_vllms_own_drafters_are_vllms_without_settings_of_ours(
+        self, additional: dict[str, Any], ours: bool
+    ) -> None:
+        arguments = self.arguments({"method": "medusa", "model": "heads", "num_speculative_tokens": 4}, additional)
         methods.take_over(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 

@@ -28,7 +28,7 @@ class AgentSpecProposer(RunnerDrafter):
         self._reported = False
         # Under tensor parallelism vLLM takes the drafts of the first rank: the trees live only there.
         self.engine = build_engine(vllm_config, self.settings, self.max_draft) if is_first_rank() else None
-        self.draft_model = draft_model(self.settings, vllm_config.model_config)
+        self.draft_model = draft_model(self.settings, vllm_config)
         knows = self.engine.knows if self.engine is not None else bool
         self._reader = BatchReader(self.max_draft, vllm_config.model_config.max_model_len, self.settings.tenant, knows)
         install_hooks()

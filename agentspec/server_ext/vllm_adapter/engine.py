@@ -4,11 +4,13 @@ from typing import Any
 
 from agentspec.cache.store import namespace, open_store
 from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.forward import ModelDrafter
+from agentspec.server_ext.vllm_adapter.native_drafters import MedusaDrafter, NgramDrafter
 from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
 
 OLDEST_VERSION = (0, 32)
@@ -61,8 +63,12 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Propos
     return Proposer(settings, persistence, model.get_vocab_size(), max_draft)
 
 
-def draft_model(settings: Settings, model_config: Any) -> ModelDrafter | None:
+def draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | None:
     """The draft model beside the trees, not loaded yet; None where the settings name none."""
-    if settings.speculator is None or not settings.enabled:
+    if not settings.enabled:
         return None
-    return SpeculatorDrafter(settings, model_config)
+    if isinstance(settings.drafter, NgramSettings):
+        return NgramDrafter(settings.drafter, vllm_config)
+    if isinstance(settings.drafter, MedusaSettings):
+        return MedusaDrafter(settings.drafter, vllm_config)
+    return None if settings.speculator is None else SpeculatorDrafter(settings, vllm_config.model_config)

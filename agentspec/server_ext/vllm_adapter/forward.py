@@ -26,6 +26,8 @@ class ForwardPass:
     """None: one sampled position a row"""
     common_attn_metadata: Any = None
     slot_mappings: Any = None
+    input_batch: Any = None
+    """vLLM's InputBatch: no argument, but the runner's"""
 
     def newest(self, rows: Sequence[int]) -> list[int]:
         """The last token that each of these rows was given."""

@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.speculative_methods import METHODS, translate
+from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
 from agentspec.server_ext.vllm_launch import speculative_config
 
 
 def take_over_methods() -> None:
-    """Let ``method: arctic`` and ``method: suffix`` mean agentspec.
+    """Let ``method: arctic`` and ``method: suffix`` mean agentspec, ``ngram`` and ``medusa`` vLLM's beside the trees.
 
     Everywhere where the engine has agentspec settings (an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives), and where ArcticInference is not installed. Otherwise they stay whose they were.
+    ``agentspec serve`` always gives), and for the first two where ArcticInference is not installed. Otherwise they
+    stay whose they were.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -40,7 +41,9 @@ def take_over(engine_args: Any) -> None:
             config.setdefault(key, value)
     additional = engine_args.additional_config
     additional = dict(additional) if isinstance(additional, Mapping) else {}
-    if config.get("method") not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
+    method = config.get("method")
+    asked = "agentspec" in additional or (method not in NATIVE_METHODS and not _has_arctic_inference())
+    if method not in METHODS or not asked:
         return
     translation = translate(config)
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
