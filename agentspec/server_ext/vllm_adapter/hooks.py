@@ -48,7 +48,8 @@ def _wrap_propose(method: Callable[..., Any]) -> Callable[..., Any]:
         drafter = drafter_of(self)
         if drafter is None:
             return method(self, *args)
-        return drafter.propose_for(self, ForwardPass(*args, input_batch=self.input_batch))
+        given = dict(zip(ForwardPass.__slots__, args, strict=False))
+        return drafter.propose_for(self, ForwardPass(**given, input_batch=self.input_batch))
 
     return propose_draft_token_ids
 

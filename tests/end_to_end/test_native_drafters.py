@@ -1,0 +1,69 @@
+"""vLLM's own drafters beside the trees: the text stays vLLM's, and what they draft is verified and accepted."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.mixed_load import mixed_load
+from tests.end_to_end.test_identity import is_tie, run_all
+
+pytestmark = pytest.mark.engine
+
+HEADS = MODEL.with_name("medusa")
+DRAFTERS = {
+    "medusa": {"method": "medusa", "model": str(HEADS), "num_speculative_tokens": 4},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+}
+
+
+@pytest.fixture(scope="module", params=list(DRAFTERS))
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """A server with the extension and one of vLLM's drafters, switched on as its users know it."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    server = ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--speculative-config", json.dumps(DRAFTERS[request.param])),
+        name="demo",
+        log=folder / "server.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+    )
+    with server:
+        yield server
+
+
+def test_greedy_text_is_identical_and_the_drafter_took_part(plain: ModelServer, drafting: ModelServer) -> None:
+    cases = mixed_load()
+    expected, found = run_all(plain, cases), run_all(drafting, cases)
+    parted = [
+        (name, one.text, other.text, is_tie(plain, one, other))
+        for name, answers in expected.items()
+        for one, other in [
+            next(((a, b) for a, b in zip(answers, found[name], strict=True) if a.text != b.text), (None, None))
+        ]
+        if one is not None and other is not None
+    ]
+    assert not [case for case in parted if not case[-1]]
+    assert len(parted) <= 3, parted
+    stats = drafting.stats()
+    assert stats["model"]["runs"] > 10
+    assert not stats["model"]["given_up"]
+    assert stats["counters"]["accepted"] > 500
+    assert not [name for name in stats["counters"] if name.startswith("errors")]
+
+
+def test_samples_at_a_temperature_are_drafted_too(drafting: ModelServer) -> None:
+    with openai.OpenAI(base_url=drafting.base_url, api_key="none", timeout=300) as client:
+        reply = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Write a function add(a, b)."}],
+            temperature=0.8,
+            n=3,
+            max_tokens=60,
+        )
+    assert len(reply.choices) == 3
+    assert not [name for name in drafting.stats()["counters"] if name.startswith("errors")]
