@@ -1,6 +1,8 @@
 """vLLM's own drafters as they are built beside the trees: real proposers of vLLM, without a running engine."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +170,27 @@ def test_ngram_answers_for_the_rows_asked(engine: Any) -> None:
     sure = answer.probabilities > 0
     assert sure.tolist() == [[True] * 4, [True] * 4, [True, False, False, False], [False] * 4]
     assert (answer.top_probabilities[2] > 0).tolist() == [True, True, False, False]
+
+
+THREADS = """
+import numpy
+import torch
+from agentspec.server_ext.vllm_adapter.native_drafters import spare_threads
+torch.set_num_threads(1)
+spare_threads()
+import numba
+@numba.njit(parallel=True)
+def count(values):
+    for i in numba.prange(len(values)):
+        values[i] += 1
+count(numpy.zeros(3))
+assert torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+
+
+def test_ngram_leaves_the_workers_threads_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_ngrams_that_vllm_refuses_are_refused(engine: Any) -> None:

@@ -8,6 +8,8 @@ Drafters with attention of their own (EAGLE, MTP, draft models) cannot be had th
 
 import copy
 import logging
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +45,15 @@ def native_config(vllm_config: Any, **speculative: Any) -> Any:
     return config
 
 
+def spare_threads() -> None:
+    """Let numba start as many threads as torch has. Where it counts the cores itself, its first use sets OpenMP's
+    number of threads to that for the whole worker, torch included. Too late once numba is imported."""
+    import torch
+
+    if "numba" not in sys.modules:
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
+
+
 class NgramDrafter(ModelDrafter):
     """vLLM's NgramProposer, on the host. Answers for the rows asked, whatever else is in the batch."""
 
@@ -53,6 +64,7 @@ class NgramDrafter(ModelDrafter):
         self.native: Any = None
 
     def load(self, target: Any) -> None:
+        spare_threads()
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
         fields = self._settings.model_dump(exclude_none=True)
@@ -60,6 +72,8 @@ class NgramDrafter(ModelDrafter):
             self.native = NgramProposer(native_config(self._vllm_config, **fields))
         except ValueError as error:
             raise SpeculatorError(f"drafter: vLLM refuses it: {error}") from error
+        # vLLM's own warm-up asks for no row at all, and the first step would wait seconds for the compiler.
+        self.native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
 
     def bind(self, forward: ForwardPass) -> "BoundNgram":
         return BoundNgram(self, forward.input_batch)
