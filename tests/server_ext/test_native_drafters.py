@@ -1,6 +1,7 @@
 """vLLM's own drafters as they are built beside the trees: real proposers of vLLM, without a running engine."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,7 +177,6 @@ THREADS = """
 import numpy
 import torch
 from agentspec.server_ext.vllm_adapter.native_drafters import spare_threads
-torch.set_num_threads(1)
 spare_threads()
 import numba
 @numba.njit(parallel=True)
@@ -189,7 +189,9 @@ assert torch.get_num_threads() == 1, torch.get_num_threads()
 
 
 def test_ngram_leaves_the_workers_threads_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300, check=False)
+    command, environment = [sys.executable, "-c", THREADS], {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("NUMBA_NUM_THREADS", None)  # the tests before have set it in this process
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
