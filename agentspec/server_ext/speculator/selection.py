@@ -46,6 +46,8 @@ def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
 
 def merge(parts: Tensor, first: int = 0) -> Tensor:
     """float32 [B, 4]: parts [P, B, 4] as one, its indexes counted from ``first``. Of equal logits the lowest index."""
+    if len(parts) == 1 and not first:
+        return parts[0]
     best, place = parts[..., 0].max(dim=0)
     index = parts[..., 1].gather(0, place.unsqueeze(0)).squeeze(0) + first
     return torch.stack((best, index, parts[..., 2].logsumexp(dim=0), parts[..., 3].amax(dim=0)), dim=-1)
