@@ -24,7 +24,8 @@ cp "$work"/build/_native*.so "$work/tree/agentspec/cache/"
 declare -A runtimes=([address]=libasan.so [undefined]=libubsan.so [thread]=libtsan.so)
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cd "$work/tree"
-[ $# -gt 0 ] || set -- -m pytest -q -p no:cacheprovider tests/cache
-# Python itself never frees some of its memory, so leaks are not looked for here.
+[ $# -gt 0 ] || set -- -m pytest -q -p no:cacheprovider --capture=sys tests/cache  # reports go to the real stderr
+# Python itself never frees some of its memory, so leaks are not looked for here. libstdc++ comes with the runtime, which
+# otherwise does not find what throws.
 env PYTHONPATH="$work/tree:$site" PYTHONDONTWRITEBYTECODE=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  TSAN_OPTIONS=report_signal_unsafe=0 LD_PRELOAD="$(g++ -print-file-name="${runtimes[$kind]}")" "$python" -S "$@"
+  TSAN_OPTIONS=report_signal_unsafe=0 LD_PRELOAD="$(g++ -print-file-name="${runtimes[$kind]}") $(g++ -print-file-name=libstdc++.so)" "$python" -S "$@"

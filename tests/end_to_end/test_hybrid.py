@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -13,7 +12,6 @@ from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL, OPTIONS
 from tests.end_to_end.mixed_load import mixed_load
 from tests.end_to_end.test_identity import is_tie, run_all
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
-from tests.end_to_end.test_tensor_parallel import run
 
 pytestmark = pytest.mark.engine
 
@@ -82,12 +80,3 @@ def test_sampled_tokens_have_the_same_distribution(plain: ModelServer, hybrid: M
     counters = hybrid.stats()["counters"]
     assert counters["accepted"] - before["accepted"] > 100
     assert [deviation(one, other) < 4.5 for one, other in zip(found, expected, strict=True)] == [True] * POSITIONS
-
-
-def test_offline_on_two_ranks_the_text_is_the_same(tmp_path: Path) -> None:
-    """``vllm.LLM(speculative_config={"method": "arctic", …})``: trees on one rank, the speculator's head on both."""
-    plain, fast = run("plain", tmp_path / "plain.json"), run("arctic", tmp_path / "fast.json")
-    assert fast["texts"] == plain["texts"]
-    (stats,) = [answer for answer in fast["stats"] if answer is not None]
-    assert stats["model"]["runs"] > 5
-    assert not [name for name in stats["counters"] if name.startswith("errors")]

@@ -27,10 +27,26 @@ def run(method: str, out: Path) -> dict[str, Any]:
     return answer
 
 
-def test_two_ranks_write_the_same_text_and_draft_on_one(tmp_path: Path) -> None:
-    plain, fast = run("plain", tmp_path / "plain.json"), run("agentspec", tmp_path / "fast.json")
-    assert fast["texts"] == plain["texts"]
+@pytest.fixture(scope="module")
+def plain_texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Without the extension."""
+    texts: list[str] = run("plain", tmp_path_factory.mktemp("plain") / "plain.json")["texts"]
+    return texts
+
+
+def test_two_ranks_write_the_same_text_and_draft_on_one(plain_texts: list[str], tmp_path: Path) -> None:
+    fast = run("agentspec", tmp_path / "fast.json")
+    assert fast["texts"] == plain_texts
     with_trees = [answer for answer in fast["stats"] if answer is not None]
     assert len(fast["stats"]) == 2
     assert len(with_trees) == 1
     assert with_trees[0]["counters"]["accepted"] > 100
+
+
+def test_offline_with_a_speculator_the_text_is_the_same(plain_texts: list[str], tmp_path: Path) -> None:
+    """``vllm.LLM(speculative_config={"method": "arctic", …})``: trees on one rank, the speculator's head on both."""
+    fast = run("arctic", tmp_path / "fast.json")
+    assert fast["texts"] == plain_texts
+    (stats,) = [answer for answer in fast["stats"] if answer is not None]
+    assert stats["model"]["runs"] > 5
+    assert not [name for name in stats["counters"] if name.startswith("errors")]
