@@ -6,14 +6,14 @@ Requests of tokens that never repeat, so that no draft is ever made, are played 
 vLLM with the extension, vLLM without it, and vLLM without it and with its default for asynchronous scheduling
 (which every drafter outside vLLM switches off; the CPU build never uses it, so there the third engine is the
 second one again and shows the noise of the measurement). The time is that of LLMEngine.step() while every slot
-decodes. A launch starts the engines anew: where a process comes to lie in memory alone can make it a few percent
-faster or slower than its twin. A launch's ratio is the median over its rounds of the medians of one round, and the
-result is the median of the launches.
+decodes. A launch starts the engines anew, in another order: of three that are alike, the one that was started last can
+be a few percent faster than the others. A launch's ratio is the median over its rounds of the medians of one round, and
+the result is the geometric mean of the launches, in which the effect of the order cancels after every three.
 """
 
 import argparse
+import itertools
 import json
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,16 +61,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     launches = []
     for number in range(options.launches):
         print(f"launch {number + 1} of {options.launches}: three engines start", file=sys.stderr, flush=True)
-        launches.append(_launch(options, shape, streams, tenant))
+        launches.append(_launch(options, shape, streams, tenant, number))
     model = "random weights" if options.model is None else str(options.model)
     common = {"model": model, "tenant": tenant is not None}
     return [common | _summary(list(rows)) for rows in zip(*launches, strict=True)]
 
 
 def _launch(
-    options: argparse.Namespace, shape: ModelShape, streams: "_Streams", tenant: str | None
+    options: argparse.Namespace, shape: ModelShape, streams: "_Streams", tenant: str | None, number: int
 ) -> list[dict[str, Any]]:
     """One object a batch size, measured on engines of their own."""
+    kinds = [(WITH, "agentspec", False), (WITHOUT, "none", False), (DEFAULT, "none", None)]
+    first = number % len(kinds)
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -85,13 +87,9 @@ def _launch(
                     async_scheduling=asynchronous,
                 )
             )
-            for name, method, asynchronous in (
-                (WITH, "agentspec", False),
-                (WITHOUT, "none", False),
-                (DEFAULT, "none", None),
-            )
+            for name, method, asynchronous in kinds[first:] + kinds[:first]
         }
-        default_async = [engine.wait_ready()["async_scheduling"] for engine in engines.values()][-1]
+        default_async = {name: engine.wait_ready()["async_scheduling"] for name, engine in engines.items()}[DEFAULT]
         return [
             {"default_async_scheduling": default_async} | _measure_batch(engines, streams, batch, options.rounds)
             for batch in options.batch
@@ -99,16 +97,16 @@ def _launch(
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One batch size over all launches: medians, and each launch's ratios."""
+    """One batch size over all launches: means, and each launch's ratios."""
     names = ("ms_with", "ms_without", "ms_default", *RATIOS)
-    medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in names}
+    means = {name: round(statistics.geometric_mean(row[name] for row in rows), 4) for name in names}
     same = not rows[0]["default_async_scheduling"]  # then both engines without the extension are alike
-    ratios = [math.sqrt(row["ratio"] * row["ratio_to_default"]) for row in rows] if same else None
-    ratio = statistics.median(ratios) if ratios else max(medians["ratio"], medians["ratio_to_default"])
+    ratios = means["ratio"], means["ratio_to_default"]
+    ratio = statistics.geometric_mean(ratios) if same else max(ratios)
     return {
         **{name: rows[0][name] for name in ("batch", "rounds", "default_async_scheduling")},
         "drafted": sum(row["drafted"] for row in rows),
-        **medians,
+        **means,
         "launches": [{name: row[name] for name in RATIOS} for row in rows],
         "ratio_to_both": round(ratio, 4),
         "target": TARGET,
@@ -119,15 +117,14 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", batch: int, rounds: int) -> dict[str, Any]:
     medians: dict[str, list[float]] = {name: [] for name in engines}
     drafted = 0
-    names = list(engines)
+    orders = list(itertools.permutations(engines))  # nobody always comes after the same one
     for number in range(rounds + 1):
         calls = streams.calls(batch)
-        for name in names:
+        for name in orders[number % len(orders)]:
             result = engines[name].run(calls, batch)
             drafted += result.drafted
             if number:  # the first round warms up
                 medians[name].append(statistics.median(result.decode_seconds))
-        names = names[1:] + names[:1]  # nobody always comes after the same one
     print(f"batch {batch}: {rounds} rounds done", file=sys.stderr, flush=True)
 
     def ratio(a: str, b: str) -> float:
