@@ -96,3 +96,9 @@ class CorruptRecordError(RecordError):
 
 class RecordVersionError(RecordError):
     """A record in a format that this version does not know."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says first, for a message of ours; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

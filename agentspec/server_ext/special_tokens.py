@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, first_line
 
 
 def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]:
@@ -16,9 +16,8 @@ def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]
     try:
         loaded: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
     except Exception as error:  # the library raises whatever it likes
-        reason = str(error).strip().splitlines()
         raise ConfigurationError(
-            f"tokenizer {tokenizer}: cannot be loaded ({reason[0] if reason else type(error).__name__}); "
+            f"tokenizer {tokenizer}: cannot be loaded ({first_line(error)}); "
             "give --model and --tokenizer as the server has them"
         ) from error
     found = set(loaded.all_special_ids)

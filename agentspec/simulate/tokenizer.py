@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, first_line
 
 Tokenizer = Callable[[str], Sequence[int]]
 
@@ -25,9 +25,8 @@ def open_tokenizer(name: str) -> Tokenizer:
             f"--tokenizer needs the package {library}: pip install {library}, or give token ids"
         ) from error
     except Exception as error:  # the libraries raise whatever they like
-        reason = str(error).strip().splitlines()
         raise ConfigurationError(
-            f"--tokenizer {name}: cannot be loaded ({reason[0] if reason else type(error).__name__}); "
+            f"--tokenizer {name}: cannot be loaded ({first_line(error)}); "
             "give a tokenizer.json or the folder of a model"
         ) from error
 

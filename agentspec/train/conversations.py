@@ -28,6 +28,11 @@ class Conversation:
     tokens: Int32
     responses: tuple[tuple[int, int], ...]
 
+    @property
+    def response_tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(end - start for start, end in self.responses)
+
 
 @dataclass(slots=True)
 class _Open:

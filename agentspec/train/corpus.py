@@ -16,6 +16,7 @@ from agentspec.errors import InvalidInputError
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
 from agentspec.train.conversations import Conversation, cut, from_records, from_store
+from agentspec.train.files import whole
 
 Answer = Callable[[PromptsSource, Path], None]
 """Writes the target's answers to a source's prompts into a file of recorded calls."""
@@ -118,9 +119,8 @@ def _save(conversations: Sequence[Conversation], file: Path) -> None:
         "lengths": torch.tensor([len(conversation.tokens) for conversation in conversations]),
         "responses": torch.tensor([(i, *span) for i, each in enumerate(conversations) for span in each.responses]),
     }
-    partial = file.with_suffix(".part")
-    save_file(tensors, partial, {"sessions": json.dumps([conversation.session for conversation in conversations])})
-    partial.replace(file)
+    with whole(file) as partial:
+        save_file(tensors, partial, {"sessions": json.dumps([conversation.session for conversation in conversations])})
 
 
 def _load(file: Path) -> list[Conversation]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentspec.errors import InvalidInputError
 from agentspec.train.conversations import Conversation
+from agentspec.train.files import whole
 from agentspec.train.target import Target
 
 _SHARD_ROWS = 32_768
@@ -45,7 +46,7 @@ def plan(conversations: Sequence[Conversation]) -> list[list[int]]:
             shards.append([])
             room = _SHARD_ROWS
         shards[-1].append(i)
-        room -= _rows(conversations[i])
+        room -= conversations[i].response_tokens
     return shards
 
 
@@ -116,9 +117,8 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
                 hidden.append(state[start - 1 : end - 1].cpu())
                 tokens.append(torch.from_numpy(conversation.tokens[start:end].copy()))
         progress(sum(len(conversation.tokens) for conversation in batch))
-    partial = file.with_suffix(".part")
-    save_file({"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}, partial)
-    partial.replace(file)
+    with whole(file) as partial:
+        save_file({"hidden": torch.cat(hidden), "tokens": torch.cat(tokens)}, partial)
 
 
 def _batches(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
@@ -141,10 +141,6 @@ def _check_vocabulary(conversations: Sequence[Conversation], size: int) -> None:
                 f"session {conversation.session!r}: token {highest} is outside the target's vocabulary of {size}; "
                 "give data of this target's tokenizer"
             )
-
-
-def _rows(conversation: Conversation) -> int:
-    return sum(end - start for start, end in conversation.responses)
 
 
 def _file(folder: Path, number: int) -> Path:

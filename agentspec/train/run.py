@@ -17,6 +17,7 @@ from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.conversations import Conversation
 from agentspec.train.corpus import Corpus, folder_of, gather
 from agentspec.train.evaluate import Acceptance, measure
+from agentspec.train.files import whole
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, extract
 from agentspec.train.target import Target, target_shape
@@ -130,16 +131,14 @@ class _Run:
                     f"loss: lk needs the target's distribution, and the logits of {self.config.model.name_or_path} "
                     "are more than its head applied to its hidden states; write cross_entropy"
                 )
-            partial = file.with_suffix(".part")
-            save_file({"head": weights.contiguous()}, partial)
-            partial.replace(file)
+            with whole(file) as partial:
+                save_file({"head": weights.contiguous()}, partial)
         return load_file(file)["head"]
 
 
 def _size(conversations: list[Conversation]) -> dict[str, int]:
-    spans = [span for conversation in conversations for span in conversation.responses]
     return {
         "sessions": len({conversation.session for conversation in conversations}),
-        "responses": len(spans),
-        "response_tokens": sum(end - start for start, end in spans),
+        "responses": sum(len(conversation.responses) for conversation in conversations),
+        "response_tokens": sum(conversation.response_tokens for conversation in conversations),
     }

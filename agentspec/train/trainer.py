@@ -13,6 +13,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
 from agentspec.train.batches import Batch, collate, draws, pieces
 from agentspec.train.config import Model, TrainingConfig
+from agentspec.train.files import whole
 from agentspec.train.hidden_states import HiddenStates
 from agentspec.train.losses import cross_entropy, lk, worth
 from agentspec.train.target import TargetShape
@@ -105,9 +106,8 @@ class Trainer:
             "seconds": self.seconds,
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._file.with_suffix(".part")
-        torch.save(state, partial)
-        partial.replace(self._file)
+        with whole(self._file) as partial:
+            torch.save(state, partial)
 
     def forget(self) -> None:
         """Remove what ``save`` wrote: the run is at its end."""

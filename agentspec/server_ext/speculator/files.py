@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.errors import SpeculatorError
+from agentspec.errors import SpeculatorError, first_line
 
 Tensors = dict[str, Callable[[], Tensor]]
 
@@ -45,10 +45,9 @@ def _download(name: str) -> Path:
         if not any(folder.glob("*.safetensors")):  # the same weights are often there in both forms: take one
             folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
     except Exception as error:  # the hub's client raises whatever its transports do
-        reason = str(error).strip().splitlines()
         raise SpeculatorError(
             f"speculator {name}: no such folder, and it cannot be downloaded "
-            f"({reason[0] if reason else type(error).__name__}); check the name and the network, or give a folder"
+            f"({first_line(error)}); check the name and the network, or give a folder"
         ) from error
     return folder
 
@@ -88,9 +87,8 @@ def read_tensors(folder: Path) -> Tensors:
         except SpeculatorError:
             raise
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            reason = str(error).strip().splitlines()
             raise SpeculatorError(
-                f"{file}: cannot be read ({reason[0] if reason else type(error).__name__}); "
+                f"{file}: cannot be read ({first_line(error)}); "
                 "it must hold tensors by name and nothing else: download or save it again"
             ) from error
     return tensors

@@ -171,20 +171,15 @@ class MedusaLoop:
         """
         import torch
 
-        from agentspec.server_ext.speculator import DraftedTokens
+        from agentspec.server_ext.speculator.selection import DraftedTokens, choose, part_of
 
         with torch.inference_mode():
             heads = self._model.compute_logits(self._model(hidden))
             if not heads:
                 nothing = hidden.new_zeros((len(hidden), self.positions), dtype=torch.float32)
                 return DraftedTokens(nothing.long(), nothing, nothing.long(), nothing)
-            logits = torch.stack(heads, dim=1).float()[..., : self._vocab_size]
-            total = logits.logsumexp(dim=-1)
-            best, top = logits.max(dim=-1)
-            chance = (best - total).exp()
-            if proposal is None:
-                return DraftedTokens(top, chance, top, chance)
-            forced = proposal >= 0
-            score = logits.gather(-1, proposal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-            taken = torch.where(forced, proposal, top)
-            return DraftedTokens(taken, torch.where(forced, (score - total).exp(), chance), top, chance)
+            logits = torch.stack(heads, dim=1)[..., : self._vocab_size]
+            given = tokens.new_full(logits.shape[:2], FREE) if proposal is None else proposal
+            wanted = given.flatten()
+            chosen = choose(part_of(logits.flatten(0, 1), wanted), wanted, None)
+            return DraftedTokens(*(column.view(given.shape) for column in chosen))
