@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentspec.testing.server import ModelServer
+from tests.end_to_end.greedy import Answers, run_all
+from tests.end_to_end.mixed_load import mixed_load
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 DRAFTER = MODEL.parent / "drafter"
@@ -61,3 +63,9 @@ def plain(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
     """vLLM with the extension, no tenant, SQLite store."""
     return servers[1]
+
+
+@pytest.fixture(scope="session")
+def plain_answers(plain: ModelServer) -> Answers:
+    """What vLLM without the extension answers to the mixed load, greedily."""
+    return run_all(plain, mixed_load())

@@ -9,8 +9,8 @@ import pytest
 from agentspec.testing.server import ModelServer
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
-from tests.end_to_end.test_identity import is_tie, run_all
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
 
 pytestmark = pytest.mark.engine
@@ -33,20 +33,11 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
         yield server
 
 
-def test_greedy_text_is_identical_and_both_draft(plain: ModelServer, hybrid: ModelServer) -> None:
+def test_greedy_text_is_identical_and_both_draft(
+    plain: ModelServer, hybrid: ModelServer, plain_answers: Answers
+) -> None:
     """Chunked prefill, preemption, grammars, n > 1, aborts and the end of the context included."""
-    cases = mixed_load()
-    expected, found = run_all(plain, cases), run_all(hybrid, cases)
-    ties: list[str] = []
-    errors: list[tuple[str, str, str]] = []
-    for name, answers in expected.items():
-        for one, other in zip(answers, found[name], strict=True):
-            if one.text != other.text:
-                if is_tie(plain, one, other):
-                    ties.append(name)
-                else:
-                    errors.append((name, one.text, other.text))
-                break
+    ties, errors = differences(plain, plain_answers, run_all(hybrid, mixed_load()))
     assert not errors
     assert len(ties) <= 3, ties
     stats = hybrid.stats()

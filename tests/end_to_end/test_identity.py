@@ -1,65 +1,24 @@
 """Greedy output with the extension is the output without it, under every condition at once.
 
-A batch of another shape rounds differently: where two tokens are equally likely to within floating-point error,
-plain vLLM does not reproduce itself either. Such a tie is told from an error by asking the model: it must rate both
-tokens the same to within TIE, and there may be only a few of them.
+Two answers may part at a tie (see ``greedy``), and there may be only a few of them.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
-import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.mixed_load import Answer, Case, mixed_load
+from tests.end_to_end.greedy import Answers, differences, run_all
+from tests.end_to_end.mixed_load import mixed_load
 
 pytestmark = pytest.mark.engine
 
-TIE = 2e-3
-"""Nats. Logits here are of the order of 10, float32 kernels of different shapes differ by about 1e-5 relative."""
 
-
-def run_all(server: ModelServer, cases: list[Case]) -> dict[str, list[Answer]]:
-    """All cases, eight at a time."""
-    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=300) as client, ThreadPoolExecutor(8) as pool:
-        return dict(zip((case.name for case in cases), pool.map(lambda case: case.run(client), cases), strict=True))
-
-
-def is_tie(server: ModelServer, expected: Answer, found: Answer) -> bool:
-    """Whether the two answers part at a token where the model without the extension cannot decide."""
-    pairs = enumerate(zip(expected.token_ids, found.token_ids, strict=False))
-    at = next((i for i, (one, other) in pairs if one != other), None)
-    if at is None or expected.prompt_ids != found.prompt_ids:
-        return False
-    with openai.OpenAI(base_url=server.base_url, api_key="none") as client:
-        reply = client.completions.create(
-            model="demo",
-            prompt=expected.prompt_ids + expected.token_ids[:at],
-            max_tokens=1,
-            temperature=0,
-            logprobs=2,
-            extra_body={"return_tokens_as_token_ids": True},
-        )
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None and logprobs.top_logprobs
-    best = logprobs.top_logprobs[0]
-    rivals = {f"token_id:{expected.token_ids[at]}", f"token_id:{found.token_ids[at]}"}
-    return rivals <= set(best) and max(best[r] for r in rivals) - min(best[r] for r in rivals) < TIE
-
-
-def test_greedy_text_is_identical_in_mixed_concurrent_batches(plain: ModelServer, fast: ModelServer) -> None:
-    cases = mixed_load()
-    expected = run_all(plain, cases)
+def test_greedy_text_is_identical_in_mixed_concurrent_batches(
+    plain: ModelServer, fast: ModelServer, plain_answers: Answers
+) -> None:
     before = fast.stats()["counters"]
-    found = run_all(fast, cases)
-    assert sum(len(answers) for answers in expected.values()) >= 50
-    ties: list[tuple[str, str, str]] = []
-    errors: list[tuple[str, str, str]] = []
-    for name, answers in expected.items():
-        for one, other in zip(answers, found[name], strict=True):
-            if one.text != other.text:  # a conversation's later turns then have other prompts: look no further
-                (ties if is_tie(plain, one, other) else errors).append((name, one.text, other.text))
-                break
+    found = run_all(fast, mixed_load())
+    assert sum(len(answers) for answers in plain_answers.values()) >= 50
+    ties, errors = differences(plain, plain_answers, found)
     assert not errors
     assert len(ties) <= 3, ties
     # The comparison means nothing unless drafts were made, verified and accepted on the way.

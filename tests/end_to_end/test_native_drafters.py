@@ -9,8 +9,8 @@ import pytest
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
-from tests.end_to_end.test_identity import is_tie, run_all
 
 pytestmark = pytest.mark.engine
 
@@ -36,19 +36,12 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield server
 
 
-def test_greedy_text_is_identical_and_the_drafter_took_part(plain: ModelServer, drafting: ModelServer) -> None:
-    cases = mixed_load()
-    expected, found = run_all(plain, cases), run_all(drafting, cases)
-    parted = [
-        (name, one.text, other.text, is_tie(plain, one, other))
-        for name, answers in expected.items()
-        for one, other in [
-            next(((a, b) for a, b in zip(answers, found[name], strict=True) if a.text != b.text), (None, None))
-        ]
-        if one is not None and other is not None
-    ]
-    assert not [case for case in parted if not case[-1]]
-    assert len(parted) <= 3, parted
+def test_greedy_text_is_identical_and_the_drafter_took_part(
+    plain: ModelServer, drafting: ModelServer, plain_answers: Answers
+) -> None:
+    ties, errors = differences(plain, plain_answers, run_all(drafting, mixed_load()))
+    assert not errors
+    assert len(ties) <= 3, ties
     stats = drafting.stats()
     assert stats["model"]["runs"] > 10
     assert not stats["model"]["given_up"]
