@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "cache.hpp"
 #include "stopwatch.hpp"
 
@@ -51,14 +53,30 @@ nb::tuple to_python(Drafts&& drafts) {
                         to_numpy(std::move(drafts.drafted)));
 }
 
-nb::tuple step(Cache& cache, const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths,
-               const Vector& room, const Vector& scheduled, double cost) {
+// The one call whose arrays the façade does not look at: it is made in every step, when nothing is in the caches.
+void check_step(const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths, const Vector& room,
+                const Vector& scheduled) {
+  const std::size_t count = slots.size();
+  bool fits = rows.size() == count && lengths.size() == count && room.size() == count && scheduled.size() == count;
+  for (std::size_t i = 0; fits && i < count; ++i) {
+    fits = rows.data()[i] >= 0 && static_cast<std::size_t>(rows.data()[i]) < tokens.shape(0) &&
+           lengths.data()[i] >= 0 && static_cast<std::size_t>(lengths.data()[i]) <= tokens.shape(1);
+  }
+  if (!fits) throw nb::value_error("the arrays do not fit together");
+}
+
+// None where nothing is drafted and nothing was verified.
+nb::object step(Cache& cache, const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths,
+                const Vector& room, const Vector& scheduled, double cost) {
+  check_step(slots, tokens, rows, lengths, room, scheduled);
   Drafts drafts;
   {
     nb::gil_scoped_release release;
     drafts = cache.step(view(slots), {tokens.data(), tokens.shape(0), tokens.shape(1)}, view(rows), view(lengths),
                         view(room), view(scheduled), cost);
   }
+  const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
+  if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
   return to_python(std::move(drafts));
 }
 

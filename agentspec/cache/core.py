@@ -1,13 +1,15 @@
 """What a core does: the compiled one (_native.Core) and the plain one (reference_core.ReferenceCore) are alike.
 
 Slots are small integers that the façade gives to requests; session, group and tenant keys are strings that it composed
-so that equal names of different tenants differ. Arguments were checked. A step's drafts travel as a tuple of arrays in
-the order of StepDrafts' fields, proposed ones without the last two, candidates in the order of Candidate's fields after
-the depth.
+so that equal names of different tenants differ. Arguments were checked, but for those of `step`: what does not fit, a
+core refuses by a TypeError or ValueError before anything has changed. A step's drafts travel as a tuple of arrays in
+the order of StepDrafts' fields (None: there are none, and were none before), proposed ones without the last two,
+candidates in the order of Candidate's fields after the depth.
 """
 
 from typing import Protocol
 
+from agentspec.cache.tokens import Rows
 from agentspec.cache.types import Budget, Float32Array, Float64Array, Int32Array, UInt8Array
 from agentspec.errors import ConfigurationError
 
@@ -40,12 +42,12 @@ class Core(Protocol):
         self,
         slots: Int32Array,
         tokens: Int32Array,
-        rows: Int32Array,
-        lengths: Int32Array,
-        room: Int32Array,
-        scheduled: Int32Array,
+        rows: Rows,
+        lengths: Rows,
+        room: Rows,
+        scheduled: Rows,
         cost: float,
-    ) -> DraftArrays: ...
+    ) -> DraftArrays | None: ...
     def candidates(self, slot: int) -> CandidateArrays: ...
     def finish(self, slot: int, output_limit: int | None) -> TurnArrays | None: ...
     def abort(self, slot: int) -> None: ...

@@ -11,6 +11,7 @@ from agentspec.cache.reference_holdings import Holdings
 from agentspec.cache.reference_judge import Learned
 from agentspec.cache.reference_scoring import Candidate
 from agentspec.cache.reference_state import OVERLAP, Group, Request, Session, Tenant, common_prefix
+from agentspec.cache.tokens import Rows, as_step
 from agentspec.cache.types import SOURCES, Float64Array, Int32Array
 
 INDEX_PER_CALL = 1024  # places indexed in one call
@@ -80,23 +81,24 @@ class ReferenceCore:
         self,
         slots: Int32Array,
         tokens: Int32Array,
-        rows: Int32Array,
-        lengths: Int32Array,
-        room: Int32Array,
-        scheduled: Int32Array,
+        rows: Rows,
+        lengths: Rows,
+        room: Rows,
+        scheduled: Rows,
         cost: float,
     ) -> DraftArrays:
+        row_of, length_of, room_of, verified = as_step(len(slots), tokens, rows, lengths, room, scheduled)
         budget = INDEX_PER_CALL
         drafts = _Drafts()
         for i, slot in enumerate(slots.tolist()):
             request = self._requests[slot]
-            fresh = tokens[rows[i], len(request.index) : lengths[i]].tolist()
+            fresh = tokens[row_of[i], len(request.index) : length_of[i]].tolist()
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
-            counts = self._take(request, fresh[: next(illegal, None)], int(scheduled[i]))
+            counts = self._take(request, fresh[: next(illegal, None)], int(verified[i]))
             budget -= self._advance(request, budget)
             # Otherwise a draft would continue another text than the engine's.
-            sound = len(request.index) == lengths[i]
-            self._draft(request, int(room[i]) if sound else 0, cost)
+            sound = len(request.index) == length_of[i]
+            self._draft(request, int(room_of[i]) if sound else 0, cost)
             request.draft.open = sound
             drafts.add(request, counts)
         return drafts.arrays()

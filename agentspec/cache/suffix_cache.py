@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.core import Core, LimitNumbers, limit_numbers
+from agentspec.cache.core import Core, DraftArrays, LimitNumbers, limit_numbers
 from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.reference_core import ReferenceCore
-from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_int32, as_offers, as_tokens, check_table
+from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_step, as_tokens
 from agentspec.cache.types import (
     SOURCES,
     Budget,
@@ -34,6 +34,7 @@ from agentspec.cache.types import (
     FinishedTurn,
     Int32Array,
     StepDrafts,
+    no_drafts,
 )
 from agentspec.errors import (
     ConfigurationError,
@@ -43,7 +44,6 @@ from agentspec.errors import (
     UnknownRequestError,
 )
 
-Rows = NDArray[np.integer] | Sequence[int]
 _ALL = 2**62
 
 
@@ -211,12 +211,13 @@ class SuffixCache:
             slots = self._slots_of(request_ids)
             if type(request_ids) is tuple:
                 self._batch_ids, self._batch_slots = request_ids, slots
-        count = len(slots)
-        row_of, length_of = as_int32(rows, "rows", count), as_int32(lengths, "lengths", count)
-        check_table(tokens, row_of, length_of)
-        room_of, scheduled_of = as_int32(room, "room", count), as_int32(scheduled, "scheduled", count)
         price = self._cost(cost)
-        return StepDrafts(*self._core.step(slots, tokens, row_of, length_of, room_of, scheduled_of, price))
+        try:
+            return _step_drafts(len(slots), self._core.step(slots, tokens, rows, lengths, room, scheduled, price))
+        except (TypeError, ValueError):
+            pass  # it refuses, unchanged, what does not fit; it is made to fit, or what is wrong is said
+        arrays = as_step(len(slots), tokens, rows, lengths, room, scheduled)
+        return _step_drafts(len(slots), self._core.step(slots, tokens, *arrays, price))
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
         """Ends a request and keeps its response for its session and tenant; returns what to store, if anything.
@@ -363,6 +364,10 @@ class SuffixCache:
 def native_available() -> bool:
     """Whether the compiled core was built and can be loaded."""
     return importlib.util.find_spec("agentspec.cache._native") is not None
+
+
+def _step_drafts(count: int, arrays: DraftArrays | None) -> StepDrafts:
+    return no_drafts(count) if arrays is None else StepDrafts(*arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from agentspec.cache.types import Float64Array, Int32Array
 from agentspec.errors import InvalidInputError, InvalidTokenError
 
 TokenIds = NDArray[np.integer] | Sequence[int]
+Rows = NDArray[np.integer] | Sequence[int]
 
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
@@ -42,7 +43,7 @@ def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
         raise InvalidTokenError(f"{name}[{at}] is {values[at]}: token ids must be below 2**31") from None
 
 
-def as_int32(values: NDArray[np.integer] | Sequence[int], name: str, length: int) -> Int32Array:
+def as_int32(values: Rows, name: str, length: int) -> Int32Array:
     """A row of `length` small numbers as int32 [length]; raises InvalidInputError otherwise."""
     if (
         type(values) is np.ndarray
@@ -95,8 +96,19 @@ def _form_of(value: object) -> str:
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
-def check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
-    """The engine's token array and which part of it each request has; raises InvalidInputError."""
+def as_step(
+    count: int, tokens: Int32Array, rows: Rows, lengths: Rows, room: Rows, scheduled: Rows
+) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+    """The rows of a decode step of `count` requests as int32 [count].
+
+    Raises InvalidInputError if they are anything else, or do not fit the engine's token array.
+    """
+    row_of, length_of = as_int32(rows, "rows", count), as_int32(lengths, "lengths", count)
+    _check_table(tokens, row_of, length_of)
+    return row_of, length_of, as_int32(room, "room", count), as_int32(scheduled, "scheduled", count)
+
+
+def _check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
         raise InvalidInputError("tokens: give the engine's token array, int32 [rows, columns]")
     if not tokens.flags.c_contiguous:

@@ -1,6 +1,7 @@
 """The plain data that goes into and comes out of `SuffixCache`."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -102,6 +103,25 @@ class StepDrafts(Drafts):
 
     accepted: Int32Array
     drafted: Int32Array
+
+
+@cache
+def no_drafts(count: int) -> StepDrafts:
+    """A step of `count` requests without drafts, and without any before it. All of one count share it: read only."""
+    counts = np.zeros((count, len(SOURCES)), np.int32)
+    empty = np.zeros(0, np.int32)
+    step = StepDrafts(
+        empty,
+        np.zeros(count + 1, np.int32),
+        np.zeros(0, np.uint8),
+        np.zeros(0, np.float32),
+        counts[:, 0],
+        counts,
+        counts,
+    )
+    for array in (step.offsets, step.match_lengths, step.accepted):
+        array.flags.writeable = False
+    return step
 
 
 @dataclass(frozen=True, slots=True)

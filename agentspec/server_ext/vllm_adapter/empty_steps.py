@@ -9,15 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from agentspec.server_ext.vllm_adapter.runner import drafter_of
 
 
 def wrap_metadata(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        if drafter_of(self) is None or np.count_nonzero(num_draft_tokens):
+        if drafter_of(self) is None or any(num_draft_tokens.tolist()):
             return method(self, num_draft_tokens, cu_num_scheduled_tokens)
         return metadata_without_drafts(cu_num_scheduled_tokens, self.device)
 
@@ -28,7 +26,7 @@ def metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
     """What vLLM would compute for n rows without drafts: one logit a row, at its last token."""
     rows = len(cu_num_scheduled_tokens)
     decoding = _decode_metadata(rows, device)
-    if cu_num_scheduled_tokens[-1] == rows:
+    if int(cu_num_scheduled_tokens[-1]) == rows:
         return decoding
     import torch
 

@@ -9,7 +9,7 @@ from agentspec.server_ext.hybrid import ModelDraft
 from agentspec.server_ext.hybrid.model import Int64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardPass:
     """The arguments of vLLM's ``propose_draft_token_ids``, in its order and under its names."""
 

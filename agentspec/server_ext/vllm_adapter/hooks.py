@@ -48,8 +48,9 @@ def _wrap_propose(method: Callable[..., Any]) -> Callable[..., Any]:
         drafter = drafter_of(self)
         if drafter is None:
             return method(self, *args)
-        given = dict(zip(ForwardPass.__slots__, args, strict=False))
-        return drafter.propose_for(self, ForwardPass(**given, input_batch=self.input_batch))
+        forward = ForwardPass(*args)
+        forward.input_batch = self.input_batch
+        return drafter.propose_for(self, forward)
 
     return propose_draft_token_ids
 
