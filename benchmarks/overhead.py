@@ -56,13 +56,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One object a batch size. Raises ConfigurationError for a vocabulary too small for the token streams."""
     shape = ModelShape(hidden=options.hidden, layers=options.layers, heads=max(1, options.hidden // 32))
     vocabulary = shape.vocab_size if options.model is None else _vocabulary(options.model)
-    streams = _Streams(vocabulary, options.prompt, options.response, options.seed)
+    streams = [
+        _Streams(vocabulary, options.prompt, options.response, options.seed + i) for i in range(options.launches)
+    ]
     needed = (options.rounds + 1) * sum(options.batch)
-    tenant = "idle" if needed <= streams.distinct else None
+    tenant = "idle" if needed <= streams[0].distinct else None
     launches = []
     for number in range(options.launches):
         print(f"launch {number + 1} of {options.launches}: three engines start", file=sys.stderr, flush=True)
-        launches.append(_launch(options, shape, streams, tenant, number))
+        launches.append(_launch(options, shape, streams[number], tenant, number))
     model = "random weights" if options.model is None else str(options.model)
     common = {"model": model, "tenant": tenant is not None}
     return [common | _summary(list(rows)) for rows in zip(*launches, strict=True)]
@@ -157,7 +159,7 @@ def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", bat
 
 
 class _Streams:
-    """Calls whose tokens never repeat: in the whole run while the vocabulary lasts, else within a request."""
+    """Calls whose tokens never repeat: in a whole launch while the vocabulary lasts, else within a request."""
 
     def __init__(self, vocabulary: int, prompt: int, response: int, seed: int) -> None:
         self._length, self._prompt = prompt + response, prompt
