@@ -5,7 +5,9 @@
 Forward pass, scheduler, drafting and verification are vLLM's; only the target's choice of token is the recorded
 one (see agentspec.testing.replay). The methods run in one process each, taking turns. The model is a tiny Llama
 with random weights and the traces' vocabulary, so that tokens/second says little about large models; tokens a
-step, drafted and accepted tokens do not depend on it.
+step, drafted and accepted tokens do not depend on it. (agentspec would measure what verifying a token costs and draft
+by that. On this model, in a batch, that is a third of a decode step's share of a row and more; the price is therefore
+given, as it is on large models, unless --verify-cost measured is.)
 """
 
 import argparse
@@ -101,7 +103,7 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
                     max_model_len=fitting_length(calls, options.max_draft),
                     max_batch=options.batch,
                     max_draft=options.max_draft,
-                    settings={"store": options.store, "tenant": options.tenant or None},
+                    settings={"store": options.store, "tenant": options.tenant or None, "cost": options.verify_cost},
                     seed=options.seed,
                     module_paths=paths.get(method, ()),
                 )
@@ -160,6 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk", type=_positive, metavar="N", help="calls until the next method's turn (twice the batch)")
     add("--store", default="memory://", metavar="URL", help="where agentspec keeps the turns (%(default)s)")
     add("--tenant", default="replay", help="agentspec's tenant; empty: none, no global tree (%(default)s)")
+    add(
+        "--verify-cost",
+        type=_price,
+        default=0.02,
+        metavar="C",
+        help="what agentspec takes verifying one more token to cost, as a share of a step, or: measured (%(default)s)",
+    )
     add("--hidden", type=_positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
     add("--layers", type=_positive, default=2, help="its layers (%(default)s)")
     add("--seed", type=int, default=0, help="of its weights (%(default)s)")
@@ -174,6 +183,18 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def _price(text: str) -> float | None:
+    if text == "measured":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and up to 1, or measured, got {text!r}")
     return value
 
 
