@@ -1,4 +1,4 @@
-// Python's view of Cache: arrays in, arrays out. The façade (suffix_cache.py) has checked every argument.
+// Python's view of Cache: arrays in, arrays out. The façade (suffix_cache.py) has checked every argument but step's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>

@@ -108,20 +108,10 @@ class StepDrafts(Drafts):
 @cache
 def no_drafts(count: int) -> StepDrafts:
     """A step of `count` requests without drafts, and without any before it. All of one count share it: read only."""
-    counts = np.zeros((count, len(SOURCES)), np.int32)
-    empty = np.zeros(0, np.int32)
-    step = StepDrafts(
-        empty,
-        np.zeros(count + 1, np.int32),
-        np.zeros(0, np.uint8),
-        np.zeros(0, np.float32),
-        counts[:, 0],
-        counts,
-        counts,
-    )
-    for array in (step.offsets, step.match_lengths, step.accepted):
-        array.flags.writeable = False
-    return step
+    none, offsets = np.zeros((count, len(SOURCES)), np.int32), np.zeros(count + 1, np.int32)
+    none.flags.writeable = offsets.flags.writeable = False
+    sources, probabilities = np.zeros(0, np.uint8), np.zeros(0, np.float32)
+    return StepDrafts(np.zeros(0, np.int32), offsets, sources, probabilities, none[:, 0], none, none)
 
 
 @dataclass(frozen=True, slots=True)

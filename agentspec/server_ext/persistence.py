@@ -56,9 +56,8 @@ class Persistence:
 
     def deliver(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
         """Put turns that have arrived into the trees, about ``budget`` tokens at most. Returns how many turns."""
-        if self._loader.ready:
-            for batch in self._loader.poll():
-                self._arrived.extend(batch)
+        for batch in self._loader.poll():
+            self._arrived.extend(batch)
         count = 0
         while self._arrived and budget > 0:
             record = self._arrived.popleft()

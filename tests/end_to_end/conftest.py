@@ -1,7 +1,9 @@
 """Real vLLM servers on the small model, started once for all tests of this folder."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,17 @@ OPTIONS = (
     *("--block-size", "32", "--num-gpu-blocks-override", "50", "--enable-prompt-tokens-details"),
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def speculating(config: dict[str, Any], log: Path, *options: str) -> ModelServer:
+    """A server with the extension, nothing stored, and a speculative config as its users write it."""
+    return ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--speculative-config", json.dumps(config), *options),
+        name="demo",
+        log=log,
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+    )
 
 
 @pytest.fixture(scope="session")

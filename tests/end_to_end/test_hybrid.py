@@ -1,6 +1,5 @@
 """The hybrid on real vLLM: trees and a speculator draft, every text and every distribution stays the model's own."""
 
-import json
 from collections.abc import Iterator
 
 import openai
@@ -8,7 +7,7 @@ import pytest
 
 from agentspec.testing.server import ModelServer
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
-from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import DRAFTER, speculating
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
@@ -22,14 +21,7 @@ ARCTIC = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """``agentspec serve`` with the speculative config as ArcticInference's users write it. Verification is declared
     cheap, so that much is drafted, and wrong."""
-    server = ModelServer(
-        MODEL,
-        options=(*OPTIONS, "--speculative-config", json.dumps(ARCTIC), "--verify-cost", "0.02"),
-        name="demo",
-        log=tmp_path_factory.mktemp("logs") / "hybrid.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
-    )
-    with server:
+    with speculating(ARCTIC, tmp_path_factory.mktemp("logs") / "hybrid.log", "--verify-cost", "0.02") as server:
         yield server
 
 

@@ -1,14 +1,12 @@
 """vLLM's own drafters beside the trees: the text stays vLLM's, and what they draft is verified and accepted."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import MODEL, speculating
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
 
@@ -24,15 +22,7 @@ DRAFTERS = {
 @pytest.fixture(scope="module", params=list(DRAFTERS))
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """A server with the extension and one of vLLM's drafters, switched on as its users know it."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    server = ModelServer(
-        MODEL,
-        options=(*OPTIONS, "--speculative-config", json.dumps(DRAFTERS[request.param])),
-        name="demo",
-        log=folder / "server.log",
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
-    )
-    with server:
+    with speculating(DRAFTERS[request.param], tmp_path_factory.mktemp(request.param) / "server.log") as server:
         yield server
 
 

@@ -101,7 +101,7 @@ class BackgroundLoader:
         self._chains: OrderedDict[str, Chain] = OrderedDict()
         self._batch: list[TurnRecord] = []  # of the thread alone
         self._batch_bytes = 0
-        self.ready: deque[_Batch] = deque()  # what `poll` would return; to be looked at, no more
+        self._ready: deque[_Batch] = deque()
         self._ready_bytes = 0
         self._delivered = self._failed = self._refused = 0
         self._closed = False
@@ -133,11 +133,11 @@ class BackgroundLoader:
 
     def poll(self) -> list[list[TurnRecord]]:
         """Batches read since the last call, in the order in which to restore them; at once empty if there are none."""
-        if not self.ready:
+        if not self._ready:
             return []
         with self._wake:
-            batches = list(self.ready)
-            self.ready.clear()
+            batches = list(self._ready)
+            self._ready.clear()
             self._ready_bytes = 0
             for batch in batches:
                 self._delivered += len(batch.records)
@@ -257,7 +257,7 @@ class BackgroundLoader:
         self._batch, self._batch_bytes = [], 0
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._ready_bytes < self._max_ready_bytes)
-            self.ready.append(batch)
+            self._ready.append(batch)
             self._ready_bytes += batch.size
             if isinstance(finishes, _Preload):
                 self._preload = None
