@@ -176,10 +176,11 @@ NB_MODULE(_native, module) {
       .def(
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
-             const Name& tenant) {
-            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant)});
+             const Name& tenant, bool shared) {
+            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant), shared});
           },
-          "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), Released())
+          "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
+          Released())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
@@ -193,12 +194,13 @@ NB_MODULE(_native, module) {
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, std::size_t kept,
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, std::size_t kept,
              const Vector& prompt_tail, const Vector& response) {
-            cache.restore({pointer(session), pointer(group), pointer(tenant)}, kept, view(prompt_tail), view(response));
+            const Names names{pointer(session), pointer(group), pointer(tenant), shared};
+            cache.restore(names, kept, view(prompt_tail), view(response));
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "kept"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(),
-          Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "prompt_tail"_a.noconvert(),
+          "response"_a.noconvert(), Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {

@@ -28,10 +28,39 @@ std::shared_ptr<Tenant> Cache::tenant(const std::string* key) {
   if (!entry) {
     entry = std::make_shared<Tenant>();
     entry->key = *key;
-    entry->learned = std::make_shared<Learned>(settings_, kTenantBits);
   }
-  entry->used = ++tick_;
-  return entry;
+  const auto found = entry;
+  touch(*found);
+  while (tenants_.size() > kMaxTenants && forget_oldest_tenant()) {
+  }
+  return found;
+}
+
+void Cache::touch(Tenant& tenant) {
+  tenants_by_use_.erase(tenant.used);
+  tenant.used = ++tick_;
+  tenants_by_use_[tenant.used] = &tenant;
+}
+
+// What the tenant's requests learned. Of the tenants, only those used last keep it; the others learn anew.
+std::shared_ptr<Learned> Cache::learned_of(Tenant& tenant) {
+  if (tenant.learned) return tenant.learned;
+  tenant.learned = std::make_shared<Learned>(settings_, kTenantBits);
+  if (++learners_ > kMaxLearners) {
+    const auto oldest = std::find_if(tenants_by_use_.begin(), tenants_by_use_.end(),
+                                     [](const auto& entry) { return entry.second->learned != nullptr; });
+    oldest->second->learned.reset();
+    --learners_;
+  }
+  return tenant.learned;
+}
+
+std::shared_ptr<Learned> Cache::learned_of(Session& session) {
+  if (!session.learned) {
+    session.learned = std::make_shared<Learned>(settings_, kSessionBits);
+    count(session);
+  }
+  return session.learned;
 }
 
 template <class Kind>
@@ -41,22 +70,23 @@ std::shared_ptr<Kind> Cache::holding(const std::string& key, const std::shared_p
     entry = std::make_shared<Kind>();
     entry->key = key;
     entry->tenant = tenant;
+  } else if (entry->tenant != tenant) {  // its tenant was forgotten and has come back
+    if (entry->tenant) entry->tenant->held -= entry->counted;
+    entry->tenant = tenant;
+    if (tenant) tenant->held += entry->counted;
   }
   touch(*entry);
   return std::static_pointer_cast<Kind>(entry);
 }
 
 std::shared_ptr<Session> Cache::session(const std::string* key, const std::shared_ptr<Tenant>& tenant) {
-  if (!key) return nullptr;
-  const auto session = holding<Session>("s" + *key, tenant);
-  if (!tenant && !session->learned) session->learned = std::make_shared<Learned>(settings_, kSessionBits);
-  return session;
+  return key ? holding<Session>("s" + *key, tenant) : nullptr;
 }
 
-// Without a tenant to share it with, a group would join private sessions. A session that has none is a group of its
-// own: its responses alone, apart from what its prompts quote, are better to draft from.
+// A group joins sessions that share. A session that has none is a group of its own: its responses alone, apart from
+// what its prompts quote, are better to draft from.
 std::shared_ptr<Group> Cache::group(Names names, const std::shared_ptr<Tenant>& tenant) {
-  if (!tenant) return nullptr;
+  if (!tenant || !names.shared) return nullptr;
   if (names.group) return holding<Group>("g" + *names.group, tenant);
   return names.session ? holding<Group>("o" + *names.session, tenant) : nullptr;
 }
@@ -73,15 +103,17 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) 
   fresh->tenant = tenant(names.tenant);
   fresh->session = session(names.session, fresh->tenant);
   fresh->group = group(names, fresh->tenant);
+  fresh->shared = fresh->tenant && names.shared;
   fresh->own_group = !names.group;
+  if (fresh->tenant) ++fresh->tenant->running;
   if (fresh->session) ++fresh->session->running;
   if (fresh->group) ++fresh->group->running;
-  fresh->learned = fresh->tenant    ? fresh->tenant->learned
-                   : fresh->session ? fresh->session->learned
+  fresh->learned = fresh->shared    ? learned_of(*fresh->tenant)
+                   : fresh->session ? learned_of(*fresh->session)
                                     : std::make_shared<Learned>(settings_, kRequestBits);
   // The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
-  const bool shares = fresh->session && !settings_.fixed;
-  const std::size_t kept = shares ? common_prefix(prompt, fresh->session->last) : 0;
+  const bool continues = fresh->session && !settings_.fixed;
+  const std::size_t kept = continues ? common_prefix(prompt, fresh->session->last) : 0;
   fresh->prompt_length = prompt.size();
   fresh->index.append(prompt.first(kept), false);
   fresh->index.append(prompt.subspan(kept));
@@ -106,7 +138,8 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
   const auto session = current.session;
   const auto group = current.group;
   const auto tenant = current.tenant;
-  if ((!session && !tenant) || (session && session->gone)) {
+  const bool shared = current.shared;
+  if ((!session && !shared) || (session && session->gone)) {
     release(slot);
     return std::nullopt;
   }
@@ -119,7 +152,7 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
   const auto tail = session ? prompt.subspan(turn.kept) : last_of(prompt, kOverlap);
   turn.prompt_tail.assign(tail.begin(), tail.end());
   turn.response.assign(response.begin(), response.end());
-  keep(session, group, tenant, turn.kept, turn.prompt_tail, turn.response);
+  keep(session, group, tenant, shared, turn.kept, turn.prompt_tail, turn.response);
   release(slot);
   evict(tenant.get());
   return turn;
@@ -133,6 +166,7 @@ void Cache::abort(std::size_t slot) {
 void Cache::release(std::size_t slot) {
   const auto session = request(slot).session;
   const auto group = request(slot).group;
+  if (const auto& tenant = request(slot).tenant) --tenant->running;
   requests_[slot].reset();
   --running_;
   for (const std::shared_ptr<Holding>& holding : {std::shared_ptr<Holding>(session), std::shared_ptr<Holding>(group)}) {
@@ -149,17 +183,17 @@ void Cache::restore(Names names, std::size_t kept, std::span<const Token> prompt
   const auto to_session = session(names.session, to_tenant);
   const auto to_group = group(names, to_tenant);
   if (!to_session || kept > to_session->last.size()) kept = 0;  // what the turn continued is no longer there
-  keep(to_session, to_group, to_tenant, kept, prompt_tail, response);
+  keep(to_session, to_group, to_tenant, names.shared, kept, prompt_tail, response);
   if (to_session) forget_if_empty(to_session);
   if (to_group) forget_if_empty(to_group);
   evict(to_tenant.get());
 }
 
 void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
-                 const std::shared_ptr<Tenant>& tenant, std::size_t kept, std::span<const Token> prompt_tail,
-                 std::span<const Token> response) {
+                 const std::shared_ptr<Tenant>& tenant, bool shared, std::size_t kept,
+                 std::span<const Token> prompt_tail, std::span<const Token> response) {
   std::size_t budget = kIndexPerCall;
-  if (tenant && !response.empty()) {
+  if (tenant && shared && !response.empty()) {
     std::vector<Token> context;
     if (session) {
       const auto before = last_of(std::span<const Token>(session->last).first(kept), kOverlap);
@@ -169,7 +203,7 @@ void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<
     if (settings_.fixed) context.clear();  // the fixed rule's text holds responses alone
     const std::string* of = session ? &session->key : nullptr;
     tenant->corpus.add(of, context, response);
-    tenant->used = ++tick_;
+    touch(*tenant);
     if (group && !group->gone) {
       group->corpus.add(of, context, response);
       touch(*group);

@@ -18,6 +18,8 @@ namespace agentspec {
 
 inline constexpr std::size_t kIndexPerCall = 1024;  // places indexed in one call: under 1 ms
 inline constexpr std::size_t kEvictPerCall = 64;    // sessions, groups or documents evicted in one call
+inline constexpr std::size_t kMaxTenants = 4096;    // held at a time; beyond that the least recently used one goes
+inline constexpr std::size_t kMaxLearners = 64;     // tenants that keep what they learned, 2 MB each
 
 struct Turn {
   std::size_t kept = 0;
@@ -58,9 +60,10 @@ struct Limits {
   Size process, tenant, session;
 };
 
-// To whom a request belongs; null: to none.
+// To whom a request belongs; null: to none. `shared`: it draws on its group and tenant, and gives to them.
 struct Names {
   const std::string *session, *group, *tenant;
+  bool shared;
 };
 
 // Requests, sessions, groups and tenants, and the calls on them. Every public call takes the lock.
@@ -100,6 +103,10 @@ class Cache {
  private:
   Request& request(std::size_t slot);
   std::shared_ptr<Tenant> tenant(const std::string* key);
+  void touch(Tenant& tenant);
+  bool forget_oldest_tenant();
+  std::shared_ptr<Learned> learned_of(Tenant& tenant);
+  std::shared_ptr<Learned> learned_of(Session& session);
   std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   template <class Kind>
@@ -111,7 +118,7 @@ class Cache {
   void forget_if_empty(const std::shared_ptr<Holding>& holding);
   void release(std::size_t slot);
   void keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
-            const std::shared_ptr<Tenant>& tenant, std::size_t kept, std::span<const Token> prompt_tail,
+            const std::shared_ptr<Tenant>& tenant, bool shared, std::size_t kept, std::span<const Token> prompt_tail,
             std::span<const Token> response);
 
   void trim(Session& session);
@@ -139,6 +146,9 @@ class Cache {
   std::unordered_map<std::string, std::shared_ptr<Holding>> holdings_;
   std::map<std::uint64_t, std::shared_ptr<Holding>> by_use_;  // least recently used first
   std::map<std::string, std::shared_ptr<Tenant>> tenants_;
+  std::map<std::uint64_t, Tenant*> tenants_by_use_;  // least recently used first
+  Size corpora_;                                     // of all tenants together
+  std::size_t learners_ = 0;                         // tenants that have learned
 };
 
 }  // namespace agentspec

@@ -1,6 +1,6 @@
 // Saving and loading a whole cache. snapshot.hpp has the file's layout; here is what its sections hold:
 //   cache    vocabulary, tick, number of tenants, number of holdings
-//   tenant   key, tick of last use, what was learned, corpus                      (in order of their keys)
+//   tenant   key, tick of last use, what was learned or nothing, corpus           (in order of their keys)
 //   session  key, tenant, tick, last context, what was learned or nothing, text   (sessions and groups, least
 //   group    key, tenant, tick, corpus                                             recently used first)
 #include <stdexcept>
@@ -17,11 +17,15 @@ void save_learned(SnapshotWriter& writer, const Learned* learned) {
   writer.array(learned ? learned->judge.bytes() : std::span<const std::byte>());
 }
 
-// What is of another size was learned under other settings: then learning starts anew.
-void load_learned(SnapshotReader& reader, Learned* learned) {
+// Forgets `learned` where nothing was saved. What is of another size was learned under other settings: then learning
+// starts anew.
+void load_learned(SnapshotReader& reader, std::shared_ptr<Learned>& learned) {
   const auto table = reader.array<std::byte>();
   const auto judge = reader.array<std::byte>();
-  if (!learned) return;
+  if (table.empty()) {
+    learned.reset();
+    return;
+  }
   learned->table.load(table);
   learned->judge.load(judge);
 }
@@ -63,7 +67,7 @@ void Session::save(SnapshotWriter& writer) const {
 void Session::load(SnapshotReader& reader) {
   const auto context = reader.array<Token>();
   last.assign(context.begin(), context.end());
-  load_learned(reader, learned.get());
+  load_learned(reader, learned);
   text.load(reader);
 }
 
@@ -95,8 +99,7 @@ void Cache::save(const std::string& path) {
     if (holding->size().tokens == 0) continue;  // only a running request knows it
     writer.section(holding->key.front() == 's' ? "session" : "group");
     writer.string(holding->key);
-    writer.number(holding->tenant != nullptr);
-    writer.string(holding->tenant ? holding->tenant->key : "");
+    writer.string(holding->tenant->key);
     writer.number(holding->used);
     holding->save(writer);
   }
@@ -119,8 +122,12 @@ void Cache::load(const std::string& path) {
     reader.section("tenant");
     const std::string key = reader.string();
     const auto loaded = tenant(&key);
+    tenants_by_use_.erase(loaded->used);
     loaded->used = reader.number();
-    load_learned(reader, loaded->learned.get());
+    tenants_by_use_[loaded->used] = loaded.get();
+    learned_of(*loaded);
+    load_learned(reader, loaded->learned);
+    if (!loaded->learned) --learners_;
     loaded->corpus.load(reader);
     count(*loaded);
   }
@@ -131,16 +138,16 @@ void Cache::load_holding(SnapshotReader& reader) {
   const bool is_session = reader.peek() == "session";
   reader.section(is_session ? "session" : "group");
   const std::string key = reader.string();
-  const bool owned = reader.number() != 0;
   const std::string owner = reader.string();
-  if (owned && !tenants_.contains(owner)) reader.damaged("a session or group belongs to an unknown tenant");
   if (key.empty() || holdings_.contains(key)) reader.damaged("a session or group is there twice");
-  const auto of = owned ? tenants_.at(owner) : nullptr;
+  const auto known = tenants_.find(owner);
+  const auto of = known != tenants_.end() ? known->second : tenant(&owner);
   const std::string name = key.substr(1);
-  if (!is_session && !of) reader.damaged("a group without a tenant");
   std::shared_ptr<Holding> loaded;
   if (is_session) {
-    loaded = session(&name, of);
+    const auto of_name = session(&name, of);
+    learned_of(*of_name);
+    loaded = of_name;
   } else {
     loaded = holding<Group>(key, of);
   }

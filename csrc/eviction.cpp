@@ -28,6 +28,8 @@ void Cache::count(Tenant& tenant) {
   const Size now{tenant.corpus.tokens(), kBytesPerToken * tenant.corpus.tokens()};
   held_ -= tenant.counted;
   held_ += now;
+  corpora_ -= tenant.counted;
+  corpora_ += now;
   tenant.held -= tenant.counted;
   tenant.held += now;
   tenant.counted = now;
@@ -67,15 +69,9 @@ std::size_t Cache::evict(Tenant* tenant) {
 // document of the tenant that was used least recently goes; otherwise the least recently used session or group.
 // What a running request drafts from stays. Returns whether there was anything to evict.
 bool Cache::evict_one(Tenant* only) {
-  Size shared;
-  Tenant* oldest = nullptr;
-  for (const auto& [key, tenant] : tenants_) {
-    if (tenant->corpus.empty() || (only && tenant.get() != only)) continue;
-    shared += tenant->counted;
-    if (!oldest || tenant->used < oldest->used) oldest = tenant.get();
-  }
+  const Size shared = only ? only->counted : corpora_;
   const std::size_t all = only ? only->held.tokens : held_.tokens;
-  if (!oldest || 2 * shared.tokens <= all) {
+  if (shared.tokens == 0 || 2 * shared.tokens <= all) {
     const auto idle = std::find_if(by_use_.begin(), by_use_.end(), [&](const auto& entry) {
       const Holding& holding = *entry.second;
       return holding.running == 0 && holding.counted.tokens > 0 && (!only || holding.tenant.get() == only);
@@ -85,9 +81,28 @@ bool Cache::evict_one(Tenant* only) {
       return true;
     }
   }
-  if (!oldest) return false;
+  if (shared.tokens == 0) return false;
+  Tenant* oldest = only;
+  for (auto entry = tenants_by_use_.begin(); !oldest || oldest->corpus.empty(); ++entry) oldest = entry->second;
   oldest->corpus.drop_oldest();
   count(*oldest);
+  return true;
+}
+
+// Forgets what the least recently used tenant shared and learned, unless a request of it is running. Its sessions go as
+// sessions do. Returns whether there was one to forget.
+bool Cache::forget_oldest_tenant() {
+  const auto idle = std::find_if(tenants_by_use_.begin(), tenants_by_use_.end(),
+                                 [](const auto& entry) { return entry.second->running == 0; });
+  if (idle == tenants_by_use_.end() || std::next(idle) == tenants_by_use_.end()) return false;
+  Tenant& tenant = *idle->second;
+  held_ -= tenant.counted;
+  corpora_ -= tenant.counted;
+  tenant.held -= tenant.counted;
+  tenant.counted = {};
+  if (tenant.learned) --learners_;
+  tenants_by_use_.erase(idle);
+  tenants_.erase(tenants_.find(tenant.key));  // sessions may still hold it
   return true;
 }
 

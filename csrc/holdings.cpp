@@ -50,7 +50,7 @@ std::size_t Session::bytes() const {
 
 Sources Request::sources() const {
   return {&index, session && !session->gone ? &session->text : nullptr,
-          group && !group->gone ? &group->corpus.index() : nullptr, tenant ? &tenant->corpus.index() : nullptr};
+          group && !group->gone ? &group->corpus.index() : nullptr, shared ? &tenant->corpus.index() : nullptr};
 }
 
 }  // namespace agentspec

@@ -30,15 +30,16 @@ struct Tenant {
   std::string key;
   std::uint64_t used = 0;  // tick of its last use
   Corpus corpus;
-  std::shared_ptr<Learned> learned;
-  Size counted;  // of the corpus
-  Size held;     // of the corpus and of its sessions and groups
+  std::shared_ptr<Learned> learned;  // null until a request of its own learns, and when others were used since
+  std::size_t running = 0;           // requests that draft from it: then it stays
+  Size counted;                      // of the corpus
+  Size held;                         // of the corpus and of its sessions and groups
 };
 
 // What can be evicted as a whole: a session or a group.
 struct Holding {
   std::string key;
-  std::shared_ptr<Tenant> tenant;  // null: private
+  std::shared_ptr<Tenant> tenant;
   std::size_t running = 0;         // requests that draft from it: then it stays
   std::uint64_t used = 0;
   bool gone = false;  // erased or evicted; running requests may still know it
@@ -58,7 +59,7 @@ struct Holding {
 struct Session final : Holding {
   TextIndex text;
   std::vector<Token> last;           // full text of the last finished request
-  std::shared_ptr<Learned> learned;  // its own where there is no tenant to share it with
+  std::shared_ptr<Learned> learned;  // from requests that keep to their session; null where there were none
 
   // Appends one finished turn, in place where the prompt repeats all that came before.
   void append(std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
@@ -93,6 +94,7 @@ struct Request {
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
   TextIndex index;  // the whole text; findable is what the session does not already hold
+  bool shared = false;     // draws on its tenant and gives to it
   bool own_group = false;  // the group is the session's own, not one that was named
   std::size_t prompt_length = 0;
   MatchState state;

@@ -16,7 +16,7 @@ namespace agentspec {
 namespace {
 
 constexpr std::array<char, 8> kMagic{'A', 'G', 'S', 'P', 'S', 'N', 'A', 'P'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::uint32_t kByteOrder = 0x01020304;
 constexpr std::size_t kBuffer = 1 << 20;
 constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15u;

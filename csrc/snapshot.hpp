@@ -16,7 +16,7 @@ namespace agentspec {
 
 // A snapshot is one file of named sections, each a sequence of values that are read in the order they were written.
 //
-// Layout, in the byte order of the machine (another one is refused), version 1: a header of 64 bytes (SnapshotHeader),
+// Layout, in the byte order of the machine (another one is refused), version 2: a header of 64 bytes (SnapshotHeader),
 // the sections, the table of sections (SnapshotEntry). A number is 8 bytes; a string its length and its bytes, padded
 // to 8; an array its element size, its count and its bytes, padded to 8. The bytes of an array of at least kSnapshotMap
 // begin at a multiple of kSnapshotPage in the file, so that they can be mapped. Every section has a checksum, the table

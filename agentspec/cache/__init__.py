@@ -2,9 +2,21 @@
 
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.suffix_cache import SuffixCache, native_available
-from agentspec.cache.types import SOURCES, Budget, CacheStats, Candidate, Draft, Drafts, FinishedTurn, StepDrafts
+from agentspec.cache.types import (
+    SCOPES,
+    SOURCES,
+    Budget,
+    CacheStats,
+    Candidate,
+    Draft,
+    Drafts,
+    FinishedTurn,
+    Scope,
+    StepDrafts,
+)
 
 __all__ = [
+    "SCOPES",
     "SOURCES",
     "Budget",
     "CacheStats",
@@ -13,6 +25,7 @@ __all__ = [
     "DraftPolicy",
     "Drafts",
     "FinishedTurn",
+    "Scope",
     "StepDrafts",
     "SuffixCache",
     "native_available",

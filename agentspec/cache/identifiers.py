@@ -16,7 +16,7 @@ _REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 def check_session_id(value: str, field: str = "session") -> str:
-    """``value`` if it can serve as an id of a session, group or tenant.
+    """Return ``value`` if it can serve as an id of a session, group or tenant.
 
     Raises InvalidSessionError, naming ``field`` and the remedy, for anything but a string of 1 to 256 characters
     that is not blank and holds no control characters.
@@ -35,14 +35,14 @@ def check_session_id(value: str, field: str = "session") -> str:
 
 
 def check_ids(**ids: str | None) -> None:
-    """`check_session_id` of each that is given, under its name."""
+    """Check each id that is given, under its name, as `check_session_id` does."""
     for name, value in ids.items():
         if value is not None:
             check_session_id(value, name)
 
 
 def key_of(tenant: str | None, name: str | None) -> str | None:
-    """Names a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
+    """Name a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
     if name is None:
         return None
     return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from agentspec.errors import ConfigurationError
 
 MAX_DRAFT = 128
+"""Tokens: vLLM's rejection sampler verifies no longer draft."""
 DEFAULT_COST = 0.02
 """Price of verifying one more token, as a share of a decode step, where none is given and none measured yet."""
 
@@ -50,7 +51,7 @@ class DraftPolicy:
     """
 
     cost: float | None = None
-    max_draft: int = 32
+    max_draft: int = MAX_DRAFT
     min_match: int = 1
     judge: bool = True
     prior_weight: float = 200.0

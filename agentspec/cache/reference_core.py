@@ -24,13 +24,14 @@ class ReferenceCore:
         self._requests: dict[int, Request] = {}
         self._held = Holdings(policy, limits)
 
-    def start(self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None) -> None:
+    def start(
+        self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None, shared: bool
+    ) -> None:
         of_tenant = self._held.tenant(tenant)
         of_session = self._held.session(session, of_tenant)
-        of_group = self._held.group(group, session, of_tenant)
-        shared = of_tenant.learned if of_tenant else of_session.learned if of_session else None
-        learned = shared or Learned(self._policy, REQUEST_BITS)
-        request = Request(of_session, of_group, of_tenant, learned, len(prompt), own_group=group is None)
+        of_group = self._held.group(group, session, of_tenant) if shared else None
+        learned = self._held.learned(of_tenant if shared else of_session) or Learned(self._policy, REQUEST_BITS)
+        request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
         for holding in request.holdings():
             holding.running += 1
         request.state.begin = len(prompt)
@@ -124,14 +125,14 @@ class ReferenceCore:
     def finish(self, slot: int, output_limit: int | None) -> TurnArrays | None:
         request = self._requests[slot]
         session, tenant = request.session, request.tenant
-        if (not session and not tenant) or (session and session.gone):
+        if (not session and not request.shared) or (session and session.gone):
             self.abort(slot)
             return None
         prompt = request.index.text[: request.prompt_length]
         response = request.index.text[request.prompt_length :][:output_limit]
         kept = common_prefix(prompt, session.last) if session else 0
         tail = prompt[kept:] if session else prompt[-OVERLAP:]
-        self._keep(session, request.group, tenant, kept, tail, response)
+        self._keep(session, request.group, tenant, request.shared, kept, tail, response)
         self.abort(slot)
         self._held.evict(tenant)
         return kept, np.array(tail, np.int32), np.array(response, np.int32)
@@ -146,22 +147,23 @@ class ReferenceCore:
         session: str | None,
         group: str | None,
         tenant: str | None,
+        shared: bool,
         kept: int,
         prompt_tail: Int32Array,
         response: Int32Array,
     ) -> None:
         of_tenant = self._held.tenant(tenant)
         of_session = self._held.session(session, of_tenant)
-        of_group = self._held.group(group, session, of_tenant)
+        of_group = self._held.group(group, session, of_tenant) if shared else None
         if of_session is None or kept > len(of_session.last):
             kept = 0  # what the turn continued is no longer there
-        self._keep(of_session, of_group, of_tenant, kept, prompt_tail.tolist(), response.tolist())
+        self._keep(of_session, of_group, of_tenant, shared, kept, prompt_tail.tolist(), response.tolist())
         for holding in (of_session, of_group):
             if holding:
                 self._held.forget_if_empty(holding)
         self._held.evict(of_tenant)
 
-    def remove_session(self, session: str, tenant: str | None) -> None:
+    def remove_session(self, session: str, tenant: str) -> None:
         self._held.remove_session(session, tenant)
 
     def has_session(self, session: str) -> bool:
@@ -241,12 +243,13 @@ class ReferenceCore:
         session: Session | None,
         group: Group | None,
         tenant: Tenant | None,
+        shared: bool,
         kept: int,
         prompt_tail: list[int],
         response: list[int],
     ) -> None:
         budget = INDEX_PER_CALL
-        if tenant and response:
+        if tenant and shared and response:
             context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
             if self._policy.rule is not None:
                 context = []  # the fixed rule's text holds responses alone

@@ -31,7 +31,7 @@ class Holdings:
         if key is None:
             return None
         if key not in self._tenants:
-            self._tenants[key] = Tenant(Learned(self._policy, TENANT_BITS))
+            self._tenants[key] = Tenant()
         self._tenants[key].used = self.next_tick()
         return self._tenants[key]
 
@@ -40,17 +40,14 @@ class Holdings:
             return None
         session = self._by_key.get("s" + key)
         if session is None:
-            session = Session("s" + key, tenant, None if tenant else Learned(self._policy, SESSION_BITS))
+            session = Session("s" + key, tenant)
         assert isinstance(session, Session)
         self.touch(session)
         return session
 
     def group(self, key: str | None, session: str | None, tenant: Tenant | None) -> Group | None:
-        """None without a tenant: a group would join private sessions.
-
-        A session that has none is a group of its own: its responses alone, apart from what its prompts quote, are
-        better to draft from.
-        """
+        """A session that has no group is one of its own: its responses alone, apart from what its prompts quote, are
+        better to draft from."""
         if tenant is None or (key is None and session is None):
             return None
         name = f"o{session}" if key is None else f"g{key}"
@@ -58,6 +55,12 @@ class Holdings:
         assert isinstance(group, Group)
         self.touch(group)
         return group
+
+    def learned(self, of: Tenant | Session | None) -> Learned | None:
+        """What the tenant's requests learned, or those that keep to the session."""
+        if of is not None and of.learned is None:
+            of.learned = Learned(self._policy, TENANT_BITS if isinstance(of, Tenant) else SESSION_BITS)
+        return None if of is None else of.learned
 
     def touch(self, holding: Holding) -> None:
         self._by_key.pop(holding.key, None)
@@ -92,12 +95,12 @@ class Holdings:
             done += 1
         return done
 
-    def remove_session(self, session: str, tenant: str | None) -> None:
+    def remove_session(self, session: str, tenant: str) -> None:
         """Exact: afterwards no index holds what only this session said."""
         key = "s" + session
         if key in self._by_key:
             self._drop(self._by_key[key])
-        of_tenant = None if tenant is None else self._tenants.get(tenant)
+        of_tenant = self._tenants.get(tenant)
         if of_tenant is None:
             return
         groups = [held for held in self._by_key.values() if isinstance(held, Group) and held.tenant is of_tenant]

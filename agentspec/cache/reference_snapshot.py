@@ -35,7 +35,7 @@ def write_snapshot(path: Path, contents: Contents) -> None:
                 for name, tenant in tenants.items()
             },
             "holdings": [
-                [key, names.get(id(held.tenant)), _session(held) if isinstance(held, Session) else _corpus(held.corpus)]
+                [key, names[id(held.tenant)], _session(held) if isinstance(held, Session) else _corpus(held.corpus)]
                 for key, held in holdings.items()
                 if held.tokens
             ],
@@ -62,12 +62,11 @@ def read_snapshot(path: Path, policy: DraftPolicy) -> Contents:
         )
     holdings: dict[str, Holding] = {}
     for key, owner, of in packed["holdings"]:
-        tenant = tenants[owner] if owner is not None else None
+        tenant = tenants[owner]
         if key.startswith("s"):
-            learned = None if tenant else _load_learned(policy, SESSION_BITS, of["learned"])
+            learned = _load_learned(policy, SESSION_BITS, of["learned"])
             holdings[key] = Session(key, tenant, learned, _load_index(of["index"]), of["last"])
         else:
-            assert tenant is not None
             holdings[key] = Group(key, tenant, _load_corpus(of))
     return packed["vocab_size"], packed["tick"], tenants, holdings
 
@@ -102,10 +101,11 @@ def _learned(learned: Learned | None) -> list[bytes]:
     return [learned.table.to_bytes(), learned.judge.to_bytes()] if learned else []
 
 
-def _load_learned(policy: DraftPolicy, bits: int, data: list[bytes]) -> Learned:
+def _load_learned(policy: DraftPolicy, bits: int, data: list[bytes]) -> Learned | None:
     """What is of another size was learned under other settings: then learning starts anew."""
+    if not data:
+        return None
     learned = Learned(policy, bits)
-    if data:
-        learned.table.load(data[0])
-        learned.judge.load(data[1])
+    learned.table.load(data[0])
+    learned.judge.load(data[1])
     return learned

@@ -84,7 +84,7 @@ class Corpus:
 class Tenant:
     """What all sessions of one tenant share: finished responses and what was learned about drafts."""
 
-    learned: Learned
+    learned: Learned | None = None
     used: int = 0
     corpus: Corpus = field(default_factory=Corpus)
 
@@ -95,7 +95,7 @@ class Session:
 
     key: str
     tenant: Tenant | None
-    learned: Learned | None  # its own where there is no tenant to share it with
+    learned: Learned | None = None  # from requests that keep to their session
     index: ReferenceIndex = field(default_factory=ReferenceIndex)
     last: list[int] = field(default_factory=list)  # full text of the last finished request
     running: int = 0
@@ -178,6 +178,7 @@ class Request:
     tenant: Tenant | None
     learned: Learned
     prompt_length: int
+    shared: bool = False  # draws on its tenant and gives to it
     own_group: bool = False  # the group is the session's own, not one that was named
     index: ReferenceIndex = field(default_factory=ReferenceIndex)  # whole text; findable: what the session lacks
     state: MatchState = field(default_factory=MatchState)
@@ -185,7 +186,7 @@ class Request:
 
     def sources(self) -> list[ReferenceIndex | None]:
         holdings = [holding.index if holding and not holding.gone else None for holding in (self.session, self.group)]
-        return [self.index, *holdings, self.tenant.corpus.index if self.tenant else None]
+        return [self.index, *holdings, self.tenant.corpus.index if self.tenant and self.shared else None]
 
     def source_of(self, candidate: Candidate) -> int:
         """Where a candidate comes from as users see it."""

@@ -25,6 +25,7 @@ from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.reference_core import ReferenceCore
 from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_step, as_tokens
 from agentspec.cache.types import (
+    SCOPES,
     SOURCES,
     Budget,
     CacheStats,
@@ -33,6 +34,7 @@ from agentspec.cache.types import (
     Drafts,
     FinishedTurn,
     Int32Array,
+    Scope,
     StepDrafts,
     no_drafts,
 )
@@ -45,6 +47,8 @@ from agentspec.errors import (
 )
 
 _ALL = 2**62
+_UNNAMED = ""
+"""The core's name for the tenant of all requests that were given none."""
 
 
 class SuffixCache:
@@ -91,22 +95,26 @@ class SuffixCache:
         session: str | None = None,
         group: str | None = None,
         tenant: str | None = None,
+        scope: Scope = "tenant",
     ) -> None:
         """Begins a request. prompt: int32 [P] or a sequence of int.
 
         session: whose earlier turns it drafts from. group: the problem that it works on; sessions of a tenant that
-        share one draft from each other's answers to it first. tenant: whose global tree it shares; without one, the
-        session is private and a group has no effect.
-        Raises InvalidTokenError, InvalidSessionError or DuplicateRequestError; then nothing has changed.
+        share one draft from each other's answers to it first. tenant: who shares; all requests without one are one
+        tenant. scope: "tenant" drafts from all three and gives to them, "session" from the session alone (a group has
+        no effect then), "none" from the request's own text.
+        Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError; then nothing has
+        changed.
         """
         if request_id in self._slots:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
         tokens = as_tokens(prompt, "prompt", self._vocab_size)
         check_ids(session=session, group=group, tenant=tenant)
+        names = _Names(session, group, tenant, _checked(scope))
         slot = self._free.pop() if self._free else len(self._slots)
-        self._core.start(slot, tokens, key_of(tenant, session), key_of(tenant, group), tenant)
+        self._core.start(slot, tokens, *names.keys())
         self._slots[request_id] = slot
-        self._names[request_id] = _Names(session, group, tenant)
+        self._names[request_id] = names
 
     def propose(
         self, request_ids: Sequence[str], max_draft: int | Sequence[int], *, cost: float | None = None
@@ -223,7 +231,8 @@ class SuffixCache:
         """Ends a request and keeps its response for its session and tenant; returns what to store, if anything.
 
         output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
-        None is returned where there is neither session nor tenant, or where the session was removed meanwhile.
+        None is returned where nothing is kept: under scope "none", under scope "session" without a session, and where
+        the session was removed meanwhile.
         """
         slot = self._slot(request_id)
         if output_limit is not None and output_limit < 0:
@@ -231,7 +240,7 @@ class SuffixCache:
         names = self._names[request_id]
         turn = self._core.finish(slot, output_limit)
         self._release(request_id)
-        return None if turn is None else FinishedTurn(names.tenant, names.session, *turn, names.group)
+        return None if turn is None else FinishedTurn(names.tenant, names.session, *turn, names.group, names.scope)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request; nothing of it is kept."""
@@ -245,8 +254,8 @@ class SuffixCache:
             raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
         tail = as_tokens(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
-        session, group = key_of(turn.tenant, turn.session), key_of(turn.tenant, turn.group)
-        self._core.restore(session, group, turn.tenant, turn.kept, tail, response)
+        names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
+        self._core.restore(*names.keys(), turn.kept, tail, response)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erases a session: its own text and what it gave to the tenant's global tree. No error if it is unknown.
@@ -256,7 +265,7 @@ class SuffixCache:
         check_ids(session=session, tenant=tenant)
         key = key_of(tenant, session)
         assert key is not None
-        self._core.remove_session(key, tenant)
+        self._core.remove_session(key, tenant or _UNNAMED)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
         """Whether text of this session is held."""
@@ -372,9 +381,25 @@ def _step_drafts(count: int, arrays: DraftArrays | None) -> StepDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
+    """Whose a request is, as the caller named it."""
+
     session: str | None
     group: str | None
     tenant: str | None
+    scope: Scope
+
+    def keys(self) -> tuple[str | None, str | None, str | None, bool]:
+        """Return session, group and tenant as the core knows them, and whether the request shares."""
+        if self.scope == "none":
+            return None, None, None, False
+        session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
+        return session, group, self.tenant or _UNNAMED, self.scope == "tenant"
+
+
+def _checked(scope: Scope) -> Scope:
+    if scope not in SCOPES:
+        raise InvalidInputError(f"scope={scope!r}: give one of {', '.join(SCOPES)}")
+    return scope
 
 
 def _make_core(policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, native: bool | None) -> tuple[Core, bool]:

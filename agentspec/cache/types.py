@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,12 @@ SOURCES = ("request", "session", "group", "global", "model")
 token, taken in by `SuffixCache.offer`."""
 
 MODEL = SOURCES.index("model")
+
+Scope = Literal["tenant", "session", "none"]
+"""What a request draws on beside its own text, and gives to: its session, group and tenant; its session; nothing."""
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""From the widest to the narrowest."""
 
 Int32Array = NDArray[np.int32]
 UInt8Array = NDArray[np.uint8]
@@ -120,7 +127,7 @@ class FinishedTurn:
 
     kept: tokens at the start of the session's previous context that this prompt repeats, so that the prompt is
     previous_context[:kept] + prompt_tail. prompt_tail, response: int32 arrays. Without a session, kept is 0 and
-    prompt_tail is only the end of the prompt. group: what the request was started with.
+    prompt_tail is only the end of the prompt. group, scope: what the request was started with.
     """
 
     tenant: str | None
@@ -129,6 +136,7 @@ class FinishedTurn:
     prompt_tail: Int32Array
     response: Int32Array
     group: str | None = None
+    scope: Scope = "tenant"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.server_ext.settings import default_store
 from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT
@@ -25,7 +26,11 @@ def serve(
     ] = None,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Whose server this is; without one, sessions are private and nothing is shared."),
+        typer.Option(help="Whose server this is: its API keys share answers. Without one, each key is on its own."),
+    ] = None,
+    scope: Annotated[
+        Scope | None,
+        typer.Option(help="What a request drafts from beside its own text (tenant: session, group and tenant)."),
     ] = None,
     max_draft: Annotated[
         int, typer.Option(help="Longest draft, in tokens (vLLM's num_speculative_tokens).")
@@ -37,7 +42,7 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """vllm serve with the extension switched on; takes every option of vllm serve."""
-    settings: dict[str, Any] = {"tenant": tenant, "cost": verify_cost, "record": record}
+    settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "cost": verify_cost, "record": record}
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
         os.environ["AGENTSPEC_STORE"] = store  # not an argument of vLLM, which prints those, passwords and all

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.cache.identifiers import check_session_id
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.simulate import Figures, read_calls
@@ -36,8 +36,11 @@ def add_to(app: typer.Typer) -> None:
 def simulate(
     file: Annotated[Path, typer.Argument(help="Recorded calls, one JSON object a line (.jsonl or .jsonl.gz).")],
     tenant: Annotated[
-        str | None, typer.Option(help="Whose traffic it is, in place of the records' own; without one, no sharing.")
+        str | None, typer.Option(help="Whose traffic it is, in place of the records' own tenants.")
     ] = None,
+    scope: Annotated[
+        Scope, typer.Option(help="What a call drafts from beside its own text (tenant: session, group and tenant).")
+    ] = "tenant",
     verify_cost: Annotated[
         float | None, typer.Option(help="Price of verifying one more token, as a share of a decode step.")
     ] = None,
@@ -73,7 +76,7 @@ def simulate(
             tenant=tenant,
             progress=lambda done: progress.update(task, completed=done),
         )
-        figures = replay(calls, SuffixCache(policy=rule))
+        figures = replay(calls, SuffixCache(policy=rule), scope=scope)
     if not figures.tokens:
         raise InvalidInputError(f"{file}: no record with a response in it; give a file of JSON lines")
     if as_json:

@@ -5,14 +5,19 @@
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 """
 
+import logging
+import os
 from argparse import Namespace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
+from agentspec.server_ext.identity import who_shares
+from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import RPC_METHOD, uses_agentspec
 
+logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix="/v1/agentspec")
 
 
@@ -27,8 +32,12 @@ class AgentSpecEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine."""
+        """Keep the way to the engine, and say who shares."""
         state.agentspec_engine = engine_client
+        if engine_client is not None and uses_agentspec(engine_client.vllm_config):
+            settings = load_settings(engine_client.vllm_config.additional_config)
+            keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
+            logger.info("agentspec: %s", who_shares(settings.tenant, settings.scope, keys=keys))
 
 
 @router.get("")

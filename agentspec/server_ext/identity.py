@@ -1,57 +1,155 @@
-"""Which tenant, session and group a request belongs to.
+"""Whose a request is: what it drafts from, and who drafts from it.
 
-The session arrives by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, body
-``vllm_xargs.session_id``), the group in the body alone (``vllm_xargs.group_id``, for which vLLM has no other place);
-both reach the engine as entries of ``SamplingParams.extra_args``. The tenant is a setting of the server: nothing that
-a caller writes into a request can choose it.
+A request says its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
+``vllm_xargs.session_id``), its group by ``vllm_xargs.group_id``, and may narrow its scope by
+``vllm_xargs.agentspec_scope``. Its tenant and its principal it cannot say. The tenant is what the operator named, else
+the principal. The principal is the API key that vLLM checked; without keys all callers are one, as they are for vLLM's
+prefix cache. ``cache_salt`` and the LoRA adapter separate further, again as in the prefix cache.
+
+The API server writes what it found out about the caller into the request's ``extra_args``, over whatever the caller
+wrote there (``tag_request``); the engine reads it (``identify``).
 """
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.cache.identifiers import check_session_id
+from agentspec.cache import SCOPES, Scope
+from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
+from agentspec.cache.store.naming import frame
 from agentspec.errors import InvalidSessionError
 
 SESSION_KEY = "session_id"
 GROUP_KEY = "group_id"
+SCOPE_KEY = "agentspec_scope"
+CALLER_KEY = "agentspec_caller"
+"""Entry of ``extra_args``: [principal, cache salt], each as a digest or None. What a caller writes there is removed."""
+
+_DIGEST = "[0-9a-f]{32}"
+_LOOKS_QUALIFIED = re.compile(f"{_DIGEST}/")
+_NOBODY = "0" * 32
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose trees a request may read and feed. ``None`` means: none of that kind.
+    """What a request draws on and gives to, as the cache and the store name it.
 
-    A group joins sessions of one tenant; without a tenant sessions are private, and there is none.
+    tenant: who shares; None is the one that all requests without keys, salts and adapters are. session, group: unique
+    within the server, whoever's they are; None is none. scope: how much of it the request uses. session_name: the
+    session as its caller named it.
     """
 
     tenant: str | None = None
     session: str | None = None
     group: str | None = None
+    scope: Scope = "tenant"
+    session_name: str | None = None
 
 
-def merge_session(extra_args: Mapping[str, Any] | None, session_id: str | None) -> dict[str, Any] | None:
-    """Sampling ``extra_args`` with the session under its key; an id given by body or header wins.
+def principal_of(api_key: str) -> str:
+    """Return the principal that stands for an API key: a digest, so that the key itself goes nowhere."""
+    return _digest("key", api_key)
 
-    Returns None when there is nothing to carry. Raises InvalidSessionError for an id that is not printable, too
-    long, or not a string.
+
+def tag_request(
+    extra_args: Mapping[str, Any] | None,
+    *,
+    session_id: str | None = None,
+    principal: str | None = None,
+    cache_salt: str | None = None,
+) -> dict[str, Any] | None:
+    """Return a request's ``extra_args`` with its session and its caller; None when there is nothing to carry.
+
+    session_id: given by body or header; it wins over the one in ``extra_args``. principal: of ``principal_of``.
+    Raises InvalidSessionError for an unusable id or scope.
     """
-    merged = dict(extra_args or {})
+    tagged = {key: value for key, value in (extra_args or {}).items() if key != CALLER_KEY}
     if session_id is not None:
-        merged[SESSION_KEY] = session_id
+        tagged[SESSION_KEY] = session_id
+    _check(tagged)
+    if principal is not None or cache_salt is not None:
+        tagged[CALLER_KEY] = [principal, None if cache_salt is None else _digest("salt", cache_salt)]
+    return tagged or None
+
+
+def identify(
+    extra_args: Mapping[str, Any] | None,
+    *,
+    tenant: str | None = None,
+    scope: Scope = "tenant",
+    adapter: str | None = None,
+) -> Identity:
+    """Return the identity of a request that ``tag_request`` has seen.
+
+    tenant, scope: the server's. adapter: the LoRA adapter that the request runs with. The narrower of both scopes
+    holds. Unusable ids count as none and an unusable scope as "none", never as an error.
+    """
+    extra = dict(extra_args or {})
+    asked = extra.get(SCOPE_KEY, scope)
+    if asked not in SCOPES:
+        asked = "none"
+    try:
+        _check({key: extra.get(key) for key in (SESSION_KEY, GROUP_KEY)})
+    except InvalidSessionError:
+        extra[SESSION_KEY] = extra[GROUP_KEY] = None
+    principal, salt = extra.get(CALLER_KEY) or (None, None)
+    apart = _joined(salt, adapter)
+    owner = _joined(principal, apart)
+    session = extra.get(SESSION_KEY)
+    return Identity(
+        tenant=owner if tenant is None else _qualified(apart, tenant),
+        session=_qualified(owner, session),
+        group=_qualified(owner, extra.get(GROUP_KEY)),
+        scope=max(scope, asked, key=SCOPES.index),
+        session_name=session,
+    )
+
+
+def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
+    """Return the line that tells an operator who drafts from whose text. keys: whether vLLM checks API keys."""
+    if scope == "none":
+        return "each request drafts from its own text alone (scope none)"
+    if scope == "session":
+        whose = "of its API key" if keys else "whoever names it; --api-key separates callers"
+        return f"each session drafts from itself alone (scope session), {whose}"
+    if tenant is not None:
+        who = (
+            "API keys share answers, not sessions" if keys else "shared by all callers; --api-key keeps sessions apart"
+        )
+        return f"drafts from tenant {tenant!r}: {who}"
+    return "each API key shares with itself alone" if keys else "shared by all callers; --api-key separates them"
+
+
+def _check(extra: Mapping[str, Any]) -> None:
     for key in (SESSION_KEY, GROUP_KEY):
-        value = merged.get(key)
+        value = extra.get(key)
         if value is not None:
             if not isinstance(value, str):
                 raise InvalidSessionError(f"{key} must be a string, got {type(value).__name__}")
             check_session_id(value, field=key)
-    return merged or None
+    asked = extra.get(SCOPE_KEY, SCOPES[0])
+    if asked not in SCOPES:
+        raise InvalidSessionError(f"{SCOPE_KEY} must be one of {', '.join(SCOPES)}, got {asked!r}")
 
 
-def identify(extra_args: Mapping[str, Any] | None, tenant: str | None) -> Identity:
-    """The identity that ``extra_args`` and the server's tenant give. Unusable ids give none, never an error."""
-    try:
-        checked = merge_session(extra_args, None) or {}
-    except InvalidSessionError:
-        checked = {}
-    group = checked.get(GROUP_KEY) if tenant is not None else None
-    return Identity(tenant=tenant, session=checked.get(SESSION_KEY), group=group)
+def _joined(*parts: str | None) -> str | None:
+    """One digest for several parts; None where there are none."""
+    return None if all(part is None for part in parts) else _digest(*parts)
+
+
+def _qualified(owner: str | None, name: str | None) -> str | None:
+    """A name within its owner's names, so that no other owner's can be the same, whatever callers choose."""
+    if name is None:
+        return None
+    if owner is None:
+        if not _LOOKS_QUALIFIED.match(name):
+            return name
+        owner = _NOBODY
+    whole = f"{owner}/{name}"
+    return whole if len(whole) <= MAX_ID_LENGTH else f"{owner}/{_digest(name)}"
+
+
+def _digest(*parts: str | None) -> str:
+    return hashlib.blake2b(frame(parts), digest_size=16, person=b"agentspec-caller").hexdigest()

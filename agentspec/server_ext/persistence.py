@@ -11,6 +11,7 @@ from typing import Any
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import BackgroundLoader, BackgroundWriter, Store, TurnRecord
+from agentspec.server_ext.identity import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ _TOKENS_PER_STEP = 16_384
 
 
 class Persistence:
-    """Between the trees of one engine and one namespace of the store."""
+    """Between the trees of one engine and one namespace of the store. tenant: the one that the operator named."""
 
     def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
         self._tenant = tenant
@@ -33,9 +34,7 @@ class Persistence:
         self._refused = 0
 
     def save(self, turn: FinishedTurn) -> None:
-        """Queue a finished turn for the store. A turn that nobody could ever read again is not written."""
-        if turn.session is None and turn.tenant is None:
-            return
+        """Queue a finished turn for the store."""
         if turn.session is not None:
             self._own.add(turn.session)
         self._writer.put(
@@ -46,12 +45,17 @@ class Persistence:
                 response=turn.response,
                 created=time.time(),
                 group=turn.group,
+                tenant=turn.tenant,
+                scope=turn.scope,
             )
         )
 
-    def want(self, cache: SuffixCache, session: str) -> None:
-        """Ask for a session's stored turns if the trees don't have them."""
-        if session not in self._own and not cache.has_session(self._tenant, session):
+    def want(self, cache: SuffixCache, identity: Identity) -> None:
+        """Ask for the stored turns of a request's session if the trees don't have them."""
+        session = identity.session
+        if session is None or identity.scope == "none" or session in self._own:
+            return
+        if not cache.has_session(identity.tenant, session):
             self._loader.request(session)
 
     def deliver(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
@@ -100,15 +104,19 @@ class Persistence:
         session = record.session or None
         if session in self._own:
             return 0
+        tenant, scope = record.tenant, record.scope
+        if scope is None:  # written when nothing was shared without a named tenant
+            tenant, scope = self._tenant, "session" if self._tenant is None else "tenant"
         try:
             cache.restore(
                 FinishedTurn(
-                    tenant=self._tenant,
+                    tenant=tenant,
                     session=session,
                     kept=record.kept,
                     prompt_tail=record.prompt_tail,
                     response=record.response,
-                    group=record.group if self._tenant is not None else None,
+                    group=record.group,
+                    scope=scope,
                 )
             )
         except Exception as error:  # e.g. a token that this model does not have

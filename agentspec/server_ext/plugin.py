@@ -1,8 +1,8 @@
 """vLLM's general plugin: loaded in the API server, the engine core and every worker. Loading twice is harmless.
 
-It makes the session id reach the engine, adds the worker method behind ``/v1/agentspec``, lets the speculative methods
-``arctic`` and ``suffix`` mean agentspec, and mends one defect of vLLM's CPU build. It changes nothing for a server that
-was started with another method, or with one of those two and ArcticInference.
+It makes the session id and the caller reach the engine, adds the worker method behind ``/v1/agentspec``, lets the
+speculative methods ``arctic`` and ``suffix`` mean agentspec, and mends one defect of vLLM's CPU build. It changes
+nothing for a server that was started with another method, or with one of those two and ArcticInference.
 """
 
 import logging
@@ -24,7 +24,7 @@ def register() -> None:
         # Without agentspec's proposer this vLLM is none of our business; with it, the proposer raises the same.
         logger.debug("agentspec stays out: %s", error)
         return
-    vllm_adapter.carry_session_ids()
+    vllm_adapter.carry_callers()
     vllm_adapter.add_worker_rpc()
     vllm_adapter.mend_cpu_sampling()
     vllm_adapter.take_over_methods()

@@ -255,17 +255,17 @@ class Proposer:
                 session=identity.session,
                 group=identity.group,
                 tenant=identity.tenant,
+                scope=identity.scope,
             )
         except Exception as error:  # one odd request must not cost the others their drafts
             self._count_error("start", error)
             self._given_up.add(new.request_id)
             return
         self._running[new.request_id] = _Running(
-            identity, self.metrics.begin(new.request_id, identity.session), len(new.prompt)
+            identity, self.metrics.begin(new.request_id, identity.session_name), len(new.prompt)
         )
         self.metrics.counters["started"] += 1
-        if identity.session is not None:
-            self._persistence.want(self.cache, identity.session)
+        self._persistence.want(self.cache, identity)
 
     def _account(self, step: Step, drafts: StepDrafts, improved: TreeDrafts | None, ns: int) -> None:
         self._settle()
@@ -282,7 +282,7 @@ class Proposer:
                 {
                     "step": self._steps,
                     "request": request_id,
-                    "session": running.identity.session,
+                    "session": running.identity.session_name,
                     "source": running.source if drafted else None,
                     "drafted": drafted,
                     "accepted": accepted,

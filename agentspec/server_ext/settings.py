@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import FixedRule
 from agentspec.errors import ConfigurationError
@@ -42,7 +43,9 @@ class Settings(BaseModel):
     enabled: bool = True
     """False: the proposer is installed but never drafts (the inert baseline)."""
     tenant: str | None = None
-    """Whose server this is. Without one, sessions are private and there is no global tree."""
+    """Whose server this is: its callers share one index. None: each principal (API key) is a tenant of its own."""
+    scope: Scope = "tenant"
+    """What a request drafts from beside its own text: "tenant" (session, group and tenant), "session", or "none"."""
     store: str = Field(default_factory=default_store)
     """``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)

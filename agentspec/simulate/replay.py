@@ -5,30 +5,33 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from agentspec.cache import SOURCES, SuffixCache
+from agentspec.cache import SOURCES, Scope, SuffixCache
 from agentspec.cache.types import Draft, Int32Array
 from agentspec.simulate.figures import Figures
 from agentspec.simulate.records import Call
 
 
-def simulate(calls: Iterable[Call], cache: SuffixCache, *, max_draft: int | None = None) -> Figures:
-    """Replays the calls one after the other; `max_draft` (default: the policy's) is the room of each draft.
+def simulate(
+    calls: Iterable[Call], cache: SuffixCache, *, max_draft: int | None = None, scope: Scope = "tenant"
+) -> Figures:
+    """Replay the calls one after the other; `max_draft` (default: the policy's) is the room of each draft.
 
     A step drafts, verifies against the record and takes in the accepted tokens and the one after them. Drafts may
-    run past the end of the response, which the engine does not know; those tokens count as drafted.
+    run past the end of the response, which the engine does not know; those tokens count as drafted. scope: what each
+    call drafts from beside its own text.
     """
     figures = Figures()
     room = cache.policy.max_draft if max_draft is None else max_draft
     for call in calls:
-        _replay(call, cache, room, figures)
+        _replay(call, cache, room, scope, figures)
     stats = cache.stats()
     figures.bytes_per_token = stats.bytes / stats.tokens if stats.tokens else 0.0
     return figures
 
 
-def _replay(call: Call, cache: SuffixCache, room: int, figures: Figures) -> None:
+def _replay(call: Call, cache: SuffixCache, room: int, scope: Scope, figures: Figures) -> None:
     name = f"line {call.line}"
-    cache.start(name, call.prompt, session=call.session, group=call.group, tenant=call.tenant)
+    cache.start(name, call.prompt, session=call.session, group=call.group, tenant=call.tenant, scope=scope)
     response = call.response
     done, end = 0, len(response)
     while done < end:

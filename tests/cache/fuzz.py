@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from agentspec.cache import Budget, DraftPolicy, FinishedTurn
+from agentspec.cache import SCOPES, Budget, DraftPolicy, FinishedTurn
 from tests.cache.streams import LARGEST, Pair, fibonacci
 
 TENANTS = (None, "t", "t", "u")
@@ -110,7 +110,8 @@ class Fuzzer:
         prompt = (base if rng.random() < 0.5 else base[: rng.randrange(len(base) + 1)]) + self.fresh()
         self.number += 1
         names = (rng.choice(SESSIONS), rng.choice(GROUPS), rng.choice(TENANTS))
-        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1])
+        scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
+        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope)
         self.texts[f"r{self.number}"] = prompt
 
     def extend(self) -> None:

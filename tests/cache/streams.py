@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from agentspec.cache import DraftPolicy, Drafts, FinishedTurn, StepDrafts, SuffixCache, native_available
+from agentspec.cache import DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, native_available
 
 if native_available():
     from agentspec.cache import _native
@@ -60,9 +60,10 @@ class Pair:
         session: str | None,
         tenant: str | None,
         group: str | None = None,
+        scope: Scope = "tenant",
     ) -> None:
         for cache in (self.native, self.plain):
-            cache.start(request, prompt, session=session, group=group, tenant=tenant)
+            cache.start(request, prompt, session=session, group=group, tenant=tenant, scope=scope)
 
     def extend(self, request: str, new: Sequence[int]) -> None:
         for cache in (self.native, self.plain):
@@ -166,7 +167,8 @@ def assert_same(ours: Drafts, expected: Drafts) -> None:
 
 
 def same_turn(a: FinishedTurn, b: FinishedTurn) -> bool:
-    return (a.tenant, a.session, a.group, a.kept) == (b.tenant, b.session, b.group, b.kept) and all(
+    names = [(turn.tenant, turn.session, turn.group, turn.scope, turn.kept) for turn in (a, b)]
+    return names[0] == names[1] and all(
         x.dtype == y.dtype and x.tolist() == y.tolist()
         for x, y in ((a.prompt_tail, b.prompt_tail), (a.response, b.response))
     )

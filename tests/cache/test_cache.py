@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, Scope, SuffixCache
 from agentspec.cache.reference_core import INDEX_PER_CALL
 from tests.cache.conftest import MakeCache
 
@@ -16,9 +16,14 @@ def drafts(cache: SuffixCache, request: str, room: int = 32) -> list[int]:
 
 
 def run(
-    cache: SuffixCache, prompt: list[int], response: list[int], session: str | None, tenant: str | None
+    cache: SuffixCache,
+    prompt: list[int],
+    response: list[int],
+    session: str | None,
+    tenant: str | None,
+    scope: Scope = "tenant",
 ) -> FinishedTurn | None:
-    cache.start("run", prompt, session=session, tenant=tenant)
+    cache.start("run", prompt, session=session, tenant=tenant, scope=scope)
     cache.extend("run", response)
     return cache.finish("run")
 
@@ -53,7 +58,7 @@ def test_session_pays_for_new_tokens_only(make_cache: MakeCache) -> None:
     cache = make_cache()
     text = [1, 2, 3]
     for turn in range(5):
-        finished = run(cache, text, [100 + turn] * 3, "s", None)
+        finished = run(cache, text, [100 + turn] * 3, "s", None, "session")
         assert finished is not None
         assert finished.kept == (len(text) - 2 if turn else 0)
         text = [*text, *[100 + turn] * 3, 50, 51]
@@ -148,13 +153,13 @@ def test_long_prompt_is_indexed_little_by_little(make_cache: MakeCache) -> None:
 def test_budget_evicts_the_least_recently_used_session(make_cache: MakeCache) -> None:
     cache = make_cache(max_tokens=100)
     for name in "abc":
-        run(cache, [], list(range(16)), name, None)  # 32 tokens each: text and last context
+        run(cache, [], list(range(16)), name, None, "session")  # 32 tokens each: text and last context
     cache.start("r", list(range(16)), session="a")  # a is in use now
-    run(cache, [], list(range(16)), "d", None)
+    run(cache, [], list(range(16)), "d", None, "session")
     held = {name for name in "abcd" if cache.has_session(None, name)}
     assert held == {"a", "c", "d"} and cache.stats().tokens <= 100
     for name in "efgh":
-        run(cache, [], list(range(16)), name, None)
+        run(cache, [], list(range(16)), name, None, "session")
     assert cache.has_session(None, "a")  # never while a request of it runs
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentspec.cache import DraftPolicy, FinishedTurn, native_available
+from agentspec.cache import SCOPES, DraftPolicy, FinishedTurn, Scope, native_available
 from tests.cache.streams import Pair, policies, tokens
 
 EXAMPLES = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "40"))
@@ -22,6 +22,7 @@ sessions = st.sampled_from([None, "a", "b", "1:ta"])
 tenants = st.sampled_from([None, "t", "1:t"])
 chances = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.9]))
 groups = st.sampled_from([None, None, "g"])
+scopes = st.sampled_from([*SCOPES, "tenant", "tenant"])
 
 
 class Interleaving(RuleBasedStateMachine):
@@ -49,13 +50,15 @@ class Interleaving(RuleBasedStateMachine):
         return accepted + own
 
     @precondition(lambda self: len(self.texts) < 5)
-    @rule(data=st.data(), session=sessions, tenant=tenants, group=groups)
-    def start(self, data: st.DataObject, session: str | None, tenant: str | None, group: str | None) -> None:
+    @rule(data=st.data(), session=sessions, tenant=tenants, group=groups, scope=scopes)
+    def start(
+        self, data: st.DataObject, session: str | None, tenant: str | None, group: str | None, scope: Scope
+    ) -> None:
         base = data.draw(st.sampled_from(self.said))
         prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(tokens)
         self.count += 1
         request = f"r{self.count}"
-        self.pair.start(request, prompt, session, tenant, group)
+        self.pair.start(request, prompt, session, tenant, group, scope)
         self.texts[request] = list(prompt)
 
     @precondition(lambda self: self.texts)

@@ -1,9 +1,13 @@
 """Budgets, eviction and erasure, on both cores."""
 
+import resource
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from agentspec.cache import Budget, SuffixCache, native_available
+from agentspec.cache import Budget, Scope, SuffixCache, native_available
 from agentspec.errors import ConfigurationError
 from tests.cache.conftest import MakeCache
 
@@ -16,13 +20,14 @@ def run(
     session: str | None = None,
     group: str | None = None,
     tenant: str | None = None,
+    scope: Scope = "tenant",
 ) -> None:
-    cache.start("run", list(prompt), session=session, group=group, tenant=tenant)
+    cache.start("run", list(prompt), session=session, group=group, tenant=tenant, scope=scope)
     cache.extend("run", response)
     cache.finish("run")
 
 
-def finds(cache: SuffixCache, context: list[int], **names: str | None) -> list[int]:
+def finds(cache: SuffixCache, context: list[int], **names: Any) -> list[int]:
     """What is drafted after a context, one token."""
     cache.start("probe", [], **names)
     cache.extend("probe", context)
@@ -34,10 +39,50 @@ def finds(cache: SuffixCache, context: list[int], **names: str | None) -> list[i
 def test_a_session_over_its_budget_keeps_its_newest_part(make_cache: MakeCache) -> None:
     cache = make_cache(per_session=Budget(tokens=400))
     for turn in range(20):
-        run(cache, [100 * turn + n for n in range(50)], session="s")
+        run(cache, [100 * turn + n for n in range(50)], session="s", scope="session")
         assert cache.stats().tokens <= 400
     assert finds(cache, [1910, 1911, 1912], session="s") == [1913]
     assert finds(cache, [10, 11, 12], session="s") == []
+
+
+def test_the_number_of_tenants_is_bounded() -> None:
+    """Ten times as many as may learn, then ten times as many as may be held; a running request keeps its own."""
+    cache = SuffixCache(vocab_size=1000)
+    cache.start("stays", [5, 6, 7], tenant="first")
+    run(cache, [1, 2, 3, 4], tenant="first")
+    before = _resident()
+    for number in range(640):
+        cache.start("run", list(range(20)), tenant=f"t{number}")
+        for _ in range(3):
+            cache.propose(["run"], 8)
+            cache.extend("run", [1, 2, 3])
+        cache.finish("run")
+    assert _resident() - before < 300 << 20  # 64 learners of about 2 MB, not 640
+    for number in range(40_000):
+        run(cache, [1, 2, 3, 4], tenant=f"t{number}")
+    assert cache.stats().tenants <= 4096
+    assert finds(cache, [1, 2, 3], tenant="t39999") == [4]
+    assert finds(cache, [1, 2, 3], tenant="first") == [4]
+    assert finds(cache, [1, 2, 3], tenant="t0") == []
+
+
+def test_a_forgotten_tenants_session_stays_until_it_is_evicted(tmp_path: Path) -> None:
+    cache = SuffixCache()
+    run(cache, [1, 2, 3, 4], session="s", tenant="old")
+    for number in range(5_000):
+        run(cache, [7, 8], tenant=f"t{number}")
+    cache.save(tmp_path / "snapshot")
+    for held in (cache, SuffixCache.load(tmp_path / "snapshot")):
+        assert finds(held, [1, 2, 3], session="s", tenant="old") == [4]
+        assert finds(held, [1, 2, 3], tenant="old") == []
+        held.resize(max_tokens=100)
+        held.catch_up()
+        assert held.stats().tokens <= 100
+
+
+def _resident() -> int:
+    """Resident memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_tenant_over_its_budget_takes_nothing_from_others(make_cache: MakeCache) -> None:
@@ -98,8 +143,10 @@ def test_a_group_is_shared_within_its_tenant_only(make_cache: MakeCache) -> None
     assert finds(cache, [1, 2], session="c", group="g", tenant="t") == [3]
     assert finds(cache, [1, 2], session="c", group="h", tenant="t") == [9]
     assert finds(cache, [1, 2], session="c", group="g", tenant="u") == []
-    run(cache, [1, 2, 3, 4, 5], session="a", group="g")
-    assert finds(cache, [1, 2], session="c", group="g") == []  # no tenant: a session is private
+    assert finds(cache, [1, 2], session="c", group="g") == []
+    run(cache, [1, 2, 4, 4, 4], session="a", group="g")
+    assert finds(cache, [1, 2], session="c", group="g") == [4]  # those without a tenant are one
+    assert finds(cache, [1, 2], session="c", group="g", scope="session") == []
 
 
 def test_erasing_a_session_reaches_its_groups(make_cache: MakeCache) -> None:

@@ -2,21 +2,22 @@
 
 import pytest
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, Scope, SuffixCache
+from agentspec.errors import InvalidInputError
 from tests.cache.conftest import MakeCache
 
 SECRET = [71, 72, 73, 74, 75, 76, 77, 78, 79]
 
 
-def say(cache: SuffixCache, session: str | None, tenant: str | None) -> None:
-    cache.start("w", [1, 2], session=session, tenant=tenant)
+def say(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> None:
+    cache.start("w", [1, 2], session=session, tenant=tenant, scope=scope)
     cache.extend("w", SECRET)
     cache.finish("w")
 
 
-def leaks(cache: SuffixCache, session: str | None, tenant: str | None) -> bool:
+def leaks(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> bool:
     """Whether a prompt that begins like the secret is continued with it."""
-    cache.start("q", [5, 71, 72, 73], session=session, tenant=tenant)
+    cache.start("q", [5, 71, 72, 73], session=session, tenant=tenant, scope=scope)
     draft = cache.propose(["q"], 8)[0].token_ids.tolist()
     cache.abort("q")
     return bool(set(draft) & set(SECRET[3:]))
@@ -41,12 +42,60 @@ def test_a_tenants_text(make_cache: MakeCache, session: str | None, tenant: str 
 
 @pytest.mark.parametrize(
     ("session", "tenant", "seen"),
-    [("s", None, True), ("other", None, False), (None, None, False), ("s", "acme", False)],
+    [("s", None, True), ("other", None, True), (None, None, True), ("s", "acme", False), (None, "acme", False)],
 )
-def test_text_without_a_tenant(make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool) -> None:
+def test_requests_without_a_tenant_are_one(
+    make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool
+) -> None:
     cache = make_cache()
     say(cache, "s", None)
     assert leaks(cache, session, tenant) == seen
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+@pytest.mark.parametrize(
+    ("writer", "reader", "session", "seen"),
+    [
+        ("tenant", "tenant", "other", True),
+        ("tenant", "session", "s", True),  # a session's own text, whichever scope it was said in
+        ("tenant", "session", "other", False),
+        ("tenant", "session", None, False),
+        ("tenant", "none", "s", False),
+        ("session", "tenant", "s", True),
+        ("session", "tenant", "other", False),
+        ("session", "tenant", None, False),
+        ("session", "session", "s", True),
+        ("session", "session", "other", False),
+        ("none", "tenant", "s", False),
+        ("none", "tenant", None, False),
+        ("none", "session", "s", False),
+        ("none", "none", "s", False),
+    ],
+)
+def test_scopes(
+    make_cache: MakeCache, tenant: str | None, writer: Scope, reader: Scope, session: str | None, seen: bool
+) -> None:
+    cache = make_cache()
+    say(cache, "s", tenant, writer)
+    assert leaks(cache, session, tenant, reader) == seen
+
+
+def test_an_unknown_scope_changes_nothing(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    with pytest.raises(InvalidInputError, match="scope='everyone': give one of tenant, session, none"):
+        say(cache, "s", None, "everyone")  # type: ignore[arg-type]
+    assert cache.stats().requests == 0 and cache.stats().tenants == 0
+
+
+def test_a_restored_turn_keeps_its_scope(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.start("w", [1, 2], session="s", scope="session")
+    cache.extend("w", SECRET)
+    turn = cache.finish("w")
+    assert turn is not None and turn.scope == "session"
+    other = make_cache()
+    other.restore(turn)
+    assert leaks(other, "s", None) and not leaks(other, "other", None)
 
 
 def test_names_cannot_be_composed_to_meet(make_cache: MakeCache) -> None:
@@ -95,17 +144,17 @@ def test_a_session_erased_while_it_runs(make_cache: MakeCache) -> None:
 REPEATING = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 
 
-def teach(cache: SuffixCache, session: str | None, tenant: str | None) -> None:
+def teach(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> None:
     """Makes matches like that of REPEATING look worthless."""
     for _ in range(40):
-        cache.start("teach", REPEATING, session=session, tenant=tenant)
+        cache.start("teach", REPEATING, session=session, tenant=tenant, scope=scope)
         cache.propose(["teach"], 1)
         cache.extend("teach", [1000])
         cache.abort("teach")
 
 
-def drafts_boldly(cache: SuffixCache, session: str | None, tenant: str | None) -> bool:
-    cache.start("q", REPEATING, session=session, tenant=tenant)
+def drafts_boldly(cache: SuffixCache, session: str | None, tenant: str | None, scope: Scope = "tenant") -> bool:
+    cache.start("q", REPEATING, session=session, tenant=tenant, scope=scope)
     draft = cache.propose(["q"], 4)[0].token_ids.tolist()
     cache.abort("q")
     return bool(draft)
@@ -123,8 +172,9 @@ def test_what_a_tenant_taught(make_cache: MakeCache, session: str | None, tenant
 
 
 @pytest.mark.parametrize(("session", "influenced"), [("a", True), ("b", False), (None, False)])
-def test_what_a_session_without_tenant_taught(make_cache: MakeCache, session: str | None, influenced: bool) -> None:
+def test_what_a_session_taught_itself(make_cache: MakeCache, session: str | None, influenced: bool) -> None:
     cache = make_cache(policy=DraftPolicy(cost=0.2))
-    say(cache, "a", None)
-    teach(cache, "a", None)
-    assert drafts_boldly(cache, session, None) == (not influenced)
+    say(cache, "a", None, "session")
+    teach(cache, "a", None, "session")
+    assert drafts_boldly(cache, session, None, "session") == (not influenced)
+    assert drafts_boldly(cache, session, None)

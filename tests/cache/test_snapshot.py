@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.errors import SnapshotError
 from tests.cache.conftest import MakeCache
 
@@ -14,8 +14,9 @@ TEXT = list(range(100, 160))
 def fill(cache: SuffixCache) -> None:
     for number in range(8):
         name = f"s{number}"
-        names = {"session": name, "group": "g" if number % 2 else None, "tenant": "t" if number > 2 else None}
-        cache.start("r", [1, 2, number], **names)
+        group, tenant = "g" if number % 2 else None, "t" if number > 2 else None
+        scope: Scope = "session" if number in (2, 6) else "tenant"
+        cache.start("r", [1, 2, number], session=name, group=group, tenant=tenant, scope=scope)
         cache.extend("r", [token + 100 * number for token in TEXT])
         cache.propose(["r"], 8)
         cache.extend("r", [7, 8])

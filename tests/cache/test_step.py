@@ -60,12 +60,12 @@ def test_step_without_new_tokens_judges_nothing(make_cache: MakeCache) -> None:
 def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
     cache, steady = make_cache(), make_cache()
     for other in (cache, steady):
-        other.start("r", PROMPT)
+        other.start("r", PROMPT, scope="session")
     text = [*PROMPT, 1, 2, 3, 50, 51, 52, 1, 2]
     for length in range(len(PROMPT), len(text)):
         step(steady, text[:length], room=0)
     assert step(cache, text).lists() == step(steady, text).lists() != [[]]
-    assert cache.finish("r") is None  # no session: nothing to keep
+    assert cache.finish("r") is None  # no session to keep it for
 
 
 def test_prompt_known_in_part_is_completed(make_cache: MakeCache) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,11 +64,17 @@ def test_json_is_one_object_and_nothing_else(simulate: Program, conversations: P
     assert figures["bytes_per_token"] > 0
 
 
-def test_a_tenant_lets_sessions_help_each_other(simulate: Program, conversations: Path) -> None:
-    alone = json.loads(simulate(str(conversations), "--json")[1])
-    shared = json.loads(simulate(str(conversations), "--json", "--tenant", "acme")[1])
-    assert shared["steps"] < alone["steps"]
-    assert alone["accepted_by_source"]["global"] == 0 < shared["accepted_by_source"]["global"]
+def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program, conversations: Path) -> None:
+    def run(*options: str) -> dict[str, Any]:
+        """The figures that do not depend on time."""
+        figures: dict[str, Any] = json.loads(simulate(str(conversations), "--json", *options)[1])
+        return {name: value for name, value in figures.items() if not name.endswith("_us")}
+
+    shared, session, nothing = run(), run("--scope", "session"), run("--scope", "none")
+    assert shared == run("--tenant", "acme") == run("--scope", "tenant")
+    assert shared["steps"] < session["steps"] < nothing["steps"]
+    assert session["accepted_by_source"]["global"] == 0 < shared["accepted_by_source"]["global"]
+    assert nothing["accepted_by_source"]["session"] == 0 < session["accepted_by_source"]["session"]
 
 
 def test_the_verify_cost_shortens_drafts(simulate: Program, conversations: Path) -> None:

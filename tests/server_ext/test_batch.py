@@ -25,12 +25,12 @@ class Runner:
         )
         self.requests: dict[str, Any] = {}
         self.known: set[str] = set()
-        self.reader = BatchReader(4, LONGEST, "t", self.known.__contains__)
+        self.reader = BatchReader(4, LONGEST, "t", "tenant", self.known.__contains__)
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:
             params = SimpleNamespace(max_tokens=max_tokens, extra_args={"session_id": f"of-{name}"})
-            self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params)
+            self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
             self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
             self.input_batch.req_ids.append(name)
 
@@ -65,8 +65,8 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     runner.add("a", "b")
     step = runner.step(1, 1, new=True, prefilled=18)
     assert [(new.request_id, len(new.prompt), new.identity) for new in step.started] == [
-        ("a", 10, Identity("t", "of-a")),
-        ("b", 10, Identity("t", "of-b")),
+        ("a", 10, Identity("t", "of-a", session_name="of-a")),
+        ("b", 10, Identity("t", "of-b", session_name="of-b")),
     ]
     assert step.request_ids == ("a", "b")
     assert step.rows.tolist() == [0, 1]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import FinishedTurn, SuffixCache
-from agentspec.cache.store import open_store
+from agentspec.cache import FinishedTurn, Scope, SuffixCache
+from agentspec.cache.store import TurnRecord, encode, open_store
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import api_request_id
 from agentspec.server_ext.persistence import Persistence
@@ -24,12 +24,18 @@ NONE = np.zeros(0, dtype=np.int32)
 class Engine:
     """The least of an engine: requests whose output is given, verified greedily against the drafts."""
 
-    def __init__(self, url: str = "memory://", tenant: str | None = None, record: Path | None = None) -> None:
+    def __init__(
+        self,
+        url: str = "memory://",
+        tenant: str | None = None,
+        record: Path | None = None,
+        scope: Scope = "tenant",
+    ) -> None:
         settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
         self.store = open_store(url)
         self.proposer = Proposer(settings, Persistence(self.store, "ns", tenant, 100), 1000, 16)
         self.proposer.warm_up()
-        self.tenant = tenant
+        self.tenant, self.scope = tenant, scope
 
     def run(
         self,
@@ -52,7 +58,9 @@ class Engine:
                 accepted += 1
             new = length + accepted + 1
             tokens[0, :new] = full[:new]
-            started = [] if steps else [NewRequest(request_id, prompt, Identity(self.tenant, session, group))]
+            started = (
+                [] if steps else [NewRequest(request_id, prompt, Identity(self.tenant, session, group, self.scope))]
+            )
             step = Step(
                 started=started,
                 request_ids=ids,
@@ -77,14 +85,15 @@ def test_a_second_turn_drafts_from_the_first() -> None:
     assert second < first / 3
 
 
-def test_another_session_without_tenant_draws_nothing() -> None:
-    engine = Engine()
+def test_another_session_draws_nothing_where_sessions_keep_to_themselves() -> None:
+    engine = Engine(scope="session")
     engine.run("a", [1, 2, 3, 100], TEXT[1:], session="s")
     assert engine.run("b", [7, 8, 100], TEXT[1:], session="other") == len(TEXT) - 1
 
 
-def test_the_tenants_global_tree_serves_another_session() -> None:
-    engine = Engine(tenant="t")
+@pytest.mark.parametrize("tenant", [None, "t"])
+def test_the_tenants_index_serves_another_session(tenant: str | None) -> None:
+    engine = Engine(tenant=tenant)
     engine.run("a", [1, 2, 3], TEXT, session="s")
     assert engine.run("b", [7, 8, 100, 101, 102], TEXT[3:], session="other") < len(TEXT) / 2
 
@@ -97,6 +106,32 @@ def test_a_restart_restores_the_session_from_the_store(tmp_path: Path) -> None:
     again = Engine(url)
     assert again.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s") < len(TEXT) / 3
     again.proposer.close()
+
+
+@pytest.mark.parametrize("scope", ["tenant", "session"])
+def test_a_restart_restores_what_was_shared_and_nothing_else(tmp_path: Path, scope: Scope) -> None:
+    url = f"sqlite:///{tmp_path / 'log.db'}"
+    engine = Engine(url, "owner", scope=scope)
+    engine.run("a", [1, 2, 3], TEXT, session="s")
+    engine.proposer.close()
+    for tenant, drawn in (("owner", scope == "tenant"), ("another", False), (None, False)):
+        again = Engine(url, tenant)
+        steps = again.run("b", [7, 8, 100, 101, 102], TEXT[3:], session="other")
+        assert (steps < len(TEXT) / 2) == drawn, tenant
+        again.proposer.close()
+
+
+def test_turns_stored_when_nothing_was_shared_stay_with_their_sessions() -> None:
+    """A server without a tenant used to keep every session to itself; its records say nothing of a scope."""
+    store = open_store("memory://")
+    old = TurnRecord("s", 0, np.array([1, 2, 3], np.int32), np.array(TEXT, np.int32), 1.0)
+    store.append("ns", [("s", encode(old))])
+    for tenant, scope in ((None, "session"), ("t", "tenant")):
+        cache = SuffixCache()
+        restored: list[FinishedTurn] = []
+        cache.restore = restored.append  # type: ignore[method-assign,assignment]
+        Persistence(store, "ns", tenant, 100).warm_up(cache, 5.0)
+        assert [(turn.tenant, turn.session, turn.scope) for turn in restored] == [(tenant, "s", scope)]
 
 
 def test_a_failing_tree_costs_drafts_and_is_counted_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

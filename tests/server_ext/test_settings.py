@@ -1,11 +1,10 @@
-"""Settings, identity and the launch arguments: bad input names the field and the remedy."""
+"""Settings and the launch arguments: bad input names the field and the remedy."""
 
 import json
 
 import pytest
 
-from agentspec.errors import ConfigurationError, InvalidSessionError, UnsupportedEngineError
-from agentspec.server_ext.identity import Identity, identify, merge_session
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
 from agentspec.server_ext.vllm_launch import engine_options, prepare_environment, serve_arguments
@@ -64,38 +63,6 @@ def test_other_vllm_versions_are_refused_with_the_remedy(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu"])
 def test_supported_vllm_versions_pass(version: str) -> None:
     check_version(version)
-
-
-class TestIdentity:
-    def test_body_or_header_wins_over_xargs(self) -> None:
-        assert merge_session({"session_id": "xargs", "k": 1}, "header") == {"session_id": "header", "k": 1}
-
-    def test_nothing_given_is_no_session(self) -> None:
-        assert merge_session(None, None) is None
-        assert identify(None, "t").session is None
-
-    @pytest.mark.parametrize("bad", ["", "a\nb", "\x00", "x" * 257, "tab\there"])
-    def test_an_unprintable_or_long_id_is_refused(self, bad: str) -> None:
-        with pytest.raises(InvalidSessionError, match="session_id"):
-            merge_session({}, bad)
-
-    def test_an_id_that_is_no_string_is_refused(self) -> None:
-        with pytest.raises(InvalidSessionError, match="session_id"):
-            merge_session({"session_id": 5}, None)
-
-    def test_the_engine_side_never_raises(self) -> None:
-        assert identify({"session_id": "a\nb"}, "t").session is None
-
-    def test_a_group_needs_a_tenant(self) -> None:
-        assert identify({"session_id": "s", "group_id": "p1"}, "t") == Identity("t", "s", "p1")
-        assert identify({"session_id": "s", "group_id": "p1"}, None) == Identity(None, "s", None)
-
-    def test_an_unusable_group_is_refused_by_name(self) -> None:
-        with pytest.raises(InvalidSessionError, match="group_id"):
-            merge_session({"group_id": "a\nb"}, "s")
-
-    def test_a_caller_cannot_choose_the_tenant(self) -> None:
-        assert identify({"session_id": "s", "tenant": "other"}, "mine").tenant == "mine"
 
 
 class TestLaunch:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.simulate import Call, simulate
 from agentspec.simulate.figures import Durations, Figures
 
@@ -41,12 +41,12 @@ def test_a_repeated_answer_comes_from_its_session_and_counts_add_up() -> None:
 def test_another_session_helps_within_a_tenant_and_only_there() -> None:
     prompt, answer = _tokens(1, 60), _tokens(2, 90)
 
-    def steps(first: str | None, second: str | None) -> int:
+    def steps(first: str | None, second: str | None, scope: Scope = "tenant") -> int:
         calls = [_call(1, _tokens(5, 30), answer, "a", first), _call(2, prompt, answer, "b", second)]
-        return simulate(calls, SuffixCache()).steps
+        return simulate(calls, SuffixCache(), scope=scope).steps
 
-    assert steps("t", "t") < 130
-    assert steps("t", "u") == steps(None, None) == 180
+    assert steps("t", "t") == steps(None, None) < 130
+    assert steps("t", "u") == steps(None, "t") == steps(None, None, "session") == 180
 
 
 def test_max_draft_bounds_each_draft() -> None:

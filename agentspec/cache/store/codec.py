@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
-from agentspec.cache.identifiers import check_session_id
+from agentspec.cache.identifiers import check_ids, check_session_id
 from agentspec.cache.store.records import Int32, MessageRecord, Record, TurnRecord
+from agentspec.cache.types import SCOPES, Scope
 from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidTokenError, RecordVersionError
 
 VERSION = 1
@@ -33,8 +34,8 @@ def encode(record: Record) -> bytes:
     """A record of either kind as bytes. Raises InvalidInputError for one that could not be read back."""
     if record.session:  # empty: a turn of no session
         check_session_id(record.session)
-    if isinstance(record, TurnRecord) and record.group is not None:
-        check_session_id(record.group, "group")
+    if isinstance(record, TurnRecord):
+        check_ids(group=record.group, tenant=record.tenant)
     return encode_turn(record) if isinstance(record, TurnRecord) else encode_message(record)
 
 
@@ -54,8 +55,9 @@ def encode_turn(record: TurnRecord) -> bytes:
     }
     if record.gap:
         meta["gap"] = True
-    if record.group is not None:
-        meta["group"] = record.group
+    for name in ("group", "tenant", "scope"):
+        if (value := getattr(record, name)) is not None:
+            meta[name] = value
     data = _token_bytes(record.prompt_tail, "prompt_tail") + _token_bytes(record.response, "response")
     return _seal(_TURN, meta, data)
 
@@ -122,7 +124,9 @@ def _turn(fields: dict[str, Any], data: bytes) -> TurnRecord:
         response=tokens[split:],
         created=float(fields["created"]),
         gap=bool(fields.get("gap", False)),
-        group=None if fields.get("group") is None else _text(fields, "group"),
+        group=_text(fields, "group") if "group" in fields else None,
+        tenant=_text(fields, "tenant") if "tenant" in fields else None,
+        scope=_scope(fields) if "scope" in fields else None,
     )
 
 
@@ -179,6 +183,13 @@ def _text(fields: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         _corrupt(f"the {name} is not text")
     return value
+
+
+def _scope(fields: dict[str, Any]) -> Scope:
+    if fields["scope"] not in SCOPES:
+        _corrupt("its scope is not known")
+    scope: Scope = fields["scope"]
+    return scope
 
 
 def _corrupt(what: str) -> NoReturn:

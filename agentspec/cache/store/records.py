@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache.types import Scope
+
 Int32 = NDArray[np.int32]
 
 
@@ -31,13 +33,17 @@ class TurnRecord:
     """True: a turn of this session was lost just before this one, so ``kept`` counts a context not in the log."""
     group: str | None = None
     """Sessions of one group draw on each other's responses."""
+    tenant: str | None = None
+    """Who shares the turn; None: the one tenant that is nobody in particular."""
+    scope: Scope | None = None
+    """What the turn was given to. None: not known, for the record was written before scopes were."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TurnRecord):
             return NotImplemented
         return (
-            (self.session, self.group, self.kept, self.created, self.gap)
-            == (other.session, other.group, other.kept, other.created, other.gap)
+            (self.session, self.group, self.tenant, self.scope, self.kept, self.created, self.gap)
+            == (other.session, other.group, other.tenant, other.scope, other.kept, other.created, other.gap)
             and np.array_equal(self.prompt_tail, other.prompt_tail)
             and np.array_equal(self.response, other.response)
         )

@@ -11,23 +11,23 @@
 ``engine``        which engines are supported, and the proposer that one gets
 ``methods``       vLLM's speculative methods that agentspec takes over
 ``native_drafters``  vLLM's own drafters beside the trees: n-gram and Medusa
-``sessions``      the session id's way from the request to the worker
+``callers``       who sent a request, and its session, on their way from the API server to the worker
 ``rpc``           the way from the HTTP routes to the drafter
 ``cpu_sampling``  a defect of vLLM's CPU build, mended
 """
 
+from agentspec.server_ext.vllm_adapter.callers import carry_callers, uses_agentspec
 from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
 from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
 from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
 from agentspec.server_ext.vllm_adapter.methods import take_over_methods
 from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
-from agentspec.server_ext.vllm_adapter.sessions import carry_session_ids, uses_agentspec
 
 __all__ = [
     "RPC_METHOD",
     "AgentSpecProposer",
     "add_worker_rpc",
-    "carry_session_ids",
+    "carry_callers",
     "check_engine",
     "check_version",
     "mend_cpu_sampling",

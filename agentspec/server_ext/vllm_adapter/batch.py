@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.cache import Scope
 from agentspec.server_ext.identity import identify
 from agentspec.server_ext.proposer import Int32, NewRequest, Step
 
@@ -38,14 +39,17 @@ class _Batch:
 class BatchReader:
     """Reads steps out of one model runner.
 
-    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant: the server's. knows: whether a
-    request was given to the proposer before.
+    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant, scope: the server's.
+    knows: whether a request was given to the proposer before.
     """
 
-    def __init__(self, max_draft: int, max_model_len: int, tenant: str | None, knows: Callable[[str], bool]) -> None:
+    def __init__(
+        self, max_draft: int, max_model_len: int, tenant: str | None, scope: Scope, knows: Callable[[str], bool]
+    ) -> None:
         self._max_draft = max_draft
         self._max_model_len = max_model_len
         self._tenant = tenant
+        self._scope = scope
         self._knows = knows
         self._kept: _Batch | None = None  # only while every row of the engine's batch is given tokens
         self._last = 0.0
@@ -120,7 +124,9 @@ class BatchReader:
             if not self._knows(request_id):
                 state = runner.requests[request_id]
                 extra = state.sampling_params.extra_args if state.sampling_params else None
-                started.append(NewRequest(request_id, state.prompt_token_ids, identify(extra, self._tenant)))
+                adapter = _adapter_name(state.lora_request)
+                identity = identify(extra, tenant=self._tenant, scope=self._scope, adapter=adapter)
+                started.append(NewRequest(request_id, state.prompt_token_ids, identity))
         return started
 
     def _room(self, kept: _Batch, limit: int) -> Int32:
@@ -140,6 +146,11 @@ class BatchReader:
         if max_tokens is not None:
             most = min(most, len(state.prompt_token_ids) + max_tokens)
         return most - 1
+
+
+def _adapter_name(lora_request: Any) -> str | None:
+    """The name and the place of a LoRA adapter: a name alone may be given to another one later."""
+    return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
 
 
 def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:

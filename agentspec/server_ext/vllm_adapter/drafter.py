@@ -30,7 +30,8 @@ class AgentSpecProposer(RunnerDrafter):
         self.engine = build_engine(vllm_config, self.settings, self.max_draft) if is_first_rank() else None
         self.draft_model = draft_model(self.settings, vllm_config)
         knows = self.engine.knows if self.engine is not None else bool
-        self._reader = BatchReader(self.max_draft, vllm_config.model_config.max_model_len, self.settings.tenant, knows)
+        limit = vllm_config.model_config.max_model_len
+        self._reader = BatchReader(self.max_draft, limit, self.settings.tenant, self.settings.scope, knows)
         install_hooks()
 
     def load_model(self, target: Any, *_: Any, **__: Any) -> None:
