@@ -15,7 +15,7 @@ from agentspec.errors import ConfigurationError
 
 MAX_DRAFT = 128
 """Tokens: vLLM's rejection sampler verifies no longer draft."""
-DEFAULT_COST = 0.02
+DEFAULT_COST = 0.03
 """Price of verifying one more token, as a share of a decode step, where none is given and none measured yet."""
 
 

@@ -24,7 +24,8 @@ price once measured too high cannot silence drafting for good.
 from dataclasses import dataclass
 from statistics import median
 
-DEFAULT_COST = 0.02
+from agentspec.cache.policy import DEFAULT_COST
+
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 _TOGETHER = 16

@@ -72,7 +72,7 @@ def test_sessions_help_each_other_unless_the_scope_is_narrowed(simulate: Program
 
     shared, session, nothing = run(), run("--scope", "session"), run("--scope", "none")
     assert shared == run("--tenant", "acme") == run("--scope", "tenant")
-    assert shared["steps"] < session["steps"] < nothing["steps"]
+    assert shared["steps"] < session["steps"] <= nothing["steps"]  # a prompt repeats its session
     assert session["accepted_by_source"]["global"] == 0 < shared["accepted_by_source"]["global"]
     assert nothing["accepted_by_source"]["session"] == 0 < session["accepted_by_source"]["session"]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
+from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import TurnRecord, encode, open_store
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import api_request_id
@@ -275,7 +276,7 @@ def test_the_price_is_measured_where_none_is_given() -> None:
     for number in range(150):
         drafted = number % 3 % 2
         batch.step(("0",), drafted=drafted, seconds=0.01 + 0.001 * drafted)
-    assert batch.costs[0] == 0.02
+    assert batch.costs[0] == DEFAULT_COST
     assert batch.costs[-1] == pytest.approx(0.1, rel=0.1)
     figures = batch.proposer.stats()["verify_cost"]
     assert figures["given"] is None
