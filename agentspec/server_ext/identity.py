@@ -25,7 +25,7 @@ SESSION_KEY = "session_id"
 GROUP_KEY = "group_id"
 SCOPE_KEY = "agentspec_scope"
 CALLER_KEY = "agentspec_caller"
-"""Entry of ``extra_args``: [principal, cache salt], each as a digest or None. What a caller writes there is removed."""
+"""Entry of ``extra_args``: [principal, cache salt], each a digest or empty. What a caller writes there is removed."""
 
 _DIGEST = "[0-9a-f]{32}"
 _LOOKS_QUALIFIED = re.compile(f"{_DIGEST}/")
@@ -70,7 +70,7 @@ def tag_request(
         tagged[SESSION_KEY] = session_id
     _check(tagged)
     if principal is not None or cache_salt is not None:
-        tagged[CALLER_KEY] = [principal, None if cache_salt is None else _digest("salt", cache_salt)]
+        tagged[CALLER_KEY] = [principal or "", "" if cache_salt is None else _digest("salt", cache_salt)]
     return tagged or None
 
 
@@ -94,9 +94,9 @@ def identify(
         _check({key: extra.get(key) for key in (SESSION_KEY, GROUP_KEY)})
     except InvalidSessionError:
         extra[SESSION_KEY] = extra[GROUP_KEY] = None
-    principal, salt = extra.get(CALLER_KEY) or (None, None)
-    apart = _joined(salt, adapter)
-    owner = _joined(principal, apart)
+    principal, salt = extra.get(CALLER_KEY) or ("", "")
+    apart = _joined(salt or None, adapter)
+    owner = _joined(principal or None, apart)
     session = extra.get(SESSION_KEY)
     return Identity(
         tenant=owner if tenant is None else _qualified(apart, tenant),

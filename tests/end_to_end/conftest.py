@@ -74,7 +74,7 @@ def plain(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 
 @pytest.fixture(scope="session")
 def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
-    """vLLM with the extension, no tenant, SQLite store."""
+    """vLLM with the extension as it is without options, SQLite store."""
     return servers[1]
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from agentspec.server_ext.step_cost import DEFAULT_COST, HIGHEST_COST, LOWEST_COST, StepCost
+from agentspec.cache.policy import DEFAULT_COST
+from agentspec.server_ext.step_cost import HIGHEST_COST, LOWEST_COST, StepCost
 
 Duration = Callable[[int, int], float]
 
