@@ -50,7 +50,7 @@ class DraftPolicy:
     """
 
     cost: float | None = None
-    max_draft: int = 32
+    max_draft: int = 128
     min_match: int = 1
     judge: bool = True
     prior_weight: float = 200.0

@@ -10,6 +10,7 @@
 ``ranks``         the tensor-parallel ranks around a draft model
 ``engine``        which engines are supported, and the proposer that one gets
 ``methods``       vLLM's speculative methods that agentspec takes over
+``draft_limit``   the longest draft where the user gave no number, by model
 ``native_drafters``  vLLM's own drafters beside the trees: n-gram and Medusa
 ``sessions``      the session id's way from the request to the worker
 ``rpc``           the way from the HTTP routes to the drafter
