@@ -13,7 +13,7 @@ from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
 
 def draft_limit(
     folder: Path, model: dict[str, Any], options: dict[str, Any] | None = None, **more: Any
-) -> tuple[int, Any]:
+) -> tuple[int, tuple[Any, Any, Any]]:
     """Return the number that vLLM's speculative configuration gets, and what it was made of."""
     from vllm.config import ParallelConfig
 

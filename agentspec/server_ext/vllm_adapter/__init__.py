@@ -4,6 +4,7 @@
 ``batch``         a step read out of the model runner, once every decode step
 ``hooks``         the methods of vLLM's model runner that are wrapped
 ``empty_steps``   those of them that keep a step without drafts cheap
+``graphs``        CUDA graphs for steps without drafts and for ragged ones
 ``runner``        what the wrapped methods ask of a drafter
 ``forward``       what vLLM hands over after a step, and what a draft model there has to offer
 ``speculator``    the speculator: hidden states in, drafted tokens out
@@ -20,6 +21,7 @@
 from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
 from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
 from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
+from agentspec.server_ext.vllm_adapter.graphs import patch_graph_sizes
 from agentspec.server_ext.vllm_adapter.methods import take_over_methods
 from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
 from agentspec.server_ext.vllm_adapter.sessions import carry_session_ids, uses_agentspec
@@ -32,6 +34,7 @@ __all__ = [
     "check_engine",
     "check_version",
     "mend_cpu_sampling",
+    "patch_graph_sizes",
     "take_over_methods",
     "uses_agentspec",
     "worker_rpc",
