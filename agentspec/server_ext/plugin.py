@@ -1,7 +1,7 @@
 """vLLM's general plugin: loaded in the API server, the engine core and every worker. Loading twice is harmless.
 
 It makes the session id reach the engine, adds the worker method behind ``/v1/agentspec``, lets the speculative methods
-``arctic`` and ``suffix`` mean agentspec, fits CUDA graphs to ragged drafts, and mends one defect of vLLM's CPU build.
+``arctic`` and ``suffix`` mean agentspec, fits CUDA graphs and buffers to drafts, and mends a defect of the CPU build.
 It changes nothing for a server that was started with another method, or with one of those two and ArcticInference.
 """
 
@@ -29,3 +29,4 @@ def register() -> None:
     vllm_adapter.mend_cpu_sampling()
     vllm_adapter.take_over_methods()
     vllm_adapter.patch_graph_sizes()
+    vllm_adapter.patch_grammar_bitmask()

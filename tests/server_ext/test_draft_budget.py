@@ -174,6 +174,7 @@ class TestProposer:
         given = Settings(store="memory://", cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
         proposer = Proposer(given, Persistence(open_store("memory://"), "ns", None, 0), 1000, 128, limits)
+        proposer.step_cost.row_seconds = lambda rows: 1.0  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)
         ids, length, drafts = tuple("abcd"), 100, [[0][:0]] * self.ROWS
@@ -206,6 +207,7 @@ class TestProposer:
         free, _ = self.run(model)
         assert max(sum(map(len, drafts)) for drafts in free) > 60
         steps, proposer = self.run(model, step_draft_tokens=10)
+        assert (proposer.stats()["model"]["runs"] > 0) == (model is not None)
         assert [sum(map(len, drafts)) for drafts in steps] == [10] * 4
         stats = proposer.stats()["step_budget"]
         assert stats["tokens"] == 10 and stats["limited_by"] == "setting" and stats["cut_steps"] > 0

@@ -14,6 +14,7 @@
 ``draft_limit``   the longest draft where the user gave no number, by model
 ``native_drafters``  vLLM's own drafters beside the trees: n-gram and Medusa
 ``sessions``      the session id's way from the request to the worker
+``structured_output``  the bitmask of allowed tokens, sized by the drafts that there are
 ``rpc``           the way from the HTTP routes to the drafter
 ``cpu_sampling``  a defect of vLLM's CPU build, mended
 """
@@ -25,6 +26,7 @@ from agentspec.server_ext.vllm_adapter.graphs import patch_graph_sizes
 from agentspec.server_ext.vllm_adapter.methods import take_over_methods
 from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
 from agentspec.server_ext.vllm_adapter.sessions import carry_session_ids, uses_agentspec
+from agentspec.server_ext.vllm_adapter.structured_output import patch_grammar_bitmask
 
 __all__ = [
     "RPC_METHOD",
@@ -34,6 +36,7 @@ __all__ = [
     "check_engine",
     "check_version",
     "mend_cpu_sampling",
+    "patch_grammar_bitmask",
     "patch_graph_sizes",
     "take_over_methods",
     "uses_agentspec",
