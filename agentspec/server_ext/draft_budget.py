@@ -4,7 +4,7 @@ One draft may have 128 tokens, and a batch 256 rows. What they take together is 
 
 setting    ``step_draft_tokens``.
 memory     Each position to verify takes logits, float32 over the vocabulary, in several copies. They must fit in
-           MEMORY_SHARE of the memory that the engine leaves unclaimed.
+           MEMORY_SHARE of the memory that the engine leaves unclaimed, beside those it has set memory aside for.
 scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
            SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
@@ -30,8 +30,8 @@ from agentspec.cache.types import Drafts, Float32Array, Int32Array
 Int64 = NDArray[np.int64]
 
 MEMORY_SHARE = 0.25
-"""vLLM gathers (rows x (longest draft + 1)) positions, two more copies of them, where logprobs are asked for. `room`
-bounds that to 4 times the budget, which takes twice the share: all of it stays below what is unclaimed."""
+"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `room` bounds
+that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
 STEP_MULTIPLE = 2.0
 
@@ -45,11 +45,13 @@ class EngineLimits:
     """What an engine leaves for drafts; None: no limit known.
 
     free_bytes: memory of the device that nothing has claimed. position_bytes: what verifying one draft token takes of
-    it. scheduled_tokens: most tokens of all rows in a step.
+    it. provided_tokens: draft tokens of a step for which the engine has set memory aside. scheduled_tokens: most tokens
+    of all rows in a step.
     """
 
     free_bytes: int | None = None
     position_bytes: int = 1
+    provided_tokens: int = 0
     scheduled_tokens: int | None = None
 
 
@@ -61,6 +63,7 @@ class DraftBudget:
         self._fixed, self._fixed_by = setting, "setting"
         if self._limits.free_bytes is not None:
             memory = int(MEMORY_SHARE * self._limits.free_bytes / self._limits.position_bytes)
+            memory += self._limits.provided_tokens
             if memory < setting:
                 self._fixed, self._fixed_by = max(memory, 1), "memory"
         self._rows = 1

@@ -103,6 +103,7 @@ class TestHowMany:
             (EngineLimits(), 8, 1.0, 8, "latency"),
             (EngineLimits(), 64, 0.02, 1024, "setting"),
             (EngineLimits(free_bytes=8_000, position_bytes=20), 1, 0.02, 100, "memory"),
+            (EngineLimits(free_bytes=0, position_bytes=20, provided_tokens=256), 1, 0.02, 256, "memory"),
             (EngineLimits(free_bytes=8_000, position_bytes=20), 2, 0.1, 20, "latency"),
             (EngineLimits(scheduled_tokens=2048), 256, 0.02, 896, "scheduler"),
             (EngineLimits(scheduled_tokens=256), 256, 0.02, 0, "scheduler"),

@@ -25,6 +25,7 @@ def test_on_a_host_a_share_of_its_memory_counts_as_free(config: Any) -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert limits.free_bytes == physical // 4
     assert limits.position_bytes == 1000 * 4 * 8
+    assert limits.provided_tokens == 0
     assert limits.scheduled_tokens == 4096
 
 
@@ -37,6 +38,7 @@ def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytes
     limits = engine.engine_limits(config)
     assert limits.free_bytes == pytest.approx(8 << 30, rel=1e-6)
     assert limits.position_bytes == 1000 * 4 * 4
+    assert limits.provided_tokens == config.scheduler_config.max_num_seqs
 
 
 class Grammar:

@@ -75,7 +75,8 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Propos
 def engine_limits(vllm_config: Any) -> EngineLimits:
     """Return what vLLM leaves for drafts on its device.
 
-    On CUDA that is what ``gpu_memory_utilization`` leaves of the memory; elsewhere a share of the physical memory
+    On CUDA that is what ``gpu_memory_utilization`` leaves of the memory, beside what vLLM's profiling run has measured:
+    a sampler's step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
     counts as free.
     """
     from vllm.platforms import current_platform
@@ -84,12 +85,14 @@ def engine_limits(vllm_config: Any) -> EngineLimits:
     if current_platform.is_cuda_alike():
         unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
         free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
+        provided = scheduler.max_num_seqs
     else:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free, copies = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED
+        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
     return EngineLimits(
         free_bytes=int(free),
         position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
+        provided_tokens=provided,
         scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
     )
 
