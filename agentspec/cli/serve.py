@@ -8,7 +8,6 @@ import typer
 from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.server_ext.settings import default_store
-from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT
 from agentspec.server_ext.vllm_launch import run_vllm, serve_arguments
 
 
@@ -33,8 +32,9 @@ def serve(
         typer.Option(help="What a request drafts from beside its own text (tenant: session, group and tenant)."),
     ] = None,
     max_draft: Annotated[
-        int, typer.Option(help="Longest draft, in tokens (vLLM's num_speculative_tokens).")
-    ] = DEFAULT_MAX_DRAFT,
+        int | None,
+        typer.Option(help="Longest draft, in tokens (num_speculative_tokens); by default what the engine can verify."),
+    ] = None,
     verify_cost: Annotated[
         float | None,
         typer.Option(help="Price of verifying one more token, as a share of a decode step; measured unless given."),

@@ -1,8 +1,9 @@
 """vLLM's general plugin: loaded in the API server, the engine core and every worker. Loading twice is harmless.
 
 It makes the session id and the caller reach the engine, adds the worker method behind ``/v1/agentspec``, lets the
-speculative methods ``arctic`` and ``suffix`` mean agentspec, and mends one defect of vLLM's CPU build. It changes
-nothing for a server that was started with another method, or with one of those two and ArcticInference.
+speculative methods ``arctic`` and ``suffix`` mean agentspec, fits CUDA graphs and buffers to drafts, and mends a defect
+of the CPU build. It changes nothing for a server that was started with another method, or with one of those two and
+ArcticInference.
 """
 
 import logging
@@ -28,3 +29,5 @@ def register() -> None:
     vllm_adapter.add_worker_rpc()
     vllm_adapter.mend_cpu_sampling()
     vllm_adapter.take_over_methods()
+    vllm_adapter.patch_graph_sizes()
+    vllm_adapter.patch_grammar_bitmask()

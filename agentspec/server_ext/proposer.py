@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.hybrid import Hybrid, StepModel, TreeDrafts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
@@ -74,7 +75,14 @@ class _Running:
 class Proposer:
     """Feeds the trees with verified tokens, asks them for drafts, keeps figures, hands finished turns on."""
 
-    def __init__(self, settings: Settings, persistence: Persistence, vocab_size: int, max_draft: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        persistence: Persistence,
+        vocab_size: int,
+        max_draft: int,
+        limits: EngineLimits | None = None,
+    ) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.cache = SuffixCache(
@@ -86,6 +94,7 @@ class Proposer:
             native=settings.native,
         )
         self.step_cost = StepCost()
+        self.budget = DraftBudget(settings.step_draft_tokens, limits)
         self.hybrid = Hybrid(self.cache, judge=settings.judge)
         self._model_failures = 0
         self._persistence = persistence
@@ -146,6 +155,7 @@ class Proposer:
             "running": len(self._running),
             "counters": dict(self.metrics.counters),
             "verify_cost": {"given": self.settings.cost, **self.step_cost.stats()},
+            "step_budget": self.budget.stats(),
             "cache": {name: getattr(tree, name) for name in tree.__slots__},
             "store": self._persistence.stats(),
             "model": {**self.hybrid.stats(), "given_up": self._model_failures >= _MODEL_FAILURES},
@@ -178,6 +188,8 @@ class Proposer:
         limit = self.settings.disable_by_batch_size
         if limit is not None and len(ids) > limit:
             step.room, model = np.zeros_like(step.room), None
+        budget = self.budget.tokens(len(ids), cost)
+        step.room = self.budget.room(step.room, budget)
         begin = time.perf_counter_ns()
         drafts, improved = self._draft(step, model, cost)
         self._steps += 1
@@ -186,8 +198,8 @@ class Proposer:
         else:
             self._quiet += 1
         if improved is not None:
-            return improved.tokens
-        return drafts.lists() if len(drafts.token_ids) else [[] for _ in ids]
+            return self.budget.cut_lists(improved.tokens, improved.chances, budget)
+        return self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in ids]
 
     def _draft(self, step: Step, model: StepModel | None, cost: float) -> tuple[StepDrafts, TreeDrafts | None]:
         """The trees' drafts, and what they became where a draft model was heard."""

@@ -14,12 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
-from agentspec.cache.policy import FixedRule
+from agentspec.cache.policy import MAX_DRAFT, FixedRule
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.drafter_settings import DrafterSettings
-
-MAX_DRAFT_LIMIT = 128
-"""vLLM's rejection sampler verifies at most this many draft tokens a request and step."""
 
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 
@@ -64,6 +61,8 @@ class Settings(BaseModel):
     """Draft from the trees; False: a draft model alone."""
     fixed_rule: FixedRule | None = None
     """Draft by the rule of ArcticInference's suffix decoding, with these parameters, in place of the learned one."""
+    step_draft_tokens: int = Field(default=1024, ge=1)
+    """Most draft tokens in one decode step, for all rows together; `draft_budget` says what lowers it."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     """No drafts in steps of more rows. None: what a draft costs there is measured, and decides."""
     speculator: str | None = None
@@ -133,9 +132,9 @@ def _explain(error: ValidationError) -> str:
 
 def check_draft_limit(value: int | None) -> int:
     """``num_speculative_tokens`` as a usable draft limit. Raises ConfigurationError naming the range."""
-    if value is None or not 1 <= value <= MAX_DRAFT_LIMIT:
+    if value is None or not 1 <= value <= MAX_DRAFT:
         raise ConfigurationError(
-            f"num_speculative_tokens must be between 1 and {MAX_DRAFT_LIMIT}, got {value}; "
-            "it bounds the draft length, 8 to 16 suits a CPU and 16 to 64 a GPU"
+            f"num_speculative_tokens must be between 1 and {MAX_DRAFT}, got {value}; "
+            "it bounds the length of one request's draft; leave it out to get what the engine can verify"
         )
     return value

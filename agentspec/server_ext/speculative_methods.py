@@ -22,7 +22,6 @@ from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 
 NATIVE_METHODS = ("ngram", "medusa")
 METHODS = ("arctic", "suffix", *NATIVE_METHODS)
-DEFAULT_MAX_DRAFT = 16
 
 _TENANT = "suffix"
 """Whose global tree it is where the server has no tenant: vLLM's suffix decoding has one tree for all requests."""
@@ -51,14 +50,16 @@ _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """``max_draft``: longest draft, in tokens. ``settings``: of agentspec, as in ``Settings``."""
+    """``max_draft``: longest draft, in tokens; None: what the engine can verify. ``settings``: as in ``Settings``."""
 
-    max_draft: int
+    max_draft: int | None
     settings: dict[str, Any]
 
 
-def translate(config: Mapping[str, Any], max_draft: int = DEFAULT_MAX_DRAFT) -> Translation:
-    """A speculative config of one of METHODS. max_draft: longest suffix draft where the config gives none.
+def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Translation:
+    """Translate a speculative config of one of METHODS.
+
+    max_draft: longest suffix draft, in tokens, where the config gives none; None: what the engine can verify.
 
     Raises ConfigurationError that names the key.
     """
@@ -93,7 +94,7 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
     return Translation(rule["max_depth"] if tokens is None else _number(config, "num_speculative_tokens", 1), settings)
 
 
-def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int) -> Translation:
+def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
     model = config.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigurationError(
@@ -119,14 +120,19 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int)
     if rule and _cached_requests(config) != 0:
         settings["tenant"] = _TENANT
     longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
-    return Translation(longest or max(max_draft, tokens or 0), settings)
+    return Translation(longest or _at_least(tokens or 0, max_draft), settings)
 
 
-def _native(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int) -> Translation:
+def _native(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
     own = MedusaSettings if config["method"] == "medusa" else NgramSettings
     settings["drafter"] = {name: config[name] for name in own.model_fields if config.get(name) is not None}
     tokens = 0 if config.get("num_speculative_tokens") is None else _number(config, "num_speculative_tokens", 1)
-    return Translation(max(max_draft, tokens), settings)
+    return Translation(_at_least(tokens, max_draft), settings)
+
+
+def _at_least(tokens: int, max_draft: int | None) -> int | None:
+    """Return the draft limit, raised to what the draft model drafts; None where no limit was given."""
+    return None if max_draft is None else max(max_draft, tokens)
 
 
 def _rule(config: Mapping[str, Any]) -> dict[str, Any]:

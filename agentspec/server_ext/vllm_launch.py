@@ -12,7 +12,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.speculative_methods import DEFAULT_MAX_DRAFT, METHODS, translate
+from agentspec.server_ext.speculative_methods import METHODS, translate
 
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 
@@ -20,13 +20,15 @@ _SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
 
 
-def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int) -> list[str]:
-    """Arguments of ``vllm serve``: the user's own, then ours where the user gave none.
+def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int | None = None) -> list[str]:
+    """Return the arguments of ``vllm serve``: the user's own, then ours where the user gave none.
+
+    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model when vLLM starts.
 
     Raises ConfigurationError or UnsupportedEngineError for what cannot work, before vLLM takes a minute to start.
     """
     _refuse_pipeline_parallel(arguments)
-    check_draft_limit(max_draft)
+    _check_given_limit(max_draft)
     result = list(arguments)
     translated: dict[str, Any] = {}
     method = _value_of(result, *_SPECULATIVE_FLAGS)
@@ -46,15 +48,17 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
     return result
 
 
-def engine_options(*, max_draft: int = DEFAULT_MAX_DRAFT, **settings: Any) -> dict[str, Any]:
+def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str, Any]:
     """Keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
 
     ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
+    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model.
     Raises ConfigurationError for a setting that cannot work.
     """
     additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
     load_settings(additional)
-    return {"speculative_config": speculative_config(check_draft_limit(max_draft)), "additional_config": additional}
+    _check_given_limit(max_draft)
+    return {"speculative_config": speculative_config(max_draft), "additional_config": additional}
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -98,13 +102,18 @@ def name_cpu_build() -> None:
         importlib.metadata.version = version
 
 
-def speculative_config(max_draft: int) -> dict[str, Any]:
-    """vLLM's ``speculative_config`` that names agentspec's proposer. ``max_draft``: longest draft, in tokens."""
-    return {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": max_draft}
+def speculative_config(max_draft: int | None = None) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config`` that names agentspec's proposer.
+
+    max_draft: longest draft, in tokens. None: the number is left out, and agentspec's plugin fills it in where vLLM
+    makes its configuration and the model is known (``vllm_adapter.draft_limit``).
+    """
+    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
+    return config if max_draft is None else {**config, "num_speculative_tokens": max_draft}
 
 
-def _take_method(text: str, max_draft: int) -> tuple[int, dict[str, Any]]:
-    """Longest draft and settings that a ``--speculative-config`` of the user stands for."""
+def _take_method(text: str, max_draft: int | None) -> tuple[int | None, dict[str, Any]]:
+    """Longest draft (None: not given) and settings that a ``--speculative-config`` of the user stands for."""
     config = _json_object("--speculative-config", text)
     if config.get("method") not in METHODS:
         raise ConfigurationError(
@@ -112,7 +121,13 @@ def _take_method(text: str, max_draft: int) -> tuple[int, dict[str, Any]]:
             f"{config.get('method')!r}: start plain 'vllm serve' with that one (docs/other-drafters.md says why)"
         )
     translation = translate({key.replace("-", "_"): value for key, value in config.items()}, max_draft)
-    return check_draft_limit(translation.max_draft), translation.settings
+    _check_given_limit(translation.max_draft)
+    return translation.max_draft, translation.settings
+
+
+def _check_given_limit(max_draft: int | None) -> None:
+    if max_draft is not None:
+        check_draft_limit(max_draft)
 
 
 def _check_speculator(name: str | None) -> None:

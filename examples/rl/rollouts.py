@@ -127,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="rollouts.jsonl", help="samples are appended here (default rollouts.jsonl)")
     parser.add_argument("--store", help="where token logs live (default: a SQLite file in the user's data folder)")
     parser.add_argument("--tenant", help="whose rollouts these are: also share what problems have in common")
-    parser.add_argument("--max-draft", type=int, default=16)
+    parser.add_argument("--max-draft", type=int)
     parser.add_argument("--plain", action="store_true", help="vLLM without agentspec, for comparison")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")

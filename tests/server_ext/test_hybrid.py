@@ -279,7 +279,9 @@ def decode(
         oracle.length = length - len(prompt)
         asked = hybrid.begin(step, oracle, cost, unit)
         drafts = cache.step(step.request_ids, tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost)
-        draft = hybrid.improve(step, drafts, oracle, asked, cost, unit).tokens[0]
+        improved = hybrid.improve(step, drafts, oracle, asked, cost, unit)
+        draft = improved.tokens[0]
+        assert len(improved.chances[0]) == len(draft)
         result.steps += 1
         result.drafted += len(draft)
     cache.finish("r")

@@ -25,7 +25,7 @@ ARCTIC = {
 
 def test_arctic_with_suffix_decoding_is_a_speculator_beside_the_trees() -> None:
     translation = translate(ARCTIC)
-    assert translation.max_draft == 16
+    assert translation.max_draft is None
     assert translation.settings == {"speculator": ARCTIC["model"], "speculator_tokens": 3}
 
 
@@ -41,7 +41,7 @@ def test_arctic_alone_drafts_without_the_trees() -> None:
 
 def test_suffix_drafts_beside_arctic_may_be_longer() -> None:
     assert translate({**ARCTIC, "suffix_speculative_tokens": 64}).max_draft == 64
-    assert translate({**ARCTIC, "num_speculative_tokens": 20}).max_draft == 20
+    assert translate({**ARCTIC, "num_speculative_tokens": 20}, 16).max_draft == 20
 
 
 def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
@@ -74,6 +74,7 @@ def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
 def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], policy: DraftPolicy) -> None:
     translation = translate({"method": "suffix", **config})
     settings = Settings(store="memory://", **translation.settings)
+    assert translation.max_draft is not None
     assert draft_policy(settings, translation.max_draft) == policy
     assert settings.tenant is not None  # all requests share a tree, as with vLLM's own
 
@@ -132,7 +133,8 @@ def test_a_parameter_of_the_rule_out_of_range_is_named() -> None:
 )
 def test_vllms_own_drafters_stand_beside_the_trees(config: dict[str, Any], drafter: dict[str, Any]) -> None:
     translation = translate(config)
-    assert translation.max_draft == max(16, config["num_speculative_tokens"])
+    assert translation.max_draft is None
+    assert translate(config, 16).max_draft == max(16, config["num_speculative_tokens"])
     settings = Settings(store="memory://", **translation.settings)
     assert settings.drafter is not None
     assert settings.drafter.model_dump(exclude_none=True) == drafter
@@ -160,7 +162,9 @@ def test_there_is_one_draft_model() -> None:
 
 class TestServe:
     @staticmethod
-    def served(config: dict[str, Any], *more: str, max_draft: int = 16) -> tuple[dict[str, Any], dict[str, Any]]:
+    def served(
+        config: dict[str, Any], *more: str, max_draft: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         arguments = serve_arguments(["--speculative-config", json.dumps(config), *more], {}, max_draft)
         assert arguments.count("--speculative-config") == 1
         values = [
@@ -170,7 +174,7 @@ class TestServe:
 
     def test_arctic_works_unchanged(self) -> None:
         speculative, settings = self.served(ARCTIC)
-        assert speculative == {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": 16}
+        assert speculative == {"method": "custom_class", "model": PROPOSER_PATH}
         assert settings["speculator"] == ARCTIC["model"]
         assert settings["speculator_tokens"] == 3
 
@@ -198,7 +202,7 @@ class TestServe:
     @pytest.mark.parametrize("argument", ["--speculative-config.method", "--spec-method"])
     def test_other_spellings_are_refused(self, argument: str) -> None:
         with pytest.raises(ConfigurationError, match="--speculative-config"):
-            serve_arguments([argument, "arctic"], {}, 16)
+            serve_arguments([argument, "arctic"], {})
 
 
 class TestOffline:

@@ -209,9 +209,10 @@ class Hybrid:
         ids = [step.request_ids[i] for i in rows]
         taken = self._cache.offer(ids, *pack(offers, width), step.room[rows], cost=cost)
         tokens, expected = taken.lists(), taken.expected()
-        offsets, sources = taken.offsets.tolist(), taken.sources.tolist()
+        offsets, sources, chances = taken.offsets.tolist(), taken.sources.tolist(), taken.probabilities.tolist()
         for at, i in enumerate(rows):
             drafts.tokens[i], drafts.expected[i] = tokens[at], expected[at]
+            drafts.chances[i] = chances[offsets[at] : offsets[at + 1]]
             drafts.sources[i] = SOURCES[sources[offsets[at]]] if tokens[at] else None
 
     def _note(self, loop_rows: int) -> None:

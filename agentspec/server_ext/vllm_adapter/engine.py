@@ -1,9 +1,11 @@
 """Whether agentspec can work in this engine, and the proposer that it gets."""
 
+import os
 from typing import Any
 
 from agentspec.cache.store import namespace, open_store
 from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.persistence import Persistence
@@ -12,6 +14,13 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.forward import ModelDrafter
 from agentspec.server_ext.vllm_adapter.native_drafters import MedusaDrafter, NgramDrafter
 from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
+
+_LOGITS_COPIES = 4
+"""Of each position, in float32, while vLLM's rejection sampler works: the logits, the target's among them, a clone that
+is processed while the first stays for logprobs, and its softmax where sampling is random."""
+_LOGITS_COPIES_SORTED = 8
+"""Without Triton, top-p sorts them too: values, 64-bit indices and the softmax of the values."""
+_FREE_ON_HOST = 0.25
 
 OLDEST_VERSION = (0, 32)
 NEWEST_VERSION = (0, 32)
@@ -60,7 +69,32 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Propos
         settings.tenant,
     )
     persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
-    return Proposer(settings, persistence, model.get_vocab_size(), max_draft)
+    return Proposer(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
+
+
+def engine_limits(vllm_config: Any) -> EngineLimits:
+    """Return what vLLM leaves for drafts on its device.
+
+    On CUDA that is what ``gpu_memory_utilization`` leaves of the memory, beside what vLLM's profiling run has measured:
+    a sampler's step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
+    counts as free.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler = vllm_config.scheduler_config
+    if current_platform.is_cuda_alike():
+        unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
+        free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
+        provided = scheduler.max_num_seqs
+    else:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
+    return EngineLimits(
+        free_bytes=int(free),
+        position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
+        provided_tokens=provided,
+        scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+    )
 
 
 def draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | None:

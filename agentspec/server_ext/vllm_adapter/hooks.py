@@ -7,7 +7,8 @@ ends. Three wraps mend that:
 ``_on_request_state_removed``  tells it that a request has finished or was aborted (never inferred from a batch)
 ``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
 
-Three more, in ``empty_steps``, keep a step without any draft as cheap as in vLLM without speculation.
+Three more, in ``empty_steps``, keep a step without any draft as cheap as in vLLM without speculation, and ``graphs``
+lets it run the same CUDA graphs.
 Everything else stays vLLM's: scheduling, verification, sampling.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.vllm_adapter.empty_steps import wrap_metadata, wrap_sample, wrap_take
 from agentspec.server_ext.vllm_adapter.forward import ForwardPass
+from agentspec.server_ext.vllm_adapter.graphs import patch_graph_dispatch
 from agentspec.server_ext.vllm_adapter.runner import drafter_of
 
 
@@ -39,6 +41,7 @@ def install_hooks() -> None:
         if method is None:
             raise UnsupportedEngineError(f"this vLLM has no GPUModelRunner.{name}; see the supported versions")
         setattr(GPUModelRunner, name, wrap(method))
+    patch_graph_dispatch(GPUModelRunner)
     GPUModelRunner._agentspec_hooked = True
 
 

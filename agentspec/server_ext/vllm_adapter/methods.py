@@ -6,7 +6,8 @@ from typing import Any
 
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
-from agentspec.server_ext.vllm_launch import speculative_config
+from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit
+from agentspec.server_ext.vllm_launch import PROPOSER_PATH, speculative_config
 
 
 def take_over_methods() -> None:
@@ -23,9 +24,10 @@ def take_over_methods() -> None:
         return
 
     @functools.wraps(original)
-    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
         take_over(self)
-        return original(self, *args, **kwargs)
+        fill_in_draft_limit(self, target_model_config, target_parallel_config)
+        return original(self, target_model_config, target_parallel_config)
 
     create_speculative_config._agentspec_hooked = True  # type: ignore[attr-defined]
     EngineArgs.create_speculative_config = create_speculative_config
@@ -49,9 +51,30 @@ def take_over(engine_args: Any) -> None:
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
     load_settings(additional)  # a wrong setting shows now
     engine_args.additional_config = additional
-    engine_args.speculative_config = speculative_config(check_draft_limit(translation.max_draft))
+    if translation.max_draft is not None:
+        check_draft_limit(translation.max_draft)
+    engine_args.speculative_config = speculative_config(translation.max_draft)
     for alias in aliases.values():
         setattr(engine_args, alias, None)
+
+
+def fill_in_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
+    """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
+
+    It becomes what the engine can verify of this model, and is not less than what a draft model was told to draft.
+    """
+    config = engine_args.speculative_config or {}
+    given = {str(key).replace("-", "_"): value for key, value in config.items()}
+    if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
+        return
+    if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
+        return
+    settings = load_settings(engine_args.additional_config)
+    wanted = settings.speculator_tokens or 1
+    if settings.drafter is not None:
+        wanted = settings.drafter.num_speculative_tokens
+    limit = max(default_draft_limit(engine_args, model_config, parallel_config), wanted)
+    engine_args.speculative_config = {**config, "num_speculative_tokens": limit}
 
 
 def _has_arctic_inference() -> bool:

@@ -1,0 +1,159 @@
+"""DraftBudget: how many draft tokens a step may hold, for all rows together, and which ones they are.
+
+One draft may have 128 tokens, and a batch 256 rows. What they take together is bounded by the least of four limits:
+
+setting    ``step_draft_tokens``.
+memory     Each position to verify takes logits, float32 over the vocabulary, in several copies. They must fit in
+           MEMORY_SHARE of the memory that the engine leaves unclaimed, beside those it has set memory aside for.
+scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
+           SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
+latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
+           STEP_MULTIPLE times as long as one without drafts. That step takes ``a`` seconds, a draft token adds ``b``,
+           and the price of a token is ``cost = b * rows / a``; so ``a + b * d = STEP_MULTIPLE * a`` is
+           ``d = (STEP_MULTIPLE - 1) * rows / cost``.
+
+Drafts that exceed the budget are cut where they are worth least: the tokens with the highest chance of being accepted,
+which is the product of the probabilities along the draft, stay. It falls along a draft, so what stays of it is its
+beginning.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.cache.types import Drafts, Float32Array, Int32Array
+
+Int64 = NDArray[np.int64]
+
+MEMORY_SHARE = 0.25
+"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `room` bounds
+that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
+SCHEDULER_SHARE = 0.5
+STEP_MULTIPLE = 2.0
+
+_ROOM_FACTOR = 4
+_TINY = 1e-30
+"""Stands for a probability of 0, whose logarithm is not a number that can be summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine leaves for drafts; None: no limit known.
+
+    free_bytes: memory of the device that nothing has claimed. position_bytes: what verifying one draft token takes of
+    it. provided_tokens: draft tokens of a step for which the engine has set memory aside. scheduled_tokens: most tokens
+    of all rows in a step.
+    """
+
+    free_bytes: int | None = None
+    position_bytes: int = 1
+    provided_tokens: int = 0
+    scheduled_tokens: int | None = None
+
+
+class DraftBudget:
+    """The budget of draft tokens of each step, in tokens. setting: its ceiling. limits: the engine's."""
+
+    def __init__(self, setting: int, limits: EngineLimits | None = None) -> None:
+        self._limits = limits or EngineLimits()
+        self._fixed, self._fixed_by = setting, "setting"
+        if self._limits.free_bytes is not None:
+            memory = int(MEMORY_SHARE * self._limits.free_bytes / self._limits.position_bytes)
+            memory += self._limits.provided_tokens
+            if memory < setting:
+                self._fixed, self._fixed_by = max(memory, 1), "memory"
+        self._rows = 1
+        self._tokens, self._limited_by = self._fixed, self._fixed_by
+        self._cut_steps = self._cut_tokens = 0
+
+    def tokens(self, rows: int, cost: float) -> int:
+        """Return how many draft tokens a step of ``rows`` rows may hold. cost: of one, as a share of a row's step."""
+        tokens, limited_by = self._fixed, self._fixed_by
+        if self._limits.scheduled_tokens is not None:
+            scheduled = max(int(SCHEDULER_SHARE * (self._limits.scheduled_tokens - rows)), 0)
+            if scheduled < tokens:
+                tokens, limited_by = scheduled, "scheduler"
+        if rows > 1:
+            latency = (STEP_MULTIPLE - 1.0) * rows / cost
+            if latency < tokens:
+                tokens, limited_by = int(latency), "latency"
+        self._rows, self._tokens, self._limited_by = rows, tokens, limited_by
+        return tokens
+
+    def room(self, room: Int32Array, budget: int) -> Int32Array:
+        """Return [n] how many tokens each row may draft, where its engine leaves it ``room`` [n].
+
+        A row may take _ROOM_FACTOR times its even share of the budget: enough to serve the rows that copy, and not so
+        much that most of what many rows draft is thrown away.
+        """
+        rows = len(room)
+        if budget <= 0:
+            return np.zeros_like(room)
+        most = max(1, _ROOM_FACTOR * budget // max(rows, 1))
+        return room if most >= MAX_DRAFT else np.minimum(room, most, dtype=room.dtype)
+
+    def cut(self, drafts: Drafts, budget: int) -> list[list[int]]:
+        """Return the drafts of n rows as lists of token ids, cut to the budget."""
+        total = len(drafts.token_ids)
+        if total <= budget:
+            return drafts.lists()
+        lengths = kept_lengths(drafts.offsets, drafts.probabilities, budget)
+        self._note(total - budget)
+        tokens: list[int] = drafts.token_ids.tolist()
+        begins: list[int] = drafts.offsets.tolist()
+        return [tokens[begin : begin + length] for begin, length in zip(begins, lengths.tolist(), strict=False)]
+
+    def cut_lists(self, tokens: list[list[int]], probabilities: list[list[float]], budget: int) -> list[list[int]]:
+        """Return drafts that are lists already, cut to the budget. probabilities: one for each token of each row."""
+        counts = [len(row) for row in tokens]
+        total = sum(counts)
+        if total <= budget:
+            return tokens
+        offsets: Int32Array = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        flat: Float32Array = np.fromiter(chain.from_iterable(probabilities), np.float32, total)
+        lengths = kept_lengths(offsets, flat, budget)
+        self._note(total - budget)
+        return [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the latest step's budget as JSON.
+
+        ``tokens``; ``limited_by``: setting, memory, scheduler or latency; ``rows`` of that step; ``cut_steps`` and
+        ``cut_tokens`` since start.
+        """
+        return {
+            "tokens": self._tokens,
+            "limited_by": self._limited_by,
+            "rows": self._rows,
+            "cut_steps": self._cut_steps,
+            "cut_tokens": self._cut_tokens,
+        }
+
+    def _note(self, tokens: int) -> None:
+        self._cut_steps += 1
+        self._cut_tokens += tokens
+
+
+def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) -> Int64:
+    """Return [n] how much of each draft stays when the ``budget`` likeliest of all tokens do.
+
+    offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], the chance of each token
+    if those before it in its draft are accepted. Among equally likely tokens those earlier in their drafts stay, and
+    among these the ones of earlier rows.
+    """
+    counts = np.diff(offsets)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    begins = offsets[:-1][rows]
+    logs = np.cumsum(np.log(np.maximum(probabilities, _TINY, dtype=np.float64)))
+    before = np.concatenate(([0.0], logs))[begins]
+    # Cumulated sums of numbers that are not positive never rise, so worth falls along each draft in spite of rounding
+    # errors. What differs by those alone is equal.
+    worth = np.round(logs - before, 9)
+    depth = np.arange(len(rows)) - begins
+    stay = np.lexsort((depth, -worth))[:budget]
+    return np.bincount(rows[stay], minlength=len(counts))

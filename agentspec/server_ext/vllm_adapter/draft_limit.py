@@ -1,0 +1,86 @@
+"""The longest draft of one request where the user gave no number, by model.
+
+An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is what vLLM's
+rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear attention, short
+convolution) cannot go back. vLLM keeps a state for each draft token of each request there
+(``num_speculative_blocks``), whether it is drafted or not. For models with such layers the limit is the largest K for
+which the K states of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len``
+tokens, between LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets
+LEAST_STATES.
+"""
+
+import logging
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+from agentspec.cache.policy import MAX_DRAFT
+
+logger = logging.getLogger("vllm.agentspec")
+
+STATE_SHARE = 0.25
+LEAST_STATES, MOST_STATES = 4, 16
+
+
+def keeps_states(model_config: Any) -> bool:
+    """Return whether vLLM keeps a state for each draft token of this model. model_config: vLLM's ModelConfig."""
+    return bool(model_config.is_hybrid or model_config.is_attention_free)
+
+
+def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    """Return the longest draft, in tokens, by the rule above.
+
+    engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
+    """
+    if not keeps_states(model_config):
+        return MAX_DRAFT
+    try:
+        limit = _limit_by_states(engine_args, model_config, parallel_config)
+    except Exception:  # each architecture describes its states in its own way
+        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
+        limit = LEAST_STATES
+    logger.info(
+        "agentspec: drafts have at most %d tokens, because vLLM keeps a state of this model for each draft token; "
+        "num_speculative_tokens (--max-draft) sets another limit",
+        limit,
+    )
+    return limit
+
+
+def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
+    state_layers = model_config.get_num_layers(parallel_config) - attention_layers
+    heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()
+    keys_and_values = 1 if model_config.use_mla else 2
+    token_bytes = attention_layers * keys_and_values * heads * head_size * _cache_bytes(engine_args, model_config)
+    allowed = STATE_SHARE * token_bytes * model_config.max_model_len
+    limit = LEAST_STATES
+    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # a state itself may grow with the number of draft tokens
+        state = _state_bytes(engine_args, model_config, parallel_config, tokens)
+        if tokens * state * state_layers <= allowed:
+            limit = tokens
+    return limit
+
+
+def _cache_bytes(engine_args: Any, model_config: Any) -> int:
+    return 1 if str(engine_args.kv_cache_dtype).startswith("fp8") else int(model_config.dtype.itemsize)
+
+
+def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draft_tokens: int) -> int:
+    """Return the bytes of one state of one layer, as the model's class describes it for that many draft tokens."""
+    config = SimpleNamespace(  # what those descriptions read of a VllmConfig, which does not exist yet
+        model_config=model_config,
+        parallel_config=parallel_config,
+        speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens),
+        num_speculative_tokens=draft_tokens,
+        cache_config=SimpleNamespace(
+            cache_dtype=engine_args.kv_cache_dtype,
+            mamba_cache_dtype=engine_args.mamba_cache_dtype,
+            mamba_ssm_cache_dtype=engine_args.mamba_ssm_cache_dtype,
+            use_replayssm=False,
+            use_kda_recoverssm=False,
+        ),
+    )
+    model, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    shapes, types = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    return sum(prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True))

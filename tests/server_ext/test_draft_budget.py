@@ -1,0 +1,230 @@
+"""How many draft tokens a step may hold, and which of them stay."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from agentspec.cache import StepDrafts, SuffixCache
+from agentspec.cache.store import open_store
+from agentspec.cache.types import SOURCES
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits, kept_lengths
+from agentspec.server_ext.hybrid import ModelDraft
+from agentspec.server_ext.hybrid.model import FREE
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.proposer import NewRequest, Proposer, Step
+from agentspec.server_ext.settings import Settings, load_settings
+
+
+def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
+    offsets = np.concatenate(([0], np.cumsum([len(row) for row in chances]))).astype(np.int32)
+    kept: list[int] = kept_lengths(offsets, np.array(list(chain(*chances)), np.float32), budget).tolist()
+    return kept
+
+
+def by_hand(chances: list[list[float]], budget: int) -> list[int]:
+    """Take the likeliest next token again and again."""
+    lengths, worth = [0] * len(chances), [1.0] * len(chances)
+    for _ in range(budget):
+        value, _, row = max(
+            (worth[i] * row[lengths[i]], -lengths[i], -i) for i, row in enumerate(chances) if lengths[i] < len(row)
+        )
+        worth[-row] = value
+        lengths[-row] += 1
+    return lengths
+
+
+def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts:
+    counts = np.zeros((len(tokens), len(SOURCES)), np.int32)
+    return StepDrafts(
+        token_ids=np.array(list(chain(*tokens)), np.int32),
+        offsets=np.concatenate(([0], np.cumsum([len(row) for row in tokens]))).astype(np.int32),
+        sources=np.zeros(sum(map(len, tokens)), np.uint8),
+        probabilities=np.array(list(chain(*chances)), np.float32),
+        match_lengths=np.zeros(len(tokens), np.int32),
+        accepted=counts,
+        drafted=counts,
+    )
+
+
+class TestWhatStays:
+    def test_the_likeliest_tokens_of_all_rows(self) -> None:
+        assert lengths_of([[0.9, 0.5, 0.9], [0.6], [0.8, 0.9]], 4) == [1, 1, 2]
+
+    def test_as_if_taken_one_by_one(self) -> None:
+        random = np.random.default_rng(1)
+        for _ in range(100):
+            sizes = random.integers(0, 30, size=random.integers(1, 12))
+            chances = [random.choice([0.1, 0.5, 0.9, 0.99], size=size).tolist() for size in sizes]
+            total = int(sizes.sum())
+            budget = int(random.integers(0, total + 1))
+            assert lengths_of(chances, budget) == by_hand(chances, budget)
+
+    def test_equals_go_by_position(self) -> None:
+        assert lengths_of([[1.0] * 5, [1.0] * 2, [1.0] * 5], 7) == [3, 2, 2]
+        assert lengths_of([[0.5, 0.5], [0.25]], 2) == [1, 1]
+
+    def test_no_chance_at_all_goes_last(self) -> None:
+        assert lengths_of([[0.0, 1.0], [0.3, 0.3]], 2) == [0, 2]
+        assert lengths_of([[0.0, 1.0], [0.3, 0.3]], 3) == [1, 2]
+
+    def test_a_long_sure_draft_among_many(self) -> None:
+        lengths = lengths_of([[0.99] * 128, *[[0.5, 0.5, 0.5]] * 255], 512)
+        assert sum(lengths) == 512 and lengths[0] > 60 and set(lengths[1:]) <= {1, 2}
+
+    def test_within_the_budget_nothing_is_cut(self) -> None:
+        budget = DraftBudget(5)
+        tokens, chances = [[1, 2, 3], [], [4, 5]], [[0.9, 0.1, 0.9], [], [0.2, 0.2]]
+        assert budget.cut(drafts_of(tokens, chances), 5) == tokens
+        assert budget.cut_lists(tokens, chances, 5) is tokens
+        assert budget.stats()["cut_steps"] == 0
+
+    def test_arrays_and_lists_are_cut_alike(self) -> None:
+        budget = DraftBudget(3)
+        tokens, chances = [[1, 2, 3], [], [4, 5]], [[0.9, 0.1, 0.9], [], [0.2, 0.2]]
+        expected = [[1, 2], [], [4]]
+        assert budget.cut(drafts_of(tokens, chances), 3) == expected
+        assert budget.cut_lists(tokens, chances, 3) == expected
+        assert budget.stats()["cut_steps"] == 2 and budget.stats()["cut_tokens"] == 4
+
+
+class TestHowMany:
+    @pytest.mark.parametrize(
+        ("limits", "rows", "cost", "tokens", "limited_by"),
+        [
+            (EngineLimits(), 1, 0.02, 1024, "setting"),
+            (EngineLimits(), 1, 1.0, 1024, "setting"),  # nobody beside it to wait
+            (EngineLimits(), 8, 0.02, 400, "latency"),
+            (EngineLimits(), 8, 1.0, 8, "latency"),
+            (EngineLimits(), 64, 0.02, 1024, "setting"),
+            (EngineLimits(free_bytes=8_000, position_bytes=20), 1, 0.02, 100, "memory"),
+            (EngineLimits(free_bytes=0, position_bytes=20, provided_tokens=256), 1, 0.02, 256, "memory"),
+            (EngineLimits(free_bytes=8_000, position_bytes=20), 2, 0.1, 20, "latency"),
+            (EngineLimits(scheduled_tokens=2048), 256, 0.02, 896, "scheduler"),
+            (EngineLimits(scheduled_tokens=256), 256, 0.02, 0, "scheduler"),
+        ],
+    )
+    def test_the_least_limit_holds(
+        self, limits: EngineLimits, rows: int, cost: float, tokens: int, limited_by: str
+    ) -> None:
+        budget = DraftBudget(1024, limits)
+        assert budget.tokens(rows, cost) == tokens
+        stats = budget.stats()
+        assert (stats["tokens"], stats["limited_by"], stats["rows"]) == (tokens, limited_by, rows)
+
+    def test_a_step_at_the_latency_limit_takes_twice_as_long(self) -> None:
+        fixed, row, token, rows = 0.010, 0.001, 0.0004, 12
+        plain = fixed + row * rows
+        d = DraftBudget(100_000).tokens(rows, cost=token * rows / plain)
+        assert plain + token * d == pytest.approx(2 * plain, rel=0.02)
+
+    @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])
+    def test_a_row_gets_some_times_its_share(self, rows: int, budget: int, most: int) -> None:
+        room = np.full(rows, 128, np.int32)
+        limited = DraftBudget(1024).room(room, budget)
+        assert limited.tolist() == [most] * rows and limited.dtype == np.int32
+        assert room.tolist() == [128] * rows
+
+    def test_without_a_budget_nothing_is_drafted(self) -> None:
+        assert DraftBudget(1024).room(np.array([5, 0], np.int32), 0).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_the_cache_takes_a_cut_draft_as_it_was_verified(native: bool, kept: int) -> None:
+    """Only the first `scheduled` tokens count, and drafting goes on behind the verified text."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+    cache = SuffixCache(native=native)
+    cache.start("r", prompt)
+    table = np.zeros((1, 64), np.int32)
+
+    def step(text: list[int], scheduled: int) -> Any:
+        table[0, : len(text)] = text
+        return cache.step(["r"], table, [0], [len(text)], [8], [scheduled])
+
+    draft = step(prompt, 0).lists()[0]
+    assert len(draft) > 3
+    result = step([*prompt, *draft[:kept], draft[kept]], kept)
+    assert result.drafted.sum() == result.accepted.sum() == kept
+    assert result.lists()[0][:3] == [(draft[kept] + i) % 8 + 1 for i in range(3)]
+
+
+class SureModel:
+    """A draft model that is sure of token 7 everywhere."""
+
+    positions = 4
+    overlaps = False
+
+    def launch(self, rows: Sequence[int], proposals: NDArray[np.int64]) -> Callable[[], ModelDraft]:
+        tokens = np.where(proposals == FREE, 7, proposals)
+        sure = np.full(tokens.shape, 0.99, np.float32)
+        return lambda: ModelDraft(tokens, sure, tokens, sure)
+
+
+class TestProposer:
+    """Four rows that copy from themselves for ever."""
+
+    ROWS = 4
+
+    def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], Proposer]:
+        given = Settings(store="memory://", cost=0.01, **settings)
+        limits = EngineLimits(scheduled_tokens=2048)
+        proposer = Proposer(given, Persistence(open_store("memory://"), "ns", None, 0), 1000, 128, limits)
+        proposer.step_cost.row_seconds = lambda rows: 1.0  # type: ignore[method-assign]
+        text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
+        table = np.array(text, np.int32)
+        ids, length, drafts = tuple("abcd"), 100, [[0][:0]] * self.ROWS
+        lengths = np.full(self.ROWS, length, np.int32)
+        steps = []
+        for number in range(4):
+            scheduled = np.array([len(draft) for draft in drafts], np.int32)
+            lengths = lengths + scheduled + 1 if number else lengths
+            started = [NewRequest(name, row[:length], Identity()) for name, row in zip(ids, text, strict=True)]
+            step = Step(
+                started=[] if number else started,
+                request_ids=ids,
+                tokens=table,
+                rows=np.arange(self.ROWS, dtype=np.int32),
+                lengths=lengths,
+                room=np.full(self.ROWS, 128, np.int32),
+                scheduled=scheduled,
+                drafted=int(scheduled.sum()),
+            )
+            drafts = proposer.propose(step, model)
+            for row, draft in enumerate(drafts):
+                if model is None:
+                    assert draft == text[row][lengths[row] : lengths[row] + len(draft)]
+            steps.append(drafts)
+        assert not [name for name in proposer.stats()["counters"] if name.startswith("errors")]
+        return steps, proposer
+
+    @pytest.mark.parametrize("model", [None, SureModel()], ids=["trees", "model"])
+    def test_no_step_holds_more_than_the_budget(self, model: SureModel | None) -> None:
+        free, _ = self.run(model)
+        assert max(sum(map(len, drafts)) for drafts in free) > 60
+        steps, proposer = self.run(model, step_draft_tokens=10)
+        assert (proposer.stats()["model"]["runs"] > 0) == (model is not None)
+        assert [sum(map(len, drafts)) for drafts in steps] == [10] * 4
+        stats = proposer.stats()["step_budget"]
+        assert stats["tokens"] == 10 and stats["limited_by"] == "setting" and stats["cut_steps"] > 0
+
+    def test_what_was_verified_is_what_counts(self) -> None:
+        steps, proposer = self.run(None, step_draft_tokens=10)
+        verified = sum(len(draft) for drafts in steps[:-1] for draft in drafts)
+        counters = proposer.stats()["counters"]
+        assert counters["drafted"] == counters["accepted"] == verified
+
+    def test_the_price_bounds_the_wait_of_the_rows_beside(self) -> None:
+        steps, proposer = self.run(None, step_draft_tokens=100_000)
+        assert proposer.stats()["step_budget"]["tokens"] == 400  # 4 rows at .01
+        assert proposer.stats()["step_budget"]["limited_by"] == "latency"
+        assert max(sum(map(len, drafts)) for drafts in steps) <= 400
+
+    def test_a_budget_of_nothing_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="step_draft_tokens"):
+            load_settings({"agentspec": {"step_draft_tokens": 0}}, environ={})

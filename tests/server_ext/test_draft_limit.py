@@ -1,0 +1,63 @@
+"""How long drafts may be where the user gives no number, on vLLM's own model configurations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
+from agentspec.server_ext.vllm_launch import engine_options
+from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
+
+
+def draft_limit(
+    folder: Path, model: dict[str, Any], options: dict[str, Any] | None = None, **more: Any
+) -> tuple[int, tuple[Any, Any, Any]]:
+    """Return the number that vLLM's speculative configuration gets, and what it was made of."""
+    from vllm.config import ParallelConfig
+
+    arguments = engine_args(folder, model, **(options or engine_options(store="memory://")), **more)
+    config = arguments.create_model_config()
+    speculative = arguments.create_speculative_config(config, ParallelConfig())
+    return speculative.num_speculative_tokens, (arguments, config, ParallelConfig())
+
+
+def test_attention_alone_drafts_what_the_sampler_verifies(tmp_path: Path) -> None:
+    from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
+
+    assert draft_limit(tmp_path, DENSE)[0] == MAX_DRAFT == MAX_SPEC_LEN
+
+
+@pytest.mark.parametrize("longest", [8192, 16384, 20480, 65536])
+def test_states_take_a_share_of_what_the_cache_holds(tmp_path: Path, longest: int) -> None:
+    limit, parts = draft_limit(tmp_path, HYBRID, max_model_len=longest)
+    assert LEAST_STATES <= limit <= MOST_STATES
+    cache = longest * 12 * 2 * 2 * 256 * 2  # 12 attention layers, keys and values, 2 heads of 256 in 2 bytes
+    taken = {tokens: 36 * tokens * _state_bytes(*parts, tokens) for tokens in (limit, limit + 1)}
+    assert taken[limit] <= STATE_SHARE * cache or limit == LEAST_STATES
+    assert taken[limit + 1] > STATE_SHARE * cache or limit == MOST_STATES
+
+
+def test_the_share_decides_between_the_bounds(tmp_path: Path) -> None:
+    limits = [draft_limit(tmp_path, HYBRID, max_model_len=n)[0] for n in (4096, 65536, 262144)]
+    assert limits[0] == LEAST_STATES < limits[1] < limits[2] == MOST_STATES
+
+
+def test_a_model_without_attention_gets_the_least(tmp_path: Path) -> None:
+    assert draft_limit(tmp_path, MAMBA)[0] == LEAST_STATES
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_a_given_number_wins(tmp_path: Path, model: dict[str, Any]) -> None:
+    assert draft_limit(tmp_path, model, engine_options(max_draft=37, store="memory://"))[0] == 37
+
+
+def test_a_draft_model_may_draft_all_it_was_told_to(tmp_path: Path) -> None:
+    options = engine_options(store="memory://", drafter={"method": "ngram", "num_speculative_tokens": 9})
+    assert draft_limit(tmp_path, MAMBA, options)[0] == 9
+
+
+def test_other_methods_keep_their_number(tmp_path: Path) -> None:
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    assert draft_limit(tmp_path, DENSE, options)[0] == 3

@@ -1,0 +1,99 @@
+"""What vLLM leaves for drafts, and what it allocates for them."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentspec.server_ext.vllm_adapter import engine
+from agentspec.server_ext.vllm_adapter.structured_output import patch_grammar_bitmask
+from agentspec.server_ext.vllm_launch import engine_options
+from tests.server_ext.vllm_configs import DENSE, engine_args
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    options = engine_options(store="memory://")
+    return engine_args(tmp_path, DENSE, max_num_batched_tokens=4096, **options).create_engine_config()
+
+
+def test_on_a_host_a_share_of_its_memory_counts_as_free(config: Any) -> None:
+    limits = engine.engine_limits(config)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert limits.free_bytes == physical // 4
+    assert limits.position_bytes == 1000 * 4 * 8
+    assert limits.provided_tokens == 0
+    assert limits.scheduled_tokens == 4096
+
+
+def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import platforms
+
+    cuda = SimpleNamespace(is_cuda_alike=lambda: True, get_device_total_memory=lambda: 80 << 30)
+    monkeypatch.setattr(platforms, "current_platform", cuda)
+    config.cache_config.gpu_memory_utilization = 0.9
+    limits = engine.engine_limits(config)
+    assert limits.free_bytes == pytest.approx(8 << 30, rel=1e-6)
+    assert limits.position_bytes == 1000 * 4 * 4
+    assert limits.provided_tokens == config.scheduler_config.max_num_seqs
+
+
+class Grammar:
+    """Allows every token and takes every one."""
+
+    def __init__(self) -> None:
+        self.filled: list[int] = []
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        self.filled.append(index)
+        bitmask[index].fill_(index)
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        pass
+
+
+def manager_of(config: Any) -> tuple[Any, list[int]]:
+    """Return vLLM's structured output manager for this engine, and the sizes that it allocates."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    allocated: list[int] = []
+
+    def allocate(rows: int) -> torch.Tensor:
+        allocated.append(rows)
+        return torch.zeros((rows, 4), dtype=torch.int32)
+
+    manager: Any = object.__new__(StructuredOutputManager)
+    manager.vllm_config = config
+    manager.backend = SimpleNamespace(allocate_token_bitmask=allocate)
+    manager.reasoner_cls = manager._reasoner = manager.reasoner = None
+    manager._grammar_bitmask = None
+    manager._full_mask = torch.tensor(-1, dtype=torch.int32)
+    manager.fill_bitmask_parallel_threshold = 1_000
+    manager.enable_in_reasoning = False
+    return manager, allocated
+
+
+def test_the_bitmask_grows_with_the_drafts_that_there_are(config: Any) -> None:
+    patch_grammar_bitmask()
+    patch_grammar_bitmask()
+    manager, allocated = manager_of(config)
+    seqs = config.scheduler_config.max_num_seqs
+    requests = {
+        name: SimpleNamespace(structured_output_request=SimpleNamespace(grammar=Grammar(), reasoning_ended=True))
+        for name in ("a", "b")
+    }
+    for drafts, rows in (({}, 2), ({"a": [1, 2, 3]}, 5), ({"a": [1] * 128, "b": [1] * 128}, 258)):
+        bitmask = manager.grammar_bitmask(requests, ["a", "b"], drafts)
+        assert bitmask.shape == (rows, 4)
+        assert bitmask[:, 0].tolist() == list(range(rows))
+    assert allocated[0] < seqs * 129 / 8
+    assert len(allocated) == len(set(allocated)) <= 2
