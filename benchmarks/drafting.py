@@ -3,7 +3,8 @@
     python benchmarks/drafting.py --traces DIR [--limits defaults|equal|both] [--peer-sweep] [--json]
 
 Throughput is tokens / (steps + cost x drafted), where `cost` is the price of verifying one more token as a share of a
-step. All counts of the others are kept with ArcticInference's build, and computed where they are not there yet.
+step. Counts are exact and repeatable. Those of the others are kept with ArcticInference's build, and computed where
+they are not there yet.
 
 With the defaults: ours is what `agentspec simulate` does without options, and once more with `--verify-cost`, beside
 ArcticInference's best of 12 settings (spec factor 1, 2, 4; min probability .1, .2, .3, .5) for each workload and
@@ -25,7 +26,7 @@ from contenders import DEPTH, MAX_DRAFT, TENANT
 from rivals import SETTINGS, Counts, Rivals, Setting
 from trace_files import WORKLOADS, calls
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.errors import AgentSpecError
 from agentspec.simulate import simulate
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     pin(options.cpu)
+    _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
     try:
         rivals = Rivals(options.traces, options.peer_dir, options.peer_sweep)
         rows = []
@@ -71,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentSpecError as error:
         say(f"error: {error}")
         return 2
+    finally:
+        _native.watch_clock(True)
     show(rows, "drafting: ours beside the others", options.json)
     return 0
 
