@@ -1,75 +1,58 @@
-"""What the drafts are worth beside ArcticInference's: recorded conversations with greedy verification, in file order.
+"""What the drafts are worth beside other drafters': recorded conversations with greedy verification, in file order.
 
-    python benchmarks/drafting.py --traces DIR [--peer-sweep] [--json]
+    python benchmarks/drafting.py --traces DIR [--limits defaults|equal|both] [--peer-sweep] [--json]
 
 Throughput is tokens / (steps + cost x drafted), where `cost` is the price of verifying one more token as a share of a
-step. For every workload and cost the peer has the best of its 12 settings (spec factor 1, 2, 4; min probability .1,
-.2, .3, .5); ours has one policy, told the cost. The fixed rule must reproduce the peer's tokens a step. All counts
-are exact and repeatable; the peer's are kept with its build, and computed where they are not there yet.
+step. Counts are exact and repeatable. Those of the others are kept with ArcticInference's build, and computed where
+they are not there yet.
+
+With the defaults: ours is what `agentspec simulate` does without options, and once more with `--verify-cost`, beside
+ArcticInference's best of 12 settings (spec factor 1, 2, 4; min probability .1, .2, .3, .5) for each workload and
+cost, and beside every other drafter with its own defaults.
+
+With equal limits: at most 32 draft tokens for all, one tenant, and the policy is told the cost. The fixed rule must
+reproduce ArcticInference's tokens a step.
 """
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-import peer
 from comparison import Row, add_options, more, pin, say, show
 from contenders import DEPTH, MAX_DRAFT, TENANT
-from trace_files import WORKLOADS, Tokens, calls, fingerprint
+from rivals import SETTINGS, Counts, Rivals, Setting
+from trace_files import WORKLOADS, calls
 
-from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.errors import AgentSpecError
 from agentspec.simulate import simulate
 
+LIMITS = ("defaults", "equal", "both")
 COSTS = (0.002, 0.01, 0.03, 0.1)
-FACTORS = (1.0, 2.0, 4.0)
-PROBABILITIES = (0.1, 0.2, 0.3, 0.5)
 FIXED_FACTORS = (1.0, 4.0)
 MEAN_TARGET = 1.14
 TARGETS = {"react_hotpot": 1.25, "rollouts_codegen": 1.19, "swe_gemini3": 1.08}
 TARGET_COSTS = (0.01, 0.03)
+DEFAULT_TARGET = 1.03
+DEFAULT_TARGETS = {"refine_code_ldb": 1.35}
+"""Least ratio of ours with its defaults to ArcticInference's best setting; the workloads that are not named: 1.03."""
 FIXED_TOLERANCE = 0.005
-
-
-@dataclass(slots=True)
-class Counts:
-    """What one setting did to one workload."""
-
-    tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.tokens / self.steps
-
-    def throughput(self, cost: float) -> float:
-        return self.tokens / (self.steps + cost * self.drafted)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    factor: float
-    probability: float
-
-    def __str__(self) -> str:
-        return f"{self.factor:g}/{self.probability:g}"
-
-
-SETTINGS = [Setting(*pair) for pair in product(FACTORS, PROBABILITIES)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--peer-sweep", action="store_true", help="compute the peer's counts again (some minutes)")
+    parser.add_argument("--peer-sweep", action="store_true", help="compute the others' counts again (some minutes)")
+    parser.add_argument(
+        "--limits",
+        choices=LIMITS,
+        default="both",
+        help="defaults: everyone's own; equal: 32 tokens, a tenant, the cost told (%(default)s)",
+    )
     parser.add_argument(
         "--workloads",
         type=lambda text: text.split(","),
@@ -79,29 +62,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     pin(options.cpu)
+    _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
     try:
-        rows = measure(options.traces, options.workloads, options.peer_dir, options.peer_sweep)
+        rivals = Rivals(options.traces, options.peer_dir, options.peer_sweep)
+        rows = []
+        if options.limits != "equal":
+            rows += default_rows(options.traces, options.workloads, rivals)
+        if options.limits != "defaults":
+            rows += equal_rows(options.traces, options.workloads, rivals)
     except AgentSpecError as error:
         say(f"error: {error}")
         return 2
-    show(rows, "drafting: ours and the peer's best setting", options.json)
+    finally:
+        _native.watch_clock(True)
+    show(rows, "drafting: ours beside the others", options.json)
     return 0
 
 
-def measure(traces: Path, workloads: Sequence[str], peer_dir: Path | None, sweep: bool) -> list[Row]:
-    """All rows: the targets first, then every workload and cost."""
-    theirs = {name: peer_counts(traces, name, peer_dir, sweep) for name in workloads}
+def default_rows(traces: Path, workloads: Sequence[str], rivals: Rivals) -> list[Row]:
+    """Return the rows of ours with its defaults: those against ArcticInference's best setting first."""
+    targets: list[Row] = []
+    others: list[Row] = []
+    for name in workloads:
+        best = best_settings(rivals.settings(name))
+        theirs = rivals.defaults(name)
+        plain = default_counts(traces, name, DraftPolicy())
+        for cost in TARGET_COSTS:
+            setting, bar = best[cost]
+            told = default_counts(traces, name, DraftPolicy(cost=cost))
+            target = DEFAULT_TARGETS.get(name, DEFAULT_TARGET)
+            for label, counts in (("defaults", plain), ("defaults, told the cost", told)):
+                figure = f"throughput, {label}, {name}, cost {cost:g} (the peer's best: {setting})"
+                targets.append(_said(more(figure, counts.throughput(cost), bar, target)))
+            others += [
+                _said(
+                    more(
+                        f"throughput, defaults, {name}, cost {cost:g}, beside {rival}",
+                        plain.throughput(cost),
+                        counts.throughput(cost),
+                        1.0,
+                    )
+                )
+                for rival, counts in theirs.items()
+            ]
+        others += [
+            Row(
+                f"tokens a step, defaults, {name}, beside {rival}",
+                plain.tokens_per_step,
+                counts.tokens_per_step,
+                plain.tokens_per_step / counts.tokens_per_step,
+            )
+            for rival, counts in theirs.items()
+        ]
+    return targets + others
+
+
+def best_settings(counts: Mapping[str, Counts]) -> dict[float, tuple[Setting, float]]:
+    """Return for each cost the setting with the highest throughput, and that throughput."""
+    found = {}
+    for cost in COSTS:
+        best = max(SETTINGS, key=lambda setting: counts[str(setting)].throughput(cost))
+        found[cost] = best, counts[str(best)].throughput(cost)
+    return found
+
+
+def equal_rows(traces: Path, workloads: Sequence[str], rivals: Rivals) -> list[Row]:
+    """Return the rows of equal limits: the targets first, then every workload and cost."""
+    theirs = {name: rivals.settings(name) for name in workloads}
     rows: list[Row] = []
     ratios: dict[tuple[str, float], float] = {}
     for name in workloads:
-        for cost in COSTS:
-            best = max(SETTINGS, key=lambda setting: theirs[name][str(setting)].throughput(cost))
-            bar = theirs[name][str(best)].throughput(cost)
-            ours = our_counts(traces, name, DraftPolicy(cost=cost)).throughput(cost)
+        for cost, (best, bar) in best_settings(theirs[name]).items():
+            ours = our_counts(traces, name, DraftPolicy(cost=cost, max_draft=MAX_DRAFT)).throughput(cost)
             ratios[name, cost] = ours / bar
-            say(f"{name}, cost {cost}: {ours:.3f}, the peer {bar:.3f} ({best}), ratio {ours / bar:.3f}")
-            rows.append(more(f"throughput, {name}, cost {cost:g} (the peer: {best})", ours, bar, 1.0))
+            rows.append(_said(more(f"throughput, {name}, cost {cost:g} (the peer: {best})", ours, bar, 1.0)))
     return headline_rows(ratios, rows) + rows + fixed_rows(traces, workloads, theirs)
+
+
+def _said(row: Row) -> Row:
+    """Report the row on stderr as soon as it is known."""
+    say(f"{row.figure}: {row.ours:.3f}, the other {row.peer:.3f}, ratio {row.ratio:.3f}")
+    return row
 
 
 def headline_rows(ratios: dict[tuple[str, float], float], rows: Sequence[Row]) -> list[Row]:
@@ -125,7 +166,7 @@ def headline_rows(ratios: dict[tuple[str, float], float], rows: Sequence[Row]) -
     return found
 
 
-def fixed_rows(traces: Path, workloads: Sequence[str], theirs: dict[str, dict[str, Counts]]) -> list[Row]:
+def fixed_rows(traces: Path, workloads: Sequence[str], theirs: Mapping[str, Mapping[str, Counts]]) -> list[Row]:
     """The peer's rule in our cache, at the settings of its published table."""
     rows = []
     for name, factor in product(workloads, FIXED_FACTORS):
@@ -146,64 +187,16 @@ def fixed_rows(traces: Path, workloads: Sequence[str], theirs: dict[str, dict[st
     return rows
 
 
-def our_counts(traces: Path, workload: str, policy: DraftPolicy) -> Counts:
-    """Our cache on a workload, by the same code as `agentspec simulate`."""
-    figures = simulate(calls(traces, workload, TENANT), SuffixCache(policy=policy), max_draft=MAX_DRAFT)
+def default_counts(traces: Path, workload: str, policy: DraftPolicy) -> Counts:
+    """Count what `agentspec simulate` does without options, or with the policy's cost as `--verify-cost`."""
+    figures = simulate(calls(traces, workload), SuffixCache(policy=policy))
     return Counts(figures.tokens, figures.steps, figures.drafted)
 
 
-def peer_counts(traces: Path, workload: str, peer_dir: Path | None, sweep: bool) -> dict[str, Counts]:
-    """The peer's counts by setting: those kept beside its build, or computed."""
-    folder = peer_dir or peer.default_folder()
-    kept = folder / f"counts-{peer.VERSION}-{workload}-{fingerprint(traces, workload)}.json"
-    if kept.is_file() and not sweep:
-        return {name: Counts(**counts) for name, counts in json.loads(kept.read_text()).items()}
-    say(f"{workload}: the peer's {len(SETTINGS)} settings")
-    found = _sweep(traces, workload, peer_dir)
-    kept.write_text(json.dumps({name: asdict(counts) for name, counts in found.items()}, indent=1))
-    return found
-
-
-def _sweep(traces: Path, workload: str, peer_dir: Path | None) -> dict[str, Counts]:
-    """All settings at once: what its trees hold at a token of the record does not depend on what was drafted."""
-    cache = peer.load(peer_dir).SuffixDecodingCache(max_tree_depth=DEPTH)
-    counts = {str(setting): Counts() for setting in SETTINGS}
-    for call in calls(traces, workload, TENANT):
-        cache.start_request(call.line, call.prompt)
-        text = np.concatenate([call.prompt, call.response])
-        begin, end = len(call.prompt), len(text)
-        due = dict.fromkeys(SETTINGS, begin)  # where each setting's next step is
-        for at in range(begin, end):
-            if at > begin:
-                cache.add_active_response(call.line, text[at - 1 : at])
-            context = text[max(0, at - DEPTH) : at]
-            for setting in SETTINGS:
-                if due[setting] == at:
-                    due[setting] += _peer_step(cache, call.line, context, text[at:], setting, counts[str(setting)])
-        cache.add_active_response(call.line, text[end - 1 :])
-        cache.stop_request(call.line)
-        for setting in SETTINGS:
-            counts[str(setting)].tokens += end - begin
-    return counts
-
-
-def _peer_step(cache: object, name: int, context: Tokens, truth: Tokens, setting: Setting, counts: Counts) -> int:
-    """One step of one setting; returns how many tokens it gives."""
-    draft: list[int] = cache.speculate(  # type: ignore[attr-defined]
-        name,
-        context,
-        max_spec_tokens=MAX_DRAFT,
-        max_spec_factor=setting.factor,
-        min_token_prob=setting.probability,
-    ).token_ids
-    accepted = 0
-    for token, right in zip(draft, truth[:MAX_DRAFT].tolist(), strict=False):
-        if token != right:
-            break
-        accepted += 1
-    counts.steps += 1
-    counts.drafted += len(draft)
-    return accepted + 1
+def our_counts(traces: Path, workload: str, policy: DraftPolicy) -> Counts:
+    """Count our cache on a workload with a tenant and the equal limit, by the code of `agentspec simulate`."""
+    figures = simulate(calls(traces, workload, TENANT), SuffixCache(policy=policy), max_draft=MAX_DRAFT)
+    return Counts(figures.tokens, figures.steps, figures.drafted)
 
 
 if __name__ == "__main__":

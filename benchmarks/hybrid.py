@@ -13,19 +13,19 @@ mixed        both in turn
 
 import argparse
 import json
-import math
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from comparison import say, speed_ratio
 
 from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
+from agentspec.testing.replay import compare as take_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the demo's tasks
@@ -46,18 +46,10 @@ _FIRST_SEEDS = {"warm-up": 2_000, "repetitive": 3_000, "fresh": 4_000, "mixed": 
 """Of the tasks, behind the first held-out one."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """What one method did with a workload: the sum, and the seconds of every turn, for the noise."""
-
-    total: ReplayResult = field(default_factory=ReplayResult)
-    seconds: list[float] = field(default_factory=list)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 unless an engine failed."""
     options = _parser().parse_args(arguments)
-    _say("writing the texts")
+    say("writing the texts")
     loads = write_workloads(options.model, options.sessions)
     results = measure(options, loads)
     rows = [row(load, method, done) for load, methods in results.items() for method, done in methods.items()]
@@ -120,10 +112,10 @@ def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
     return prompts
 
 
-def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, Measured]]:
+def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, ReplayResult]]:
     """One engine a method, all alive, taking turns; every workload after the same warm-up."""
     calls = [call for load in loads.values() for call in load]
-    _say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting {len(METHODS)} engines")
+    say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting {len(METHODS)} engines")
     with ExitStack() as stack:
         engines = {}
         for name, (method, settings) in METHODS.items():
@@ -139,35 +131,18 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
                 )
             )
             engines[name].wait_ready()  # one after the other: starting takes most of a core
-            _say(f"{name} is ready")
-        results: dict[str, dict[str, Measured]] = {}
+            say(f"{name} is ready")
+        results: dict[str, dict[str, ReplayResult]] = {}
         for load, load_calls in loads.items():
-            results[load] = _take_turns(engines, load_calls, options.batch)
+            results[load] = take_turns(engines, load_calls, batch=options.batch)
             for name, done in results[load].items():
-                _say(f"{load}, {name}: {done.total.tokens_per_second:.0f} tokens/s")
+                say(f"{load}, {name}: {done.tokens_per_second:.0f} tokens/s")
     del results["warm-up"]
     return results
 
 
-def _take_turns(engines: dict[str, ReplayEngine], calls: Sequence[Call], batch: int) -> dict[str, Measured]:
-    for engine in engines.values():
-        engine.begin(calls, batch)
-    results = {name: Measured() for name in engines}
-    order = list(engines)
-    while order:
-        pieces = {name: engines[name].advance(2 * batch) for name in order}
-        for name, piece in pieces.items():
-            results[name].total += piece
-            results[name].seconds.append(piece.seconds)
-        if next(iter(pieces.values())).calls < 2 * batch:
-            break
-        order = order[1:] + order[:1]  # so that no method always comes behind the same one
-    return results
-
-
-def row(load: str, method: str, done: Measured) -> dict[str, Any]:
+def row(load: str, method: str, total: ReplayResult) -> dict[str, Any]:
     """One object of the output."""
-    total = done.total
     return {
         "workload": load,
         "method": method,
@@ -180,32 +155,27 @@ def row(load: str, method: str, done: Measured) -> dict[str, Any]:
     }
 
 
-def compare(load: str, methods: dict[str, Measured]) -> list[dict[str, Any]]:
+def compare(load: str, methods: dict[str, ReplayResult]) -> list[dict[str, Any]]:
     """Tokens/second of the hybrid over the best single method, and over itself without judging.
 
     ``noise``: standard error of the ratio, from the turns that all methods took on the same calls.
     """
-    best = max(SINGLE, key=lambda name: methods[name].total.tokens_per_second)
+    best = max(SINGLE, key=lambda name: methods[name].tokens_per_second)
     return [
         _ratio(load, "hybrid / best single", f"{best}", methods["hybrid"], methods[best]),
         _ratio(load, "judging", "hybrid, not judging", methods["hybrid"], methods["hybrid, not judging"]),
     ]
 
 
-def _ratio(load: str, what: str, other_name: str, ours: Measured, other: Measured) -> dict[str, Any]:
-    value = ours.total.tokens_per_second / other.total.tokens_per_second
-    turns = list(zip(ours.seconds, other.seconds, strict=True))
-    sums = [sum(column) for column in zip(*turns, strict=True)]
-    without = [math.log((sums[1] - b) / (sums[0] - a)) for a, b in turns] if len(turns) > 2 else []
-    mean = sum(without) / len(without) if without else 0.0
-    spread = sum((item - mean) ** 2 for item in without) * (len(without) - 1) / len(without) if without else 0.0
+def _ratio(load: str, what: str, other_name: str, ours: ReplayResult, other: ReplayResult) -> dict[str, Any]:
+    value, noise = speed_ratio(ours, other)
     return {
         "workload": load,
         "figure": what,
         "against": other_name,
         "ratio": round(value, 3),
-        "noise": round(value * math.sqrt(spread), 3),
-        "steps_ratio": round(ours.total.tokens_per_step / other.total.tokens_per_step, 3),
+        "noise": round(noise, 3),
+        "steps_ratio": round(ours.tokens_per_step / other.tokens_per_step, 3),
     }
 
 
@@ -213,10 +183,6 @@ def _cores() -> int:
     import os
 
     return os.cpu_count() or 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,8 +49,8 @@ def records(folder: Path, workload: str) -> Iterable[dict[str, Any]]:
     return found
 
 
-def calls(folder: Path, workload: str, tenant: str) -> Iterator[Call]:
-    """The workload's calls as the simulation takes them."""
+def calls(folder: Path, workload: str, tenant: str | None = None) -> Iterator[Call]:
+    """Yield the workload's calls as the simulation takes them; without a tenant, as records that name none."""
     for line, record in enumerate(records(folder, workload), 1):
         yield Call(
             line=line,

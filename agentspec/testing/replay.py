@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +27,9 @@ from typing import Any
 from agentspec.errors import ConfigurationError
 from agentspec.testing.replay_model import write_model
 from agentspec.testing.replay_types import (
-    DEFAULT_MAX_DRAFT,
+    LONGEST_DRAFT,
     METHODS,
+    NGRAM_DRAFT,
     NGRAM_MAX,
     NGRAM_MIN,
     RESERVED_TOKENS,
@@ -42,6 +44,7 @@ from agentspec.testing.replay_worker import serve
 
 __all__ = [
     "METHODS",
+    "NGRAM_DRAFT",
     "NGRAM_MAX",
     "NGRAM_MIN",
     "RESERVED_TOKENS",
@@ -59,7 +62,8 @@ class ReplayEngine:
     """A vLLM engine in a process of its own that replays calls. Use as a context manager, or ``close()`` it.
 
     ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a
-    run. ``settings``: agentspec's settings (default: a memory store and a tenant). ``async_scheduling``: off for
+    run. ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's
+    settings (default: a memory store, so that nothing is left of a run). ``async_scheduling``: off for
     every method, so that they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's
     process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). Starting takes
     about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError for arguments
@@ -74,7 +78,7 @@ class ReplayEngine:
         shape: ModelShape | None = None,
         max_model_len: int = 8_192,
         max_batch: int = 8,
-        max_draft: int = DEFAULT_MAX_DRAFT,
+        max_draft: int | None = None,
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         async_scheduling: bool | None = False,
@@ -97,7 +101,7 @@ class ReplayEngine:
             max_model_len=max_model_len,
             max_batch=max_batch,
             max_draft=max_draft,
-            settings={"store": "memory://", "tenant": "replay"} if settings is None else dict(settings),
+            settings={"store": "memory://"} if settings is None else dict(settings),
             seed=seed,
             async_scheduling=async_scheduling,
             module_paths=paths,
@@ -201,7 +205,8 @@ def compare(
 ) -> dict[str, ReplayResult]:
     """Run the same calls on every engine, taking turns: ``chunk`` calls each (default: twice the batch).
 
-    Requests in flight wait, paused, while the others have their turn, so slots never run empty. ``progress`` is
+    All engines take the same number of turns, in changing order, so that no one always comes behind the same other
+    one. Requests in flight wait, paused, while the others have their turn, so slots never run empty. ``progress`` is
     told the engine's name and how many calls it has finished. Raises what ``ReplayEngine.run`` raises.
     """
     size = chunk or 2 * batch
@@ -209,22 +214,22 @@ def compare(
         engine.wait_ready()
         engine.begin(calls, batch)
     results = {name: ReplayResult() for name in engines}
-    left = dict(engines)
-    while left:
-        for name, engine in list(left.items()):
-            piece = engine.advance(size)
-            results[name] += piece
+    order = list(engines)
+    for goal in range(size, len(calls) + size, size):
+        for name in order:
+            # A step can finish several calls: the next turn is shorter by those.
+            piece = engines[name].advance(min(goal, len(calls)) - results[name].calls)
+            results[name] += replace(piece, turns=((piece.tokens, piece.seconds),))
             if progress is not None:
                 progress(name, results[name].calls)
-            if piece.calls < size:
-                del left[name]
+        order = order[1:] + order[:1]
     return results
 
 
-def fitting_length(calls: Iterable[Call], max_draft: int = DEFAULT_MAX_DRAFT) -> int:
-    """A ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
+def fitting_length(calls: Iterable[Call], max_draft: int | None = None) -> int:
+    """Return a ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
     longest = max((len(call.prompt) + len(call.response) for call in calls), default=1)
-    return longest + 2 * max_draft + 2
+    return longest + 2 * (LONGEST_DRAFT if max_draft is None else max_draft) + 2
 
 
 def _check_suffix(paths: Sequence[str]) -> None:

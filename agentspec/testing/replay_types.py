@@ -12,9 +12,13 @@ from agentspec.errors import AgentSpecError, ConfigurationError
 
 Int32 = NDArray[np.int32]
 
-DEFAULT_MAX_DRAFT = 16
+LONGEST_DRAFT = 128
+"""No method drafts more tokens: vLLM's sampler verifies no more."""
 NGRAM_MIN, NGRAM_MAX = 2, 5
-"""Lengths of the n-grams that vLLM's own ``ngram`` method looks up: the usual small window."""
+"""Lengths of the n-grams that vLLM's own ``ngram`` looks up under a given draft limit: the usual small window."""
+NGRAM_DRAFT = 5
+"""Draft tokens of ``ngram`` without a given limit: what the example in vLLM's documentation has; there is no default.
+The n-grams then have vLLM's default length, 5."""
 
 RESERVED_TOKENS = 24
 """An engine warms up on the token ids below this."""
@@ -26,12 +30,17 @@ class ReplayError(AgentSpecError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1."""
+    """One recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1.
+
+    ``lane``: calls of one lane never run at the same time (default: the session is the lane). With as many lanes as
+    slots, each lane keeps its slot until its calls run out.
+    """
 
     session: str
     prompt: Int32
     response: Int32
     group: str | None = None
+    lane: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class EngineSpec:
     random_weights: bool
     max_model_len: int
     max_batch: int
-    max_draft: int
+    max_draft: int | None
     settings: Mapping[str, Any]
     seed: int
     async_scheduling: bool | None
@@ -77,7 +86,9 @@ class ReplayResult:
     seconds: float = 0.0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     decode_seconds: tuple[float, ...] = ()
-    """Duration of each engine step in which all slots decoded and nothing was prefilled."""
+    """Duration of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
+    turns: tuple[tuple[int, float], ...] = ()
+    """Tokens and seconds of each turn, where engines took turns."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -107,27 +118,31 @@ class ReplayResult:
             seconds=self.seconds + other.seconds,
             accepted_by_source=dict(sources),
             decode_seconds=self.decode_seconds + other.decode_seconds,
+            turns=self.turns + other.turns,
         )
 
 
-def speculative_config(method: str, max_draft: int) -> dict[str, Any] | None:
-    """vLLM's ``speculative_config`` for a method. Raises ConfigurationError for a name that is not in METHODS."""
+def speculative_config(method: str, max_draft: int | None = None) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative_config`` for a method. ``max_draft``: its longest draft; None: its own default.
+
+    Raises ConfigurationError for a name that is not in METHODS.
+    """
+    if method not in METHODS:
+        raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
     if method == "none":
         return None
-    if method == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": max_draft,
-            "prompt_lookup_min": NGRAM_MIN,
-            "prompt_lookup_max": NGRAM_MAX,
-        }
-    if method == "suffix":
-        return {"method": "suffix", "num_speculative_tokens": max_draft}
     if method == "agentspec":
         from agentspec.server_ext import vllm_launch
 
-        return vllm_launch.speculative_config(max_draft)
-    raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
+        return vllm_launch.speculative_config(LONGEST_DRAFT if max_draft is None else max_draft)
+    config: dict[str, Any] = {"method": method}
+    if max_draft is not None:
+        config["num_speculative_tokens"] = max_draft
+    if method == "ngram" and max_draft is None:
+        config["num_speculative_tokens"] = NGRAM_DRAFT
+    elif method == "ngram":
+        config.update(prompt_lookup_min=NGRAM_MIN, prompt_lookup_max=NGRAM_MAX)
+    return config
 
 
 METHODS = ("none", "ngram", "suffix", "agentspec")

@@ -145,7 +145,7 @@ class _Running:
 
 
 class Replay:
-    """``batch`` slots working through ``calls`` in their order; a session's calls never overlap."""
+    """``batch`` slots working through ``calls`` in their order; the calls of a lane never overlap."""
 
     def __init__(self, engine: Engine, calls: Sequence[Call], batch: int) -> None:
         self._engine = engine
@@ -189,14 +189,14 @@ class Replay:
         )
 
     def _fill(self) -> None:
-        busy = {running.call.session for running in self._running.values()}
+        busy = {_lane(running.call) for running in self._running.values()}
         while len(self._running) < self._batch:
-            at = next((i for i, call in enumerate(self._pending) if call.session not in busy), None)
+            at = next((i for i, call in enumerate(self._pending) if _lane(call) not in busy), None)
             if at is None:
                 return
             call = self._pending[at]
             del self._pending[at]
-            busy.add(call.session)
+            busy.add(_lane(call))
             request_id, engine_id = self._engine.add(call)
             self._running[engine_id] = _Running(request_id, call)
 
@@ -226,3 +226,7 @@ class Replay:
                 f"at token {at} ({len(tokens)} tokens, {len(wanted)} recorded)"
             )
         return self._engine.accepted_by_source(running.request_id)
+
+
+def _lane(call: Call) -> str:
+    return call.session if call.lane is None else call.lane

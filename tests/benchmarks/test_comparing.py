@@ -12,8 +12,11 @@ import pytest
 import comparison  # isort: skip
 import drafting  # isort: skip
 import peer  # isort: skip
+import rivals  # isort: skip
 import trace_files  # isort: skip
+from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError
+from agentspec.testing.replay import ReplayResult
 
 
 def test_a_row_says_how_many_times_better_and_whether_that_meets_the_target() -> None:
@@ -23,6 +26,18 @@ def test_a_row_says_how_many_times_better_and_whether_that_meets_the_target() ->
     assert comparison.more("f", 2.2, 2.0, 1.1).met is True
     assert comparison.more("f", 1.9, 2.0, 1.0).met is False
     assert comparison.at_most("f", 0.2, 0.3, "s").met is True
+
+
+def test_the_noise_of_a_speed_ratio_comes_from_its_turns() -> None:
+    def result(*seconds: float) -> ReplayResult:
+        turns = tuple((10, duration) for duration in seconds)
+        return ReplayResult(tokens=10 * len(seconds), seconds=sum(seconds), turns=turns)
+
+    steady = comparison.speed_ratio(result(1.0, 2.0, 3.0), result(2.0, 4.0, 6.0))
+    assert steady == pytest.approx((2.0, 0.0), abs=1e-9)
+    ratio, noise = comparison.speed_ratio(result(1.0, 1.0, 1.0), result(1.0, 2.0, 3.0))
+    assert ratio == pytest.approx(2.0) and 0.3 < noise < 1.0
+    assert comparison.speed_ratio(result(1.0, 2.0), result(2.0, 3.0))[1] == 0.0  # too few turns to say
 
 
 def test_json_is_a_list_of_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,15 +98,60 @@ def test_the_peers_settings_are_counted_in_one_pass(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
-    counts = drafting.peer_counts(traces, "chat_mtbench", tmp_path, sweep=False)
+    counts = rivals.Rivals(traces, tmp_path).settings("chat_mtbench")
     assert len(counts) == 12
     # The first step has no draft and gives one token; then 3 + 1, then 3 and the one after them.
-    assert counts["1/0.1"] == drafting.Counts(tokens=27, steps=9, drafted=18)
-    assert counts["1/0.5"] == drafting.Counts(tokens=27, steps=27, drafted=0)
+    assert counts["1/0.1"] == rivals.Counts(tokens=27, steps=9, drafted=18)
+    assert counts["1/0.5"] == rivals.Counts(tokens=27, steps=27, drafted=0)
     assert counts["1/0.1"].throughput(0.5) == pytest.approx(27 / 18)
 
     monkeypatch.setattr(peer, "load", lambda folder: pytest.fail("the counts are kept"))
-    assert drafting.peer_counts(traces, "chat_mtbench", tmp_path, sweep=False) == counts
+    assert rivals.Rivals(traces, tmp_path).settings("chat_mtbench") == counts
+
+
+def test_every_rival_is_counted_with_its_own_defaults(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    monkeypatch.setattr(rivals, "ngram_rule", lambda: lambda text: text[-2:].tolist())
+    counts = rivals.Rivals(traces, tmp_path).defaults("chat_mtbench")
+    assert set(counts) == {*rivals.DEFAULTS, rivals.NGRAM}
+    assert counts["vLLM suffix"] == rivals.Counts(tokens=27, steps=9, drafted=18)
+    assert (counts[rivals.NGRAM].tokens, counts[rivals.NGRAM].drafted) == (27, 2 * counts[rivals.NGRAM].steps)
+
+    monkeypatch.setattr(rivals, "ngram_rule", lambda: None)  # no vLLM here
+    assert set(rivals.Rivals(traces, tmp_path).defaults("chat_mtbench")) == set(rivals.DEFAULTS)
+
+
+def test_defaults_have_targets_beside_the_best_setting_and_must_beat_every_default(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rivals:
+        def settings(self, workload: str) -> dict[str, rivals.Counts]:
+            return {str(s): rivals.Counts(100, 50, int(10 * s.factor)) for s in rivals.SETTINGS}
+
+        def defaults(self, workload: str) -> dict[str, rivals.Counts]:
+            return {"vLLM suffix": rivals.Counts(100, 40, 0)}
+
+    told: list[float | None] = []
+
+    def count(traces: Path, workload: str, policy: DraftPolicy) -> rivals.Counts:
+        told.append(policy.cost)
+        return rivals.Counts(100, 45, 0)
+
+    monkeypatch.setattr(drafting, "default_counts", count)
+    rows = drafting.default_rows(traces, ["refine_code_ldb", "chat_mtbench"], Rivals())  # type: ignore[arg-type]
+    assert told == 2 * [None, 0.01, 0.03]
+    ldb, chat = rows[0], rows[4]
+    assert (ldb.target, ldb.met) == ("at least 1.35", False)
+    assert (chat.figure, chat.target, chat.met) == (
+        "throughput, defaults, chat_mtbench, cost 0.01 (the peer's best: 1/0.1)",
+        "at least 1.03",
+        True,
+    )
+    assert sum("told the cost" in row.figure for row in rows) == 4
+    beside = [row for row in rows if "beside vLLM suffix" in row.figure]
+    assert [row.met for row in beside] == 2 * [False, False, None]  # 45 steps are more than 40
 
 
 def test_a_peer_that_cannot_be_fetched_is_named_with_the_remedy(

@@ -6,9 +6,10 @@ import pytest
 from agentspec.testing.replay import ReplayResult
 
 
-def measured(seconds: list[float], tokens: int = 100, steps: int = 50) -> hybrid.Measured:
-    """A method that took so long in each turn."""
-    return hybrid.Measured(ReplayResult(tokens=tokens, steps=steps, seconds=sum(seconds)), seconds)
+def measured(seconds: list[float], steps: int = 50) -> ReplayResult:
+    """Return the figures of a method that took so long in each turn."""
+    turns = tuple((33, duration) for duration in seconds)
+    return ReplayResult(tokens=33 * len(seconds), steps=steps, seconds=sum(seconds), turns=turns)
 
 
 def test_the_hybrid_is_set_against_the_best_single_method() -> None:

@@ -101,6 +101,22 @@ def test_the_first_token_of_a_response_is_a_step_too(engines: dict[str, ReplayEn
     assert (result.calls, result.tokens, result.steps) == (1, 1, 1)
 
 
+def test_all_engines_take_the_same_turns(results: dict[str, ReplayResult]) -> None:
+    for result in results.values():
+        assert len(result.turns) == 5  # nine calls, two a turn
+        assert sum(tokens for tokens, _ in result.turns) == TOKENS
+        assert sum(seconds for _, seconds in result.turns) == pytest.approx(result.seconds)
+
+
+def test_the_calls_of_a_lane_run_one_after_the_other(engines: dict[str, ReplayEngine]) -> None:
+    def run(lanes: tuple[str, str]) -> ReplayResult:
+        calls = [Call(f"lane-{i}", _tokens(50 + i, 8), _tokens(60 + i, 12), lane=lane) for i, lane in enumerate(lanes)]
+        return engines["none"].run(calls, batch=2)
+
+    assert run(("a", "a")).decode_seconds == ()  # there is no step in which both slots decode
+    assert len(run(("a", "b")).decode_seconds) > 5
+
+
 def test_calls_that_cannot_be_played_are_named(engines: dict[str, ReplayEngine]) -> None:
     engine = engines["none"]
     with pytest.raises(ConfigurationError, match="do not fit into max_model_len"):

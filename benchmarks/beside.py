@@ -1,0 +1,167 @@
+"""Measure what long drafts cost the requests beside them: time between tokens, in one batch, on real vLLM.
+
+    python benchmarks/beside.py --traces DIR [--quiet chat_mtbench] [--copying refine_code_ldb] [--json]
+
+A verification step lasts as long for a row without a draft as for the row with the longest one. Here some rows of the
+batch play a workload that doesn't repeat, the others one that copies long texts; each row is refilled from its own
+workload. What is measured is the duration of the steps in which every row decodes and none is prefilled: the time
+between tokens of the rows that don't repeat. Every method has its defaults, as in serve.py, and takes turns with plain
+vLLM (`none`), whose times are what the others' are multiples of.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import engines
+import numpy as np
+from comparison import say
+from engines import positive
+
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.testing.replay import Call, ReplayResult
+
+METHODS = ("none", "suffix", "agentspec")
+MULTIPLE = 2.0
+"""How many times a plain step agentspec's budget of draft tokens lets a step last, by the slope that it measures."""
+QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+HELD = ("median", "p95", "p99")
+"""The quantiles that must stay within the multiple. A maximum is one step, on a shared machine an accident."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    options = _parser().parse_args(arguments)
+    try:
+        if "none" not in options.methods:
+            raise ConfigurationError("--methods: none is what the others are compared with: add it")
+        calls = mixed_calls(options)
+        results = measure(options, calls)
+    except ConfigurationError as error:
+        say(f"error: {error}")
+        return 2
+    except AgentSpecError as error:
+        say(f"error: {error}")
+        return 1
+    rows = [row(method, result, results["none"]) for method, result in results.items()]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_table(rows, options)
+    return 0
+
+
+def mixed_calls(options: argparse.Namespace) -> list[Call]:
+    """Return the calls of both workloads, each session in one of its workload's lanes, a lane a row of the batch.
+
+    Raises ConfigurationError naming the option where a workload has too few sessions with short prompts.
+    """
+    found: list[Call] = []
+    for flag, workload, rows in (
+        ("--quiet", options.quiet, options.quiet_rows),
+        ("--copying", options.copying, options.copying_rows),
+    ):
+        calls = list(islice(_lanes(options, workload, rows), options.calls))
+        if len({call.lane for call in calls}) < rows:
+            raise ConfigurationError(
+                f"{flag} {workload}: fewer than {rows} sessions have prompts of at most {options.max_prompt} tokens; "
+                f"raise --max-prompt or lower {flag}-rows"
+            )
+        found += calls
+    return found
+
+
+def _lanes(options: argparse.Namespace, workload: str, rows: int) -> Iterator[Call]:
+    lanes: dict[str, int] = {}
+    for call in engines.short_calls(options, workload):
+        lane = lanes.setdefault(call.session, len(lanes) % rows)
+        yield replace(call, lane=f"{workload}, row {lane}")
+
+
+def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, ReplayResult]:
+    """Run one engine a method, in turns, until each has measured enough steps or has no calls left."""
+    batch = options.quiet_rows + options.copying_rows
+    say(f"{len(calls)} calls; starting {len(options.methods)} engines, a minute or two")
+    with ExitStack() as stack:
+        started = engines.start_engines(options, stack, calls, batch=batch)
+        for engine in started.values():
+            engine.wait_ready()
+            engine.begin(calls, batch)
+        results = {method: ReplayResult() for method in started}
+        order = list(started)
+        while order:
+            for method in list(order):
+                piece = started[method].advance(1)
+                results[method] += piece
+                steps = len(results[method].decode_seconds)
+                if steps >= options.steps or piece.calls == 0:
+                    order.remove(method)
+                    say(f"{method}: {steps} steps")
+            order = order[1:] + order[:1]
+    return results
+
+
+def row(method: str, result: ReplayResult, plain: ReplayResult) -> dict[str, Any]:
+    """Return one object of the output; times in ms, `times_none` the same as multiples of plain vLLM's."""
+    times, plain_times = quantiles(result), quantiles(plain)
+    ratios = {name: times[name] / plain_times[name] for name in times}
+    return {
+        "method": method,
+        "steps": len(result.decode_seconds),
+        "tokens_per_step": round(result.tokens_per_step, 4),
+        "drafted_per_step": round(result.drafted / result.steps, 4) if result.steps else 0.0,
+        "milliseconds": {name: round(value, 3) for name, value in times.items()},
+        "times_none": {name: round(value, 3) for name, value in ratios.items()},
+        "target": f"{', '.join(HELD)}: at most {MULTIPLE:g} times none",
+        "met": all(ratios[name] <= MULTIPLE for name in HELD),
+    }
+
+
+def quantiles(result: ReplayResult) -> Mapping[str, float]:
+    """Return the quantiles of the time between tokens, in ms. Raises ConfigurationError where none was measured."""
+    if not result.decode_seconds:
+        raise ConfigurationError("no step had all rows decoding: raise --calls, or lower the number of rows")
+    values = np.quantile(np.array(result.decode_seconds) * 1e3, list(QUANTILES.values()))
+    return dict(zip(QUANTILES, values.tolist(), strict=True))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_options(parser, METHODS, max_prompt=2048)
+    add = parser.add_argument
+    add("--quiet", default="chat_mtbench", metavar="NAME", help="the workload that doesn't repeat (%(default)s)")
+    add("--copying", default="refine_code_ldb", metavar="NAME", help="the one that copies long texts (%(default)s)")
+    add("--quiet-rows", type=positive, default=4, metavar="N", help="rows of the batch that play it (%(default)s)")
+    add("--copying-rows", type=positive, default=4, metavar="N", help="rows of the batch that play it (%(default)s)")
+    add("--calls", type=positive, default=400, metavar="N", help="of each workload at most (%(default)s)")
+    add("--steps", type=positive, default=1_000, metavar="N", help="steps to measure a method (%(default)s)")
+    return parser
+
+
+def _print_table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    mix = f"{options.quiet_rows} rows of {options.quiet} beside {options.copying_rows} of {options.copying}"
+    table = Table(title=f"time between tokens, {mix}: ms (times none)")
+    for name in ("method", "steps", "tokens/step", *QUANTILES, "met"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for item in rows:
+        times, ratios = item["milliseconds"], item["times_none"]
+        table.add_row(
+            item["method"],
+            f"{item['steps']:,}",
+            f"{item['tokens_per_step']:.2f}",
+            *(f"{times[name]:.1f} ({ratios[name]:.2f})" for name in QUANTILES),
+            "yes" if item["met"] else "no",
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

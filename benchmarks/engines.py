@@ -1,0 +1,108 @@
+"""Share what the benchmarks on replay engines need: options, calls from the recordings, and the engines themselves."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import peer
+from trace_files import VOCABULARY, records
+
+from agentspec.testing.replay import METHODS, Call, ModelShape, ReplayEngine, fitting_length
+
+
+class Parser(argparse.ArgumentParser):
+    """Print an error as one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_prompt: int) -> None:
+    """Register the options that these benchmarks share; `methods` and `max_prompt` are defaults."""
+    add = parser.add_argument
+    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
+    add(
+        "--max-prompt",
+        type=positive,
+        default=max_prompt,
+        metavar="P",
+        help="calls with a prompt of more tokens are skipped, and do not count towards --calls (%(default)s)",
+    )
+    add(
+        "--methods",
+        type=_methods,
+        default=",".join(methods),
+        metavar="A,B",
+        help="of: none (plain vLLM), ngram (vLLM's own prompt lookup), suffix (vLLM's own, on ArcticInference's "
+        "extension), agentspec (%(default)s)",
+    )
+    peer.add_option(parser)
+    add("--hidden", type=positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
+    add("--layers", type=positive, default=2, help="its layers (%(default)s)")
+    add("--seed", type=int, default=0, help="of its weights (%(default)s)")
+    add("--json", action="store_true", help="print a JSON list, one object a method, instead of a table")
+
+
+def positive(text: str) -> int:
+    """Return an option's value as a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def short_calls(options: argparse.Namespace, workload: str) -> Iterator[Call]:
+    """Yield the workload's calls, in file order, whose prompt has at most `--max-prompt` tokens."""
+    for record in records(options.traces, workload):
+        if len(record["prompt"]) <= options.max_prompt:
+            yield Call(
+                session=f"{workload}-{record['session']}",
+                prompt=record["prompt"],
+                response=record["response"],
+                group=f"{workload}-{record['group']}",
+            )
+
+
+def start_engines(
+    options: argparse.Namespace,
+    stack: ExitStack,
+    calls: Sequence[Call],
+    *,
+    batch: int,
+    max_draft: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, ReplayEngine]:
+    """Start one engine for each of `--methods`, all with the same random model; `stack` closes them.
+
+    `max_draft` (in tokens) and agentspec's `settings`: None leaves them at their defaults.
+    """
+    paths = {"suffix": [peer.build(options.peer_dir)]} if "suffix" in options.methods else {}
+    shape = ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))
+    return {
+        method: stack.enter_context(
+            ReplayEngine(
+                method=method,
+                shape=shape,
+                max_model_len=fitting_length(calls, max_draft),
+                max_batch=batch,
+                max_draft=max_draft,
+                settings=settings,
+                seed=options.seed,
+                module_paths=paths.get(method, ()),
+            )
+        )
+        for method in options.methods
+    }
+
+
+def _methods(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(f"unknown method {', '.join(unknown) or text!r}; known: {', '.join(METHODS)}")
+    return list(dict.fromkeys(names))

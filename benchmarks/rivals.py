@@ -1,0 +1,192 @@
+"""Count what other drafters do with recorded conversations: ArcticInference's suffix decoding and vLLM's n-grams.
+
+The counts are those of greedy verification against the record, in file order, one request at a time. They are exact
+and repeatable, so they are kept in a folder and computed only where they are not there yet.
+
+ArcticInference's suffix decoding has three sets of defaults: its library's, its vLLM plugin's, and vLLM's own method
+`suffix`, which calls the library. vLLM's `ngram` has a default for the n-gram's length, and none for the draft's: it
+gets the five tokens of the example in vLLM's documentation.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peer
+from comparison import say
+from contenders import DEPTH, MAX_DRAFT
+from trace_files import Tokens, calls, fingerprint
+
+NGRAM_LENGTH = 5
+"""vLLM's default for `prompt_lookup_min` and `prompt_lookup_max`."""
+NGRAM_DRAFT = 5
+"""Draft tokens of vLLM's `ngram`: what the example in its documentation has; there is no default."""
+
+NGRAM = "vLLM ngram"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one setting did to one workload."""
+
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps
+
+    def throughput(self, cost: float) -> float:
+        """Return tokens per unit of time; `cost` is the price of verifying one more token, as a share of a step."""
+        return self.tokens / (self.steps + cost * self.drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Parameters of ArcticInference's rule. `depth` and `limit` are in tokens; `limit` bounds a draft."""
+
+    factor: float
+    probability: float
+    depth: int = DEPTH
+    limit: int = MAX_DRAFT
+
+    def __str__(self) -> str:
+        return f"{self.factor:g}/{self.probability:g}"
+
+
+SETTINGS = [Setting(*pair) for pair in product((1.0, 2.0, 4.0), (0.1, 0.2, 0.3, 0.5))]
+"""The settings that ArcticInference's best is taken from, all with the same depth and limit."""
+
+DEFAULTS = {
+    "ArcticInference library": Setting(1.0, 0.1, 64, 64),
+    "ArcticInference plugin": Setting(1.0, 0.1, 64, 16),
+    "vLLM suffix": Setting(1.0, 0.1, 24, 24),
+}
+"""What each gives a user who sets nothing. How many requests they hold at most (10,000 and more) is never reached."""
+
+
+class Rivals:
+    """Counts of other drafters, kept in `folder` (default: beside ArcticInference's build).
+
+    `traces` holds the recordings. With `again`, what is kept is computed anew.
+    """
+
+    def __init__(self, traces: Path, folder: Path | None = None, again: bool = False) -> None:
+        self._traces = traces
+        self._folder = folder
+        self._again = again
+
+    def settings(self, workload: str) -> dict[str, Counts]:
+        """Return ArcticInference's counts for each of SETTINGS. Raises PeerUnavailableError where it can't be built."""
+        wanted = {str(setting): setting for setting in SETTINGS}
+        return self._kept(f"counts-{peer.VERSION}", workload, lambda: self._suffix(workload, wanted))
+
+    def defaults(self, workload: str) -> dict[str, Counts]:
+        """Return the counts of every rival with its defaults; vLLM's `ngram` only where vLLM is installed.
+
+        Raises PeerUnavailableError where ArcticInference can't be built.
+        """
+        found = self._kept(f"defaults-{peer.VERSION}", workload, lambda: self._suffix(workload, DEFAULTS))
+        propose = ngram_rule()
+        if propose is None:
+            say("vLLM is not installed: its ngram is left out")
+            return found
+        kept = self._kept(
+            f"ngram-{NGRAM_LENGTH}-{NGRAM_DRAFT}", workload, lambda: {NGRAM: self._ngram(workload, propose)}
+        )
+        return {**found, **kept}
+
+    def _kept(self, name: str, workload: str, compute: Callable[[], dict[str, Counts]]) -> dict[str, Counts]:
+        folder = self._folder or peer.default_folder()
+        kept = folder / f"{name}-{workload}-{fingerprint(self._traces, workload)}.json"
+        if kept.is_file() and not self._again:
+            return {key: Counts(**counts) for key, counts in json.loads(kept.read_text()).items()}
+        say(f"{workload}: computing {name}")
+        found = compute()
+        folder.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({key: asdict(counts) for key, counts in found.items()}, indent=1))
+        return found
+
+    def _suffix(self, workload: str, settings: Mapping[str, Setting]) -> dict[str, Counts]:
+        """Count all settings at once: what a tree holds at a token of the record doesn't depend on the drafts."""
+        suffix = peer.load(self._folder)
+        caches = {
+            depth: suffix.SuffixDecodingCache(max_tree_depth=depth) for depth in {s.depth for s in settings.values()}
+        }
+        counts = {name: Counts() for name in settings}
+        for call in calls(self._traces, workload):
+            text = np.concatenate([call.prompt, call.response])
+            begin, end = len(call.prompt), len(text)
+            for cache in caches.values():
+                cache.start_request(call.line, call.prompt)
+            due = dict.fromkeys(settings, begin)  # where each setting's next step is
+            for at in range(begin, end):
+                for cache in caches.values():
+                    if at > begin:
+                        cache.add_active_response(call.line, text[at - 1 : at])
+                for name, setting in settings.items():
+                    if due[name] == at:
+                        draft = _suffix_draft(caches[setting.depth], call.line, text[:at], setting)
+                        due[name] += _verify(draft, text[at:], counts[name])
+            for cache in caches.values():
+                cache.add_active_response(call.line, text[end - 1 :])
+                cache.stop_request(call.line)
+            for found in counts.values():
+                found.tokens += end - begin
+        return counts
+
+    def _ngram(self, workload: str, propose: "NgramRule") -> Counts:
+        counts = Counts()
+        for call in calls(self._traces, workload):
+            text = np.concatenate([call.prompt, call.response])
+            at, end = len(call.prompt), len(text)
+            counts.tokens += end - at
+            while at < end:
+                at += _verify(propose(text[:at]), text[at:], counts)
+        return counts
+
+
+NgramRule = Callable[[Tokens], Sequence[int]]
+
+
+def ngram_rule() -> NgramRule | None:
+    """Return vLLM's own n-gram look-up with its defaults: text so far -> draft. None where vLLM is not installed."""
+    try:
+        from vllm.v1.spec_decode import ngram_proposer
+    except ImportError:
+        return None
+    look_up = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
+
+    def propose(text: Tokens) -> Sequence[int]:
+        found: list[int] = look_up(text, NGRAM_LENGTH, NGRAM_LENGTH, 2**31 - 1, NGRAM_DRAFT).tolist()
+        return found
+
+    return propose
+
+
+def _suffix_draft(cache: Any, name: int, text: Tokens, setting: Setting) -> list[int]:
+    draft: list[int] = cache.speculate(
+        name,
+        text[-setting.depth :],
+        max_spec_tokens=setting.limit,
+        max_spec_factor=setting.factor,
+        min_token_prob=setting.probability,
+    ).token_ids
+    return draft
+
+
+def _verify(draft: Sequence[int], truth: Tokens, counts: Counts) -> int:
+    """Count one step; return how many tokens it gives."""
+    accepted = 0
+    for token, right in zip(draft, truth[: len(draft)].tolist(), strict=False):
+        if token != right:
+            break
+        accepted += 1
+    counts.steps += 1
+    counts.drafted += len(draft)
+    return accepted + 1
