@@ -48,6 +48,19 @@ def test_a_model_without_attention_gets_the_least(tmp_path: Path) -> None:
     assert draft_limit(tmp_path, MAMBA)[0] == LEAST_STATES
 
 
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [({"max_num_batched_tokens": 2048, "max_num_seqs": 64}, 31), ({"max_num_seqs": 4096}, 1), ({}, 15)],
+)
+def test_adapters_leave_what_a_step_can_hold(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
+    """A draft for each request must fit, or vLLM does not start; 15 is what its defaults for a CPU leave."""
+    found, (arguments, _, _) = draft_limit(tmp_path, DENSE, enable_lora=True, **given)
+    assert found == limit
+    for tokens, requests in zip(*(defaults.values() for defaults in arguments.get_batch_defaults(1)), strict=True):
+        rows = given.get("max_num_seqs") or requests
+        assert (given.get("max_num_batched_tokens") or tokens) >= rows * (found + 1) or limit == 1
+
+
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 def test_a_given_number_wins(tmp_path: Path, model: dict[str, Any]) -> None:
     assert draft_limit(tmp_path, model, engine_options(max_draft=37, store="memory://"))[0] == 37

@@ -7,6 +7,9 @@ convolution) cannot go back. vLLM keeps a state for each draft token of each req
 which the K states of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len``
 tokens, between LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets
 LEAST_STATES.
+
+With LoRA adapters vLLM wants ``max_num_batched_tokens`` to hold a whole draft for each of ``max_num_seqs`` requests,
+and the limit is what those two numbers leave.
 """
 
 import logging
@@ -32,22 +35,45 @@ def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: An
 
     engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
     """
-    if not keeps_states(model_config):
-        return MAX_DRAFT
-    try:
-        limit = _limit_by_states(engine_args, model_config, parallel_config)
-    except Exception:  # each architecture describes its states in its own way
-        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
-        limit = LEAST_STATES
-    logger.info(
-        "agentspec: drafts have at most %d tokens, because vLLM keeps a state of this model for each draft token; "
-        "num_speculative_tokens (--max-draft) sets another limit",
-        limit,
+    by_states = (
+        _limit_by_states(engine_args, model_config, parallel_config) if keeps_states(model_config) else MAX_DRAFT
     )
-    return limit
+    by_adapters = _limit_by_adapters(engine_args) if engine_args.enable_lora else MAX_DRAFT
+    if by_states < MAX_DRAFT:
+        _log(by_states, "vLLM keeps a state of this model for each draft token")
+    if by_adapters < by_states:
+        _log(by_adapters, "with LoRA, max_num_batched_tokens must hold a draft for each of max_num_seqs requests")
+    return min(by_states, by_adapters)
+
+
+def _log(limit: int, reason: str) -> None:
+    logger.info(
+        "agentspec: drafts have at most %d tokens, because %s; num_speculative_tokens (--max-draft) sets another limit",
+        limit,
+        reason,
+    )
+
+
+def _limit_by_adapters(engine_args: Any) -> int:
+    """vLLM checks this against numbers that it may not have chosen yet: then the strictest of its defaults counts."""
+    workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
+    tokens, requests = engine_args.get_batch_defaults(workers)
+    each = [
+        (engine_args.max_num_batched_tokens or tokens[usage]) // (engine_args.max_num_seqs or requests[usage])
+        for usage in tokens
+    ]
+    return int(min(max(min(each) - 1, 1), MAX_DRAFT))
 
 
 def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    try:
+        return _largest_by_states(engine_args, model_config, parallel_config)
+    except Exception:  # each architecture describes its states in its own way
+        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
+        return LEAST_STATES
+
+
+def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
     attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
     state_layers = model_config.get_num_layers(parallel_config) - attention_layers
     heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()

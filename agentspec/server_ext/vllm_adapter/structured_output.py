@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.sessions import uses_agentspec
+from agentspec.server_ext.vllm_adapter.callers import uses_agentspec
 
 
 def patch_grammar_bitmask() -> None:
