@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 
 ADA, BOB = "key-of-ada", "key-of-bob"
 NOWHERE = {"session": 0, "group": 0, "global": 0}
+KEEP_TO_SESSION: dict[str, Any] = {"vllm_xargs": {"agentspec_scope": "session"}}
 
 
 def silent_adapter(folder: Path) -> Path:
@@ -100,8 +101,7 @@ def test_each_key_shares_with_itself_alone(shared_by: dict[str, ModelServer]) ->
     caller = Caller(shared_by["keys"], 901)
     assert caller.ask(ADA, "one") == NOWHERE
     assert caller.ask(ADA, "two", group="elsewhere")["global"] > 0
-    assert caller.ask(ADA, "three")["group"] > 0
-    assert caller.ask(ADA, "one")["session"] + caller.ask(ADA, "one")["group"] > 0
+    assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
     assert caller.ask(BOB, "one") == NOWHERE
     assert caller.ask(BOB, "two", group="elsewhere")["global"] > 0
 
@@ -109,12 +109,11 @@ def test_each_key_shares_with_itself_alone(shared_by: dict[str, ModelServer]) ->
 def test_nobody_can_pass_for_another(shared_by: dict[str, ModelServer]) -> None:
     caller = Caller(shared_by["keys"], 902)
     caller.ask(ADA, "one")
-    for forged in ([principal_of(ADA), ""], principal_of(ADA)):
-        # Asked once a forgery: what the second time hits is what Bob said the first time.
-        assert Caller.ask(caller, BOB, "one", vllm_xargs={CALLER_KEY: forged, "agentspec_scope": "session"}) in (
-            NOWHERE,
-            {**NOWHERE, "session": 48},
-        )
+    assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
+    for forged in ([principal_of(ADA), ""], principal_of(ADA), 1):
+        xargs = {CALLER_KEY: forged, "agentspec_scope": "session"}
+        assert caller.ask(BOB, f"one of {forged}", vllm_xargs=xargs) == NOWHERE
+    assert caller.ask(BOB, "one", vllm_xargs={CALLER_KEY: [principal_of(ADA), ""]})["session"] == 0
     assert httpx.post(f"{caller.server.base_url}/completions", json={}).status_code == 401
 
 
@@ -143,7 +142,7 @@ def test_a_request_can_narrow_its_scope(shared_by: dict[str, ModelServer]) -> No
     caller.ask(ADA, "one")
     for scope in ("session", "none"):
         assert caller.ask(ADA, "two", vllm_xargs={"agentspec_scope": scope}) == NOWHERE
-    assert caller.ask(ADA, "one", vllm_xargs={"agentspec_scope": "session"})["session"] > 0
+    assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
     assert caller.ask(ADA, "three", group="elsewhere", vllm_xargs={"agentspec_scope": "tenant"})["global"] > 0
 
 
