@@ -176,11 +176,11 @@ NB_MODULE(_native, module) {
       .def(
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
-             const Name& tenant, bool shared) {
-            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant), shared});
+             const Name& tenant, bool shared, const Vector& ends) {
+            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant), shared}, view(ends));
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
-          Released())
+          "ends"_a.noconvert(), Released())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())

@@ -97,7 +97,7 @@ void Cache::touch(Holding& holding) {
   by_use_[holding.used] = holdings_.at(holding.key);
 }
 
-void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) {
+void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = tenant(names.tenant);
@@ -120,6 +120,7 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names) 
   while (settings_.fixed && fresh->index.advance(prompt.size()) > 0) {
   }
   fresh->state.begin = prompt.size();
+  fresh->state.ends.assign(ends.begin(), ends.end());
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   ++running_;

@@ -72,7 +72,7 @@ class Cache {
   Cache(PolicySettings settings, Limits limits, std::int64_t vocab_size);
 
   // The caller chooses unused slots and has checked the tokens.
-  void start(std::size_t slot, std::span<const Token> prompt, Names names);
+  void start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends);
   void extend(std::size_t slot, std::span<const Token> tokens);
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit);
   void abort(std::size_t slot);

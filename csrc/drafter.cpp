@@ -129,6 +129,7 @@ void grow(const PolicySettings& settings, const Learned& learned, const Sources&
     }
     prospect.add(scored.taken.probability);
     if (!prospect.can_grow() || depth + 1 == limit) break;
+    if (std::find(state.ends.begin(), state.ends.end(), scored.taken.token) != state.ends.end()) break;
     tail[known + depth] = scored.taken.token;
     leave_trail(scored, scored.taken.token, front.trail);
     move_on(sources, scored.taken.token, {tail.data(), known + depth + 1}, front);

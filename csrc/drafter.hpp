@@ -119,6 +119,7 @@ struct MatchState {
   std::array<Match, kSources> matches;
   std::array<std::uint64_t, kSources> versions{};  // of the sources that the matches are of
   Trail trail;
+  std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
   std::size_t begin = 0;     // length of the context when the response began
   std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
   bool started = false;

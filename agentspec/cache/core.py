@@ -25,7 +25,14 @@ LimitNumbers = tuple[int, int, int, int, int, int]
 
 class Core(Protocol):
     def start(
-        self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None, shared: bool
+        self,
+        slot: int,
+        prompt: Int32Array,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        shared: bool,
+        ends: Int32Array,
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
     def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> ProposedArrays: ...

@@ -25,7 +25,14 @@ class ReferenceCore:
         self._held = Holdings(policy, limits)
 
     def start(
-        self, slot: int, prompt: Int32Array, session: str | None, group: str | None, tenant: str | None, shared: bool
+        self,
+        slot: int,
+        prompt: Int32Array,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        shared: bool,
+        ends: Int32Array,
     ) -> None:
         of_tenant = self._held.tenant(tenant)
         of_session = self._held.session(session, of_tenant)
@@ -35,6 +42,7 @@ class ReferenceCore:
         for holding in request.holdings():
             holding.running += 1
         request.state.begin = len(prompt)
+        request.state.ends = frozenset(ends.tolist())
         text = prompt.tolist()
         # The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
         fixed = self._policy.rule is not None

@@ -81,13 +81,14 @@ class _Prospect:
 class MatchState:
     """What a request keeps from step to step, so that a step follows its matches rather than searching again.
 
-    begin: length of the context when the response began. outcome: of the last draft: 0 there was none, 1 wholly right,
-    2 not.
+    ends: tokens that end the response. begin: length of the context when the response began. outcome: of the last
+    draft: 0 there was none, 1 wholly right, 2 not.
     """
 
     matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(4)])
     versions: list[int] = field(default_factory=lambda: [0] * 4)
     trail: Trail | None = None
+    ends: frozenset[int] = frozenset()
     begin: int = 0
     outcome: int = 0
     started: bool = False
@@ -197,7 +198,7 @@ def _grow(
         path.append(scored)
         token = scored.taken.token
         prospect.add(scored.taken.probability)
-        if not prospect.can_grow or depth + 1 == limit:
+        if not prospect.can_grow or depth + 1 == limit or token in state.ends:
             break
         tail = [*tail, token]
         trail = leave_trail(scored, token, trail)

@@ -96,13 +96,15 @@ class SuffixCache:
         group: str | None = None,
         tenant: str | None = None,
         scope: Scope = "tenant",
+        end_tokens: TokenIds = (),
     ) -> None:
         """Begins a request. prompt: int32 [P] or a sequence of int.
 
         session: whose earlier turns it drafts from. group: the problem that it works on; sessions of a tenant that
         share one draft from each other's answers to it first. tenant: who shares; all requests without one are one
         tenant. scope: "tenant" drafts from all three and gives to them, "session" from the session alone (a group has
-        no effect then), "none" from the request's own text.
+        no effect then), "none" from the request's own text. end_tokens: int32 [E], tokens that end the response;
+        nothing is drafted behind one (the fixed rule does not know them).
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError; then nothing has
         changed.
         """
@@ -111,8 +113,9 @@ class SuffixCache:
         tokens = as_tokens(prompt, "prompt", self._vocab_size)
         check_ids(session=session, group=group, tenant=tenant)
         names = _Names(session, group, tenant, _checked(scope))
+        ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
         slot = self._free.pop() if self._free else len(self._slots)
-        self._core.start(slot, tokens, *names.keys())
+        self._core.start(slot, tokens, *names.keys(), ends)
         self._slots[request_id] = slot
         self._names[request_id] = names
 

@@ -33,11 +33,12 @@ _MODEL_FAILURES = 5
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request seen for the first time. ``prompt``: token ids [P]."""
+    """A request seen for the first time. ``prompt``: token ids [P]. ``end_tokens``: those that end its response."""
 
     request_id: str
     prompt: Sequence[int]
     identity: Identity
+    end_tokens: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -268,6 +269,7 @@ class Proposer:
                 group=identity.group,
                 tenant=identity.tenant,
                 scope=identity.scope,
+                end_tokens=new.end_tokens,
             )
         except Exception as error:  # one odd request must not cost the others their drafts
             self._count_error("start", error)

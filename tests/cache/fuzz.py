@@ -111,7 +111,8 @@ class Fuzzer:
         self.number += 1
         names = (rng.choice(SESSIONS), rng.choice(GROUPS), rng.choice(TENANTS))
         scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
-        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope)
+        ends = rng.choices(self.alphabet, k=rng.randrange(3))
+        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends)
         self.texts[f"r{self.number}"] = prompt
 
     def extend(self) -> None:

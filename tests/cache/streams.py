@@ -61,9 +61,11 @@ class Pair:
         tenant: str | None,
         group: str | None = None,
         scope: Scope = "tenant",
+        end_tokens: Sequence[int] = (),
     ) -> None:
+        names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
         for cache in (self.native, self.plain):
-            cache.start(request, prompt, session=session, group=group, tenant=tenant, scope=scope)
+            cache.start(request, prompt, **names, end_tokens=end_tokens)
 
     def extend(self, request: str, new: Sequence[int]) -> None:
         for cache in (self.native, self.plain):

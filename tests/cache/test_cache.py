@@ -5,6 +5,7 @@ import pytest
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, Scope, SuffixCache
 from agentspec.cache.reference_core import INDEX_PER_CALL
+from agentspec.errors import InvalidTokenError
 from tests.cache.conftest import MakeCache
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -35,6 +36,16 @@ def test_drafts_from_the_request_itself(make_cache: MakeCache) -> None:
     assert draft.token_ids.tolist() == [15, 16, 17] and draft.token_ids.dtype == np.int32
     assert (draft.source, draft.match_length) == ("request", 4)
     assert draft.probabilities.dtype == np.float32 and (draft.probabilities > 0).all()
+
+
+def test_nothing_is_drafted_behind_a_token_that_ends_the_response(make_cache: MakeCache) -> None:
+    cache = make_cache(policy=DraftPolicy(cost=0.0))
+    cache.start("r", TURN + TURN[:4], end_tokens=[17, 99])
+    assert drafts(cache, "r") == [15, 16, 17]
+    cache.start("open", TURN + TURN[:4])
+    assert drafts(cache, "open")[:5] == [15, 16, 17, 18, 19]
+    with pytest.raises(InvalidTokenError, match=r"end_tokens\[0\]"):
+        cache.start("bad", [1], end_tokens=[-1])
 
 
 def test_second_turn_drafts_from_the_first(make_cache: MakeCache) -> None:

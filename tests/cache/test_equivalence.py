@@ -58,7 +58,8 @@ class Interleaving(RuleBasedStateMachine):
         prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(tokens)
         self.count += 1
         request = f"r{self.count}"
-        self.pair.start(request, prompt, session, tenant, group, scope)
+        ends = data.draw(st.lists(st.integers(0, 2), max_size=1))
+        self.pair.start(request, prompt, session, tenant, group, scope, ends)
         self.texts[request] = list(prompt)
 
     @precondition(lambda self: self.texts)

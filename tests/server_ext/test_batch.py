@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.proposer import Step
@@ -29,7 +30,7 @@ class Runner:
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:
-            params = SimpleNamespace(max_tokens=max_tokens, extra_args={"session_id": f"of-{name}"})
+            params = SamplingParams(max_tokens=max_tokens, extra_args={"session_id": f"of-{name}"}, stop_token_ids=[7])
             self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
             self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
             self.input_batch.req_ids.append(name)
@@ -68,6 +69,7 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
         ("a", 10, Identity("t", "of-a", session_name="of-a")),
         ("b", 10, Identity("t", "of-b", session_name="of-b")),
     ]
+    assert [new.end_tokens for new in step.started] == [[7], [7]]
     assert step.request_ids == ("a", "b")
     assert step.rows.tolist() == [0, 1]
     assert step.lengths.tolist() == [11, 11]

@@ -123,10 +123,11 @@ class BatchReader:
         for request_id in request_ids:
             if not self._knows(request_id):
                 state = runner.requests[request_id]
-                extra = state.sampling_params.extra_args if state.sampling_params else None
+                params = state.sampling_params
+                extra = params.extra_args if params else None
                 adapter = _adapter_name(state.lora_request)
                 identity = identify(extra, tenant=self._tenant, scope=self._scope, adapter=adapter)
-                started.append(NewRequest(request_id, state.prompt_token_ids, identity))
+                started.append(NewRequest(request_id, state.prompt_token_ids, identity, sorted(end_tokens(params))))
         return started
 
     def _room(self, kept: _Batch, limit: int) -> Int32:
@@ -146,6 +147,16 @@ class BatchReader:
         if max_tokens is not None:
             most = min(most, len(state.prompt_token_ids) + max_tokens)
         return most - 1
+
+
+def end_tokens(params: Any) -> set[int]:
+    """Return the tokens that end a response under these sampling parameters (vLLM's, or None)."""
+    if params is None:
+        return set()
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos and getattr(params, "eos_token_id", None) is not None:
+        ends.add(params.eos_token_id)
+    return ends
 
 
 def _adapter_name(lora_request: Any) -> str | None:

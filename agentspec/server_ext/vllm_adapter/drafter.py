@@ -6,7 +6,7 @@ from typing import Any
 
 from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.vllm_adapter.batch import BatchReader
+from agentspec.server_ext.vllm_adapter.batch import BatchReader, end_tokens
 from agentspec.server_ext.vllm_adapter.engine import build_engine, check_engine, draft_model, is_first_rank
 from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.hooks import install_hooks
@@ -100,9 +100,7 @@ def returned_tokens(state: Any) -> int:
     if params is None:
         return len(output)
     end = len(output) if params.max_tokens is None else min(len(output), params.max_tokens)
-    stops = set(params.stop_token_ids or ())
-    if not params.ignore_eos and getattr(params, "eos_token_id", None) is not None:
-        stops.add(params.eos_token_id)
+    stops = end_tokens(params)
     for i in range(min(params.min_tokens or 0, end), end):
         if output[i] in stops:
             return i + 1
