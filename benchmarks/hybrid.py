@@ -7,7 +7,7 @@ played to one engine a method, which take turns every few calls. An engine may d
 and the time that takes, are vLLM's (see agentspec.testing.replay). Workloads:
 
 repetitive   an agent's later turns: the corrected function, after the one in the prompt
-fresh        first answers to tasks, every one a session of its own and without a tenant: nothing to copy from
+fresh        first answers to tasks, every one a session of its own, which sees no other: nothing to copy from
 mixed        both in turn
 """
 
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
                     max_model_len=fitting_length(calls, MAX_DRAFT),
                     max_batch=options.batch,
                     max_draft=MAX_DRAFT,
-                    settings={"store": "memory://", **given},
+                    settings={"store": "memory://", "scope": "session", **given},
                 )
             )
             engines[name].wait_ready()  # one after the other: starting takes most of a core

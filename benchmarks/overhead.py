@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.cache import Scope
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import RESERVED_TOKENS, Call, ModelShape, ReplayEngine
 
@@ -60,18 +61,19 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         _Streams(vocabulary, options.prompt, options.response, options.seed + i) for i in range(options.launches)
     ]
     needed = (options.rounds + 1) * sum(options.batch)
-    tenant = "idle" if needed <= streams[0].distinct else None
+    # Streams that must repeat themselves after a while may do so in sessions of their own alone.
+    scope: Scope = "tenant" if needed <= streams[0].distinct else "session"
     launches = []
     for number in range(options.launches):
         print(f"launch {number + 1} of {options.launches}: three engines start", file=sys.stderr, flush=True)
-        launches.append(_launch(options, shape, streams[number], tenant, number))
+        launches.append(_launch(options, shape, streams[number], scope, number))
     model = "random weights" if options.model is None else str(options.model)
-    common = {"model": model, "tenant": tenant is not None}
+    common = {"model": model, "scope": scope}
     return [common | _summary(list(rows)) for rows in zip(*launches, strict=True)]
 
 
 def _launch(
-    options: argparse.Namespace, shape: ModelShape, streams: "_Streams", tenant: str | None, number: int
+    options: argparse.Namespace, shape: ModelShape, streams: "_Streams", scope: Scope, number: int
 ) -> list[dict[str, Any]]:
     """One object a batch size, measured on engines of their own."""
     kinds = [(WITH, "agentspec", False), (WITHOUT, "none", False), (DEFAULT, "none", None)]
@@ -86,7 +88,7 @@ def _launch(
                     max_model_len=options.prompt + options.response + 64,
                     max_batch=max(options.batch),
                     max_draft=options.max_draft,
-                    settings={"store": "memory://", "tenant": tenant},
+                    settings={"store": "memory://", "scope": scope},
                     async_scheduling=asynchronous,
                 )
             )
@@ -208,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=6, help="turns of each engine in a launch (%(default)s)")
     add("--prompt", type=int, default=256, help="tokens of a prompt (%(default)s)")
     add("--response", type=int, default=64, help="tokens of a response (%(default)s)")
-    add("--max-draft", type=int, default=16, metavar="K", help="agentspec's draft limit (%(default)s)")
+    add("--max-draft", type=int, metavar="K", help="agentspec's draft limit (default: what the engine can verify)")
     add("--seed", type=int, default=0, help="of the token streams (%(default)s)")
     add("--json", action="store_true", help="print a JSON list, one object a batch size, instead of a table")
     return parser

@@ -40,7 +40,7 @@ struct PolicySettings {
   std::optional<FixedSettings> fixed;  // where set, this rule drafts and nothing is learned
 };
 
-// What acceptance taught: one for each tenant, for each session without one, for each request with neither.
+// What acceptance taught: one for each tenant, for each session that keeps to itself, for each request with neither.
 struct Learned {
   Odds table;
   Judge judge;

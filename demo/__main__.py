@@ -42,7 +42,7 @@ def main() -> int:
     fast = ModelServer(
         HERE / "model",
         options=(
-            *(*OPTIONS, "--tenant", "demo", "--record", str(results / "steps.jsonl")),
+            *(*OPTIONS, "--record", str(results / "steps.jsonl")),
             *("--speculative-config", json.dumps(DRAFTER)),
         ),
         environment={"AGENTSPEC_STORE": f"sqlite:///{(results / 'server.db').resolve()}"},

@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def restored(self) -> int:
-        """Accepted tokens that came from earlier turns, in the trees of the session or the tenant."""
+        """Accepted tokens that came from earlier turns, those of the session or of others."""
         by_source = self.fast.speculation.accepted_by_source if self.fast.speculation else {}
         return sum(by_source.get(source, 0) for source in ("session", "group", "global"))
 

@@ -134,7 +134,8 @@ def token_key(token: int) -> int:
 
 
 class Learned:
-    """What acceptance taught: one for each tenant, for each session without one, for each request with neither."""
+    """What acceptance taught: one for each tenant, for each session that keeps to itself, for each request that has
+    neither."""
 
     def __init__(self, policy: DraftPolicy, bits: int) -> None:
         self.table = Odds(policy.prior_weight, policy.memory)

@@ -6,8 +6,9 @@ to ``suffix_speculative_tokens``, by default as long as agentspec's always are. 
 rule, unless one of the rule's parameters is given.
 
 ``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by the rule, with these parameters
-and their defaults, over all requests of the server. How many past requests are held is a matter of agentspec's budget
-in tokens (``max_tokens``), except that 0 still means none.
+and their defaults. One index serves all requests of a principal, whatever their sessions: without API keys, all of the
+server. How many past requests it holds is a matter of agentspec's budget in tokens (``max_tokens``), except that 0
+still means none.
 
 ``{"method": "ngram", …}`` and ``{"method": "medusa", …}`` under ``agentspec serve``, or where the engine has agentspec
 settings: vLLM's own drafter, with its own parameters, beside the trees. Elsewhere they stay vLLM's.
@@ -22,9 +23,6 @@ from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 
 NATIVE_METHODS = ("ngram", "medusa")
 METHODS = ("arctic", "suffix", *NATIVE_METHODS)
-
-_TENANT = "suffix"
-"""Whose global tree it is where the server has no tenant: vLLM's suffix decoding has one tree for all requests."""
 
 # agentspec's name for a parameter of the rule: vLLM's, and ArcticInference's.
 _RULE = {
@@ -88,8 +86,8 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
     arctic_names = any(name.startswith(("suffix_cache_", "suffix_m")) for name in config)
     rule.setdefault("max_depth", _ARCTIC_DEPTH if arctic_names else _SUFFIX_DEPTH)
     settings["fixed_rule"] = rule
-    if _cached_requests(config) != 0:
-        settings["tenant"] = _TENANT
+    if _cached_requests(config) == 0:
+        settings["scope"] = "none"
     tokens = config.get("num_speculative_tokens")
     return Translation(rule["max_depth"] if tokens is None else _number(config, "num_speculative_tokens", 1), settings)
 
@@ -117,8 +115,8 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
     if rule:
         rule.setdefault("max_depth", _ARCTIC_DEPTH)
         settings["fixed_rule"] = rule
-    if rule and _cached_requests(config) != 0:
-        settings["tenant"] = _TENANT
+    if rule and _cached_requests(config) == 0:
+        settings["scope"] = "none"
     longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
     return Translation(longest or _at_least(tokens or 0, max_draft), settings)
 

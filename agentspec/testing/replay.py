@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError
 from agentspec.testing.replay_model import write_model
 from agentspec.testing.replay_types import (
-    LONGEST_DRAFT,
     METHODS,
     NGRAM_DRAFT,
     NGRAM_MAX,
@@ -229,7 +229,7 @@ def compare(
 def fitting_length(calls: Iterable[Call], max_draft: int | None = None) -> int:
     """Return a ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
     longest = max((len(call.prompt) + len(call.response) for call in calls), default=1)
-    return longest + 2 * (LONGEST_DRAFT if max_draft is None else max_draft) + 2
+    return longest + 2 * (MAX_DRAFT if max_draft is None else max_draft) + 2
 
 
 def _check_suffix(paths: Sequence[str]) -> None:

@@ -12,8 +12,6 @@ from agentspec.errors import AgentSpecError, ConfigurationError
 
 Int32 = NDArray[np.int32]
 
-LONGEST_DRAFT = 128
-"""No method drafts more tokens: vLLM's sampler verifies no more."""
 NGRAM_MIN, NGRAM_MAX = 2, 5
 """Lengths of the n-grams that vLLM's own ``ngram`` looks up under a given draft limit: the usual small window."""
 NGRAM_DRAFT = 5
@@ -134,7 +132,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     if method == "agentspec":
         from agentspec.server_ext import vllm_launch
 
-        return vllm_launch.speculative_config(LONGEST_DRAFT if max_draft is None else max_draft)
+        return vllm_launch.speculative_config(max_draft)
     config: dict[str, Any] = {"method": method}
     if max_draft is not None:
         config["num_speculative_tokens"] = max_draft

@@ -7,7 +7,7 @@ The problem is the session: later samples and epochs draft from earlier ones, an
 script with the same ``--store``. At T > 0 drafting changes the speed and not the distribution of the samples.
 
 Why no group: where every answer is a session of its own, problems are groups (``extra_args={"group_id": ...}``).
-On recorded rollouts with a tenant both draft alike (2.745 tokens a step), and sessions need no tenant.
+On recorded rollouts both draft alike (2.745 tokens a step). What problems have in common is shared either way.
 """
 
 import argparse
@@ -126,8 +126,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="rollouts.jsonl", help="samples are appended here (default rollouts.jsonl)")
     parser.add_argument("--store", help="where token logs live (default: a SQLite file in the user's data folder)")
-    parser.add_argument("--tenant", help="whose rollouts these are: also share what problems have in common")
-    parser.add_argument("--max-draft", type=int)
+    parser.add_argument("--tenant", help="whose rollouts these are, where one store serves several")
+    parser.add_argument("--max-draft", type=int, help="longest draft, in tokens (default: what the engine can verify)")
     parser.add_argument("--plain", action="store_true", help="vLLM without agentspec, for comparison")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")

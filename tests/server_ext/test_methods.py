@@ -49,7 +49,7 @@ def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
     settings = Settings(store="memory://", **translation.settings)
     assert draft_policy(settings, 16) == DraftPolicy.fixed(max_depth=64, max_spec_factor=2.0, max_draft=16)
     assert settings.disable_by_batch_size == 64
-    assert settings.tenant == "suffix"
+    assert settings.tenant is None and settings.scope == "tenant"
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], po
     settings = Settings(store="memory://", **translation.settings)
     assert translation.max_draft is not None
     assert draft_policy(settings, translation.max_draft) == policy
-    assert settings.tenant is not None  # all requests share a tree, as with vLLM's own
+    assert settings.tenant is None and settings.scope == "tenant"  # the requests of a principal share
 
 
-def test_suffix_without_cached_requests_has_no_global_tree() -> None:
-    translation = translate({"method": "suffix", "suffix_decoding_max_cached_requests": 0})
-    assert "tenant" not in translation.settings
+@pytest.mark.parametrize("config", [{"method": "suffix"}, {**ARCTIC, "suffix_max_spec_factor": 2.0}])
+def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str, Any]) -> None:
+    assert translate({**config, "suffix_cache_max_requests": 0}).settings["scope"] == "none"
 
 
 @pytest.mark.parametrize(
