@@ -42,17 +42,19 @@ void Cache::touch(Tenant& tenant) {
   tenants_by_use_[tenant.used] = &tenant;
 }
 
-// What the tenant's requests learned. Of the tenants, only those used last keep it; the others learn anew.
+// What the tenant's requests learned. So many tenants keep it. One of them gives way to another only after a rest: more
+// that take turns would all learn anew all the time. Null where none has rested.
 std::shared_ptr<Learned> Cache::learned_of(Tenant& tenant) {
   if (tenant.learned) return tenant.learned;
-  tenant.learned = std::make_shared<Learned>(settings_, kTenantBits);
-  if (++learners_ > kMaxLearners) {
+  if (learners_ >= kMaxLearners) {
     const auto oldest = std::find_if(tenants_by_use_.begin(), tenants_by_use_.end(),
                                      [](const auto& entry) { return entry.second->learned != nullptr; });
+    if (tick_ - oldest->first < kLearnerRest) return nullptr;
     oldest->second->learned.reset();
     --learners_;
   }
-  return tenant.learned;
+  ++learners_;
+  return tenant.learned = std::make_shared<Learned>(settings_, kTenantBits);
 }
 
 std::shared_ptr<Learned> Cache::learned_of(Session& session) {
@@ -63,6 +65,16 @@ std::shared_ptr<Learned> Cache::learned_of(Session& session) {
   return session.learned;
 }
 
+std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
+  std::shared_ptr<Learned> learned;
+  if (request.shared) {
+    learned = learned_of(*request.tenant);
+  } else if (request.session) {
+    learned = learned_of(*request.session);
+  }
+  return learned ? learned : std::make_shared<Learned>(settings_, kRequestBits);
+}
+
 template <class Kind>
 std::shared_ptr<Kind> Cache::holding(const std::string& key, const std::shared_ptr<Tenant>& tenant) {
   auto& entry = holdings_[key];
@@ -70,10 +82,7 @@ std::shared_ptr<Kind> Cache::holding(const std::string& key, const std::shared_p
     entry = std::make_shared<Kind>();
     entry->key = key;
     entry->tenant = tenant;
-  } else if (entry->tenant != tenant) {  // its tenant was forgotten and has come back
-    if (entry->tenant) entry->tenant->held -= entry->counted;
-    entry->tenant = tenant;
-    if (tenant) tenant->held += entry->counted;
+    tenant->holdings.insert(entry.get());
   }
   touch(*entry);
   return std::static_pointer_cast<Kind>(entry);
@@ -108,9 +117,7 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
   if (fresh->tenant) ++fresh->tenant->running;
   if (fresh->session) ++fresh->session->running;
   if (fresh->group) ++fresh->group->running;
-  fresh->learned = fresh->shared    ? learned_of(*fresh->tenant)
-                   : fresh->session ? learned_of(*fresh->session)
-                                    : std::make_shared<Learned>(settings_, kRequestBits);
+  fresh->learned = learned_of(*fresh);
   // The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
   const bool continues = fresh->session && !settings_.fixed;
   const std::size_t kept = continues ? common_prefix(prompt, fresh->session->last) : 0;

@@ -20,6 +20,7 @@ inline constexpr std::size_t kIndexPerCall = 1024;  // places indexed in one cal
 inline constexpr std::size_t kEvictPerCall = 64;    // sessions, groups or documents evicted in one call
 inline constexpr std::size_t kMaxTenants = 4096;    // held at a time; beyond that the least recently used one goes
 inline constexpr std::size_t kMaxLearners = 64;     // tenants that keep what they learned, 2 MB each
+inline constexpr std::uint64_t kLearnerRest = 1024;  // ticks without use after which one of them gives way to another
 
 struct Turn {
   std::size_t kept = 0;
@@ -107,6 +108,7 @@ class Cache {
   bool forget_oldest_tenant();
   std::shared_ptr<Learned> learned_of(Tenant& tenant);
   std::shared_ptr<Learned> learned_of(Session& session);
+  std::shared_ptr<Learned> learned_of(const Request& request);
   std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   template <class Kind>

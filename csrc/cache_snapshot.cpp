@@ -1,7 +1,7 @@
 // Saving and loading a whole cache. snapshot.hpp has the file's layout; here is what its sections hold:
 //   cache    vocabulary, tick, number of tenants, number of holdings
 //   tenant   key, tick of last use, what was learned or nothing, corpus           (in order of their keys)
-//   session  key, tenant, tick, last context, what was learned or nothing, text   (sessions and groups, least
+//   session  key, tenant, tick, what was learned or nothing, last context, text   (sessions and groups, least
 //   group    key, tenant, tick, corpus                                             recently used first)
 #include <stdexcept>
 
@@ -17,17 +17,15 @@ void save_learned(SnapshotWriter& writer, const Learned* learned) {
   writer.array(learned ? learned->judge.bytes() : std::span<const std::byte>());
 }
 
-// Forgets `learned` where nothing was saved. What is of another size was learned under other settings: then learning
-// starts anew.
-void load_learned(SnapshotReader& reader, std::shared_ptr<Learned>& learned) {
+// Null where nothing was saved. What is of another size was learned under other settings: then learning starts anew.
+std::shared_ptr<Learned> load_learned(SnapshotReader& reader, const PolicySettings& settings, unsigned bits) {
   const auto table = reader.array<std::byte>();
   const auto judge = reader.array<std::byte>();
-  if (table.empty()) {
-    learned.reset();
-    return;
-  }
+  if (table.empty()) return nullptr;
+  auto learned = std::make_shared<Learned>(settings, bits);
   learned->table.load(table);
   learned->judge.load(judge);
+  return learned;
 }
 
 void settle(Corpus& corpus) {
@@ -60,14 +58,12 @@ void Corpus::load(SnapshotReader& reader) {
 
 void Session::save(SnapshotWriter& writer) const {
   writer.array(std::span<const Token>(last));
-  save_learned(writer, learned.get());
   text.save(writer);
 }
 
 void Session::load(SnapshotReader& reader) {
   const auto context = reader.array<Token>();
   last.assign(context.begin(), context.end());
-  load_learned(reader, learned);
   text.load(reader);
 }
 
@@ -101,6 +97,7 @@ void Cache::save(const std::string& path) {
     writer.string(holding->key);
     writer.string(holding->tenant->key);
     writer.number(holding->used);
+    if (holding->key.front() == 's') save_learned(writer, static_cast<const Session&>(*holding).learned.get());
     holding->save(writer);
   }
   writer.commit();
@@ -125,9 +122,8 @@ void Cache::load(const std::string& path) {
     tenants_by_use_.erase(loaded->used);
     loaded->used = reader.number();
     tenants_by_use_[loaded->used] = loaded.get();
-    learned_of(*loaded);
-    load_learned(reader, loaded->learned);
-    if (!loaded->learned) --learners_;
+    loaded->learned = load_learned(reader, settings_, kTenantBits);
+    learners_ += loaded->learned != nullptr;
     loaded->corpus.load(reader);
     count(*loaded);
   }
@@ -140,20 +136,19 @@ void Cache::load_holding(SnapshotReader& reader) {
   const std::string key = reader.string();
   const std::string owner = reader.string();
   if (key.empty() || holdings_.contains(key)) reader.damaged("a session or group is there twice");
-  const auto known = tenants_.find(owner);
-  const auto of = known != tenants_.end() ? known->second : tenant(&owner);
+  if (!tenants_.contains(owner)) reader.damaged("a session or group belongs to an unknown tenant");
+  const auto of = tenants_.at(owner);
   const std::string name = key.substr(1);
   std::shared_ptr<Holding> loaded;
   if (is_session) {
-    const auto of_name = session(&name, of);
-    learned_of(*of_name);
-    loaded = of_name;
+    loaded = session(&name, of);
   } else {
     loaded = holding<Group>(key, of);
   }
   by_use_.erase(loaded->used);
   loaded->used = reader.number();
   by_use_[loaded->used] = loaded;
+  if (is_session) static_cast<Session&>(*loaded).learned = load_learned(reader, settings_, kSessionBits);
   loaded->load(reader);
   count(*loaded);
 }

@@ -17,10 +17,8 @@ void Cache::count(Holding& holding) {
   const Size now = holding.size();
   held_ -= holding.counted;
   held_ += now;
-  if (holding.tenant) {
-    holding.tenant->held -= holding.counted;
-    holding.tenant->held += now;
-  }
+  holding.tenant->held -= holding.counted;
+  holding.tenant->held += now;
   holding.counted = now;
 }
 
@@ -37,7 +35,8 @@ void Cache::count(Tenant& tenant) {
 
 void Cache::drop(const std::shared_ptr<Holding>& holding) {
   held_ -= holding->counted;
-  if (holding->tenant) holding->tenant->held -= holding->counted;
+  holding->tenant->held -= holding->counted;
+  holding->tenant->holdings.erase(holding.get());
   holding->counted = {};
   holding->gone = true;
   by_use_.erase(holding->used);
@@ -89,20 +88,19 @@ bool Cache::evict_one(Tenant* only) {
   return true;
 }
 
-// Forgets what the least recently used tenant shared and learned, unless a request of it is running. Its sessions go as
-// sessions do. Returns whether there was one to forget.
+// Forgets the least recently used tenant of which no request is running, with its sessions and groups. Returns whether
+// there was one.
 bool Cache::forget_oldest_tenant() {
   const auto idle = std::find_if(tenants_by_use_.begin(), tenants_by_use_.end(),
                                  [](const auto& entry) { return entry.second->running == 0; });
   if (idle == tenants_by_use_.end() || std::next(idle) == tenants_by_use_.end()) return false;
   Tenant& tenant = *idle->second;
+  while (!tenant.holdings.empty()) drop(holdings_.at((*tenant.holdings.begin())->key));
   held_ -= tenant.counted;
   corpora_ -= tenant.counted;
-  tenant.held -= tenant.counted;
-  tenant.counted = {};
   if (tenant.learned) --learners_;
   tenants_by_use_.erase(idle);
-  tenants_.erase(tenants_.find(tenant.key));  // sessions may still hold it
+  tenants_.erase(tenants_.find(tenant.key));
   return true;
 }
 
@@ -120,8 +118,8 @@ void Cache::remove_session(const std::string& session_key, const std::string* te
     tenant = found->second;
     tenant->corpus.drop_session(key);
     count(*tenant);
-    for (const auto& [name, holding] : holdings_) {
-      if (name.front() != 's' && holding->tenant == tenant) groups.push_back(std::static_pointer_cast<Group>(holding));
+    for (const Holding* holding : tenant->holdings) {
+      if (holding->key.front() != 's') groups.push_back(std::static_pointer_cast<Group>(holdings_.at(holding->key)));
     }
     for (const auto& group : groups) {
       group->corpus.drop_session(key);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "corpus.hpp"
@@ -25,6 +26,8 @@ struct Size {
   Size& operator-=(Size other) { return tokens -= other.tokens, bytes -= other.bytes, *this; }
 };
 
+struct Holding;
+
 // What all sessions of one tenant share: finished responses and what was learned about drafts.
 struct Tenant {
   std::string key;
@@ -34,6 +37,7 @@ struct Tenant {
   std::size_t running = 0;           // requests that draft from it: then it stays
   Size counted;                      // of the corpus
   Size held;                         // of the corpus and of its sessions and groups
+  std::unordered_set<Holding*> holdings;
 };
 
 // What can be evicted as a whole: a session or a group.
