@@ -78,8 +78,8 @@ class AgentClient:
     def session(self, session_id: str | None = None, *, group: str | None = None) -> Session:
         """The session with this id, with the messages that the store has of it; a new one without an id.
 
-        group: what several sessions answer, an RL problem for instance; on a server with a tenant they draft from
-        each other's answers first. It is not stored: name it again in another process.
+        group: what several sessions answer, an RL problem for instance; they draft from each other's answers first.
+        It is not stored: name it again in another process.
         Sessions of one id and client share their messages and their group. Raises InvalidSessionError for an id
         that is empty, longer than 256 characters or has control characters.
         """

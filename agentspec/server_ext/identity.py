@@ -1,4 +1,4 @@
-"""Whose a request is: what it drafts from, and who drafts from it.
+"""Tell what a request drafts from, and who drafts from it.
 
 A request says its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
 ``vllm_xargs.session_id``), its group by ``vllm_xargs.group_id``, and may narrow its scope by
@@ -7,7 +7,8 @@ the principal. The principal is the API key that vLLM checked; without keys all 
 prefix cache. ``cache_salt`` and the LoRA adapter separate further, again as in the prefix cache.
 
 The API server writes what it found out about the caller into the request's ``extra_args``, over whatever the caller
-wrote there (``tag_request``); the engine reads it (``identify``).
+wrote there (``tag_request``); the engine reads it (``identify``). A request that reaches the engine without that, or
+whose caller showed no key where others must, drafts from its own text alone.
 """
 
 import hashlib
@@ -27,6 +28,9 @@ SCOPE_KEY = "agentspec_scope"
 CALLER_KEY = "agentspec_caller"
 """Entry of ``extra_args``: [principal, cache salt], each a digest or empty. What a caller writes there is removed."""
 
+NO_KEY = "?"
+"""Principal of a caller without a key on a server that checks keys: some paths of vLLM are open to all."""
+
 _DIGEST = "[0-9a-f]{32}"
 _LOOKS_QUALIFIED = re.compile(f"{_DIGEST}/")
 _NOBODY = "0" * 32
@@ -34,11 +38,11 @@ _NOBODY = "0" * 32
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a request draws on and gives to, as the cache and the store name it.
+    """Names what a request draws on and gives to, for the cache and the store.
 
-    tenant: who shares; None is the one that all requests without keys, salts and adapters are. session, group: unique
-    within the server, whoever's they are; None is none. scope: how much of it the request uses. session_name: the
-    session as its caller named it.
+    tenant: who shares. All requests without keys, salts and adapters have None, which is a tenant too. session, group:
+    unique within the server, whoever named them; None: the request has none. scope: how much of this it uses.
+    session_name: the session as its caller named it.
     """
 
     tenant: str | None = None
@@ -59,8 +63,8 @@ def tag_request(
     session_id: str | None = None,
     principal: str | None = None,
     cache_salt: str | None = None,
-) -> dict[str, Any] | None:
-    """Return a request's ``extra_args`` with its session and its caller; None when there is nothing to carry.
+) -> dict[str, Any]:
+    """Return a request's ``extra_args`` with its session and its caller.
 
     session_id: given by body or header; it wins over the one in ``extra_args``. principal: of ``principal_of``.
     Raises InvalidSessionError for an unusable id or scope.
@@ -69,9 +73,8 @@ def tag_request(
     if session_id is not None:
         tagged[SESSION_KEY] = session_id
     _check(tagged)
-    if principal is not None or cache_salt is not None:
-        tagged[CALLER_KEY] = [principal or "", "" if cache_salt is None else _digest("salt", cache_salt)]
-    return tagged or None
+    tagged[CALLER_KEY] = [principal or "", "" if cache_salt is None else _digest("salt", cache_salt)]
+    return tagged
 
 
 def identify(
@@ -84,7 +87,7 @@ def identify(
     """Return the identity of a request that ``tag_request`` has seen.
 
     tenant, scope: the server's. adapter: the LoRA adapter that the request runs with. The narrower of both scopes
-    holds. Unusable ids count as none and an unusable scope as "none", never as an error.
+    holds. Unusable ids count as none, an unusable scope or caller as scope "none"; no value is an error.
     """
     extra = dict(extra_args or {})
     asked = extra.get(SCOPE_KEY, scope)
@@ -94,7 +97,9 @@ def identify(
         _check({key: extra.get(key) for key in (SESSION_KEY, GROUP_KEY)})
     except InvalidSessionError:
         extra[SESSION_KEY] = extra[GROUP_KEY] = None
-    principal, salt = extra.get(CALLER_KEY) or ("", "")
+    principal, salt = _caller(extra.get(CALLER_KEY))
+    if principal == NO_KEY:
+        asked = "none"
     apart = _joined(salt or None, adapter)
     owner = _joined(principal or None, apart)
     session = extra.get(SESSION_KEY)
@@ -134,13 +139,20 @@ def _check(extra: Mapping[str, Any]) -> None:
         raise InvalidSessionError(f"{SCOPE_KEY} must be one of {', '.join(SCOPES)}, got {asked!r}")
 
 
+def _caller(tag: object) -> tuple[str, str]:
+    """Return the principal and the salt of a tag; NO_KEY where ``tag_request`` did not write it."""
+    if isinstance(tag, list | tuple) and len(tag) == 2 and all(isinstance(part, str) for part in tag):
+        return tag[0], tag[1]
+    return NO_KEY, ""
+
+
 def _joined(*parts: str | None) -> str | None:
-    """One digest for several parts; None where there are none."""
+    """Return one digest for several parts, or None where there are none."""
     return None if all(part is None for part in parts) else _digest(*parts)
 
 
 def _qualified(owner: str | None, name: str | None) -> str | None:
-    """A name within its owner's names, so that no other owner's can be the same, whatever callers choose."""
+    """Return a name that no other owner's can equal, whatever callers choose."""
     if name is None:
         return None
     if owner is None:

@@ -20,7 +20,7 @@ _TOKENS_PER_STEP = 16_384
 
 
 class Persistence:
-    """Between the trees of one engine and one namespace of the store. tenant: the one that the operator named."""
+    """Moves turns between an engine's cache and one namespace of the store. tenant: the one that the operator named."""
 
     def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
         self._tenant = tenant
@@ -51,7 +51,7 @@ class Persistence:
         )
 
     def want(self, cache: SuffixCache, identity: Identity) -> None:
-        """Ask for the stored turns of a request's session if the trees don't have them."""
+        """Ask for the stored turns of a request's session if the cache doesn't have them."""
         session = identity.session
         if session is None or identity.scope == "none" or session in self._own:
             return

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 Int32 = NDArray[np.int32]
 T = TypeVar("T")
 
+_LEAST_SHARED = 2
+"""Tokens of the shortest response without a session that is kept. Beam search makes a request of each token."""
+
 _MODEL_FAILURES = 5
 """So many errors of the draft model, and it is not asked again."""
 
@@ -138,7 +141,11 @@ class Proposer:
         self._given_up.discard(request_id)
         self.hybrid.forget(request_id)
         self._leave_batch()
-        if self._running.pop(request_id, None) is None:
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        if running.identity.session is None and (output_limit or 0) < _LEAST_SHARED:
+            self._drop(request_id)
             return
         try:
             turn = self.cache.finish(request_id, output_limit=output_limit)
@@ -329,10 +336,14 @@ class Proposer:
         self._given_up.add(request_id)
         self._leave_batch()
         if self._running.pop(request_id, None) is not None:
-            try:
-                self.cache.abort(request_id)
-            except Exception:
-                logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Take the request out of the cache and keep nothing of it."""
+        try:
+            self.cache.abort(request_id)
+        except Exception:
+            logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
 
     def _count_error(self, where: str, error: Exception) -> None:
         self.metrics.counters[f"errors_{where}"] += 1

@@ -28,7 +28,7 @@ class RecordsSource(Section):
 
 
 class StoreSource(Section):
-    """Sessions that ``agentspec serve`` has recorded."""
+    """Sessions that ``agentspec serve`` has recorded and that all callers of ``tenant`` share: all without API keys."""
 
     type: Literal["store"]
     url: str

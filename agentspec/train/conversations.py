@@ -91,10 +91,15 @@ def from_calls(calls: Iterable[Call]) -> list[Conversation]:
     return joiner.conversations()
 
 
-def from_store(store: Store, namespace: str, newest: int | None) -> list[Conversation]:
-    """Conversations of one log. A turn whose context the log does not have from its beginning is left out."""
+def from_store(store: Store, namespace: str, newest: int | None, tenant: str | None = None) -> list[Conversation]:
+    """Return the conversations of one log that all of its tenant's callers share.
+
+    tenant: the one that the operator named. Turns of other tenants in the log (an API key's own, a cache salt's, a LoRA
+    adapter's), turns under scope "session", and turns whose context the log does not have from its beginning are left
+    out.
+    """
     joiner = Joiner()
-    for session, prompt, response in _stored_calls(store, namespace, newest):
+    for session, prompt, response in _stored_calls(store, namespace, newest, tenant):
         joiner.add(session, prompt, response)
     return joiner.conversations()
 
@@ -107,7 +112,9 @@ def cut(conversation: Conversation, max_length: int) -> Conversation:
     return Conversation(conversation.session, conversation.tokens[: whole[-1][1] if whole else 0], whole)
 
 
-def _stored_calls(store: Store, namespace: str, newest: int | None) -> Iterator[tuple[str, Int32, Int32]]:
+def _stored_calls(
+    store: Store, namespace: str, newest: int | None, tenant: str | None
+) -> Iterator[tuple[str, Int32, Int32]]:
     chains: dict[str, Chain] = {}
     contexts: dict[str, Int32] = {}
     for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
@@ -117,12 +124,13 @@ def _stored_calls(store: Store, namespace: str, newest: int | None) -> Iterator[
         if not isinstance(record, TurnRecord):
             chain.lose()  # damaged: what its session says next may hang in the air
             continue
+        shared = record.scope != "session" and record.tenant in (None, tenant)
         linked = chain.link(record)
         context = contexts.get(name, np.empty(0, np.int32))[: linked.kept]
         prompt = np.concatenate([context, linked.prompt_tail])
         if not alone:
             contexts[name] = np.concatenate([prompt, linked.response])
-        if chain.missing == 0:
+        if chain.missing == 0 and shared:
             yield name, prompt, linked.response
 
 

@@ -89,9 +89,8 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
     store = open_store(source.url)
     try:
-        return from_store(
-            store, namespace(model_name(name), tokenizer_fingerprint(name, None), source.tenant), source.newest
-        )
+        key = namespace(model_name(name), tokenizer_fingerprint(name, None), source.tenant)
+        return from_store(store, key, source.newest, source.tenant)
     finally:
         store.close()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.identity import Identity, tag_request
 from agentspec.server_ext.proposer import Step
 from agentspec.server_ext.vllm_adapter.batch import BatchReader
 
@@ -30,7 +30,9 @@ class Runner:
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:
-            params = SamplingParams(max_tokens=max_tokens, extra_args={"session_id": f"of-{name}"}, stop_token_ids=[7])
+            params = SamplingParams(
+                max_tokens=max_tokens, extra_args=tag_request({"session_id": f"of-{name}"}), stop_token_ids=[7]
+            )
             self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
             self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
             self.input_batch.req_ids.append(name)

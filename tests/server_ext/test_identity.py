@@ -6,7 +6,7 @@ import pytest
 
 from agentspec.cache import Scope
 from agentspec.errors import InvalidSessionError
-from agentspec.server_ext.identity import CALLER_KEY, Identity, identify, principal_of, tag_request, who_shares
+from agentspec.server_ext.identity import CALLER_KEY, NO_KEY, Identity, identify, principal_of, tag_request, who_shares
 
 ADA, BOB = principal_of("key-ada"), principal_of("key-bob")
 
@@ -29,11 +29,10 @@ def request(
 class TestTagging:
     def test_body_or_header_wins_over_xargs(self) -> None:
         tagged = tag_request({"session_id": "xargs", "k": 1}, session_id="header")
-        assert tagged == {"session_id": "header", "k": 1}
+        assert tagged == {"session_id": "header", "k": 1, CALLER_KEY: ["", ""]}
 
-    def test_nothing_given_is_nothing_carried(self) -> None:
-        assert tag_request(None) is None
-        assert identify(None) == Identity()
+    def test_nothing_given_is_the_tenant_of_all(self) -> None:
+        assert identify(tag_request(None)) == Identity()
 
     @pytest.mark.parametrize("bad", ["", "a\nb", "\x00", "x" * 257, "tab\there"])
     def test_an_unprintable_or_long_id_is_refused(self, bad: str) -> None:
@@ -65,7 +64,15 @@ class TestTagging:
 
     def test_the_engine_side_never_raises(self) -> None:
         assert identify({"session_id": "a\nb"}).session is None
-        assert identify({"session_id": "s", "agentspec_scope": "?"}).scope == "none"
+        assert identify({**tag_request(None), "agentspec_scope": "?"}).scope == "none"
+
+    @pytest.mark.parametrize("tag", [None, "abc", [], ["x"], [1, 2], ["a", "b", "c"], {"a": 1}, 5])
+    def test_a_request_without_a_proper_tag_shares_nothing(self, tag: object) -> None:
+        assert identify({"session_id": "s", CALLER_KEY: tag}).scope == "none"
+
+    def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
+        for tenant in (None, "acme"):
+            assert request(principal=NO_KEY, tenant=tenant).scope == "none"
 
 
 class TestWithoutATenant:

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from agentspec.cache import FinishedTurn
+from agentspec.cache import FinishedTurn, Scope
 from agentspec.cache.store import SQLiteStore, namespace
 from agentspec.server_ext.persistence import Persistence
 from agentspec.train.conversations import Conversation, Joiner, cut, from_records, from_store
@@ -69,12 +70,26 @@ def test_the_store_gives_back_what_was_served(tmp_path: Path) -> None:
             FinishedTurn(tenant="acme", session=session, kept=kept, prompt_tail=tail, response=response, group=None)
         )
     persistence.close()
-    assert shown(from_store(SQLiteStore(tmp_path / "log.db"), KEY, None)) == [
+    assert shown(from_store(SQLiteStore(tmp_path / "log.db"), KEY, None, "acme")) == [
         ("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], ((3, 5), (6, 9))),
         ("a", [1, 2, 1, 1, 2, 2], ((4, 6),)),
         ("b", [7, 7, 8, 8, 8], ((2, 5),)),
         ("(none) 3", [5, 6, 7], ((1, 3),)),
     ]
+
+
+@pytest.mark.parametrize(("named", "tenants"), [(None, [None]), ("acme", [None, "acme"])])
+def test_what_callers_do_not_share_is_left_out(tmp_path: Path, named: str | None, tenants: list[str | None]) -> None:
+    store = SQLiteStore(tmp_path / "log.db")
+    persistence = Persistence(store, KEY, named, preload=0)
+    scopes: tuple[Scope, ...] = ("tenant", "session")  # under "none" nothing is written
+    for number, tenant in enumerate((None, "acme", "an API key's own")):
+        for scope in scopes:
+            persistence.save(FinishedTurn(tenant, f"{tenant} {scope}", 0, ids(number), ids(number, 5), None, scope))
+    persistence.close()
+    found = from_store(SQLiteStore(tmp_path / "log.db"), KEY, None, named)
+    wanted = [f"{tenant} {scope}" for tenant in tenants for scope in scopes[:1]]
+    assert sorted(session for session, _, _ in shown(found)) == sorted(wanted)
 
 
 def test_a_turn_without_the_beginning_of_its_context_is_left_out(tmp_path: Path) -> None:
@@ -86,8 +101,8 @@ def test_a_turn_without_the_beginning_of_its_context_is_left_out(tmp_path: Path)
         )
     persistence.close()
     store = SQLiteStore(tmp_path / "log.db")
-    assert [text for _, text, _ in shown(from_store(store, KEY, 2))] == [[9, 9, 9]]
-    assert [text for _, text, _ in shown(from_store(store, KEY, None))] == [[1, 2, 3, 4, 5, 6, 7], [9, 9, 9]]
+    assert [text for _, text, _ in shown(from_store(store, KEY, 2, "acme"))] == [[9, 9, 9]]
+    assert [text for _, text, _ in shown(from_store(store, KEY, None, "acme"))] == [[1, 2, 3, 4, 5, 6, 7], [9, 9, 9]]
 
 
 def test_cut_keeps_whole_responses() -> None:

@@ -1,4 +1,4 @@
-"""Which log a token belongs to: tokens of another model, tokenizer or tenant can never be drafted from."""
+"""Names logs and frames what is hashed: tokens of another model or tokenizer can never be drafted from."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ SCHEMA = "agentspec-log-1"
 
 
 def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
-    """The log of a model, a tokenizer and a tenant, as 40 hexadecimal digits.
+    """Return the name of a log, as 40 hexadecimal digits: that of a model, a tokenizer and the tenant of a server.
+
+    Where the operator named no tenant, the records say whose they are (``TurnRecord.tenant``).
 
     ``tokenizer`` must identify the vocabulary itself (a digest of its files, not its path). ``tenant`` None differs
     from every named tenant. BLAKE2b over length-framed parts, so no two triples share the hashed bytes.

@@ -160,7 +160,7 @@ def end_tokens(params: Any) -> set[int]:
 
 
 def _adapter_name(lora_request: Any) -> str | None:
-    """The name and the place of a LoRA adapter: a name alone may be given to another one later."""
+    """Return name and place of a LoRA adapter: the name alone may be given to another one later."""
     return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
 
 

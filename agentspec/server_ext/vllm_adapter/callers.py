@@ -1,4 +1,4 @@
-"""Who sent a request and which session it belongs to, on their way from the API server to the worker.
+"""Carries who sent a request, and its session, from the API server to the worker.
 
 vLLM's ``session_id`` ends in the engine core, and the API key in the middleware that checks it; only
 ``SamplingParams.extra_args`` reaches the worker. Everything here runs in the API server's process.
@@ -10,16 +10,16 @@ from contextvars import ContextVar
 from typing import Any
 
 from agentspec.errors import InvalidSessionError
-from agentspec.server_ext.identity import SESSION_KEY, principal_of, tag_request
+from agentspec.server_ext.identity import NO_KEY, principal_of, tag_request
 from agentspec.server_ext.vllm_launch import PROPOSER_PATH
 
 _PRINCIPAL = "agentspec_principal"
 _principal: ContextVar[str | None] = ContextVar(_PRINCIPAL, default=None)
-"""Of the HTTP request that is being handled; None where vLLM checks no keys."""
+"""The principal of the HTTP request that is being handled; None where vLLM checks no keys."""
 
 
 def carry_callers() -> None:
-    """Wrap the middleware that checks API keys and the step that makes engine requests; again changes nothing."""
+    """Wrap the middleware that checks API keys, and what makes engine requests. A second call does nothing."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -32,18 +32,18 @@ def carry_callers() -> None:
 
 
 def uses_agentspec(vllm_config: Any) -> bool:
-    """Whether this engine drafts with agentspec."""
+    """Return whether this engine drafts with agentspec."""
     spec = vllm_config.speculative_config
     return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER_PATH
 
 
 def _wrap_authentication(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Remember the principal while a request with a good key is handled."""
+    """Remember the principal while a request is handled. vLLM installs the middleware only where it checks keys."""
     from starlette.datastructures import Headers
 
     @functools.wraps(call)
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> None:
-        principal = None
+        principal = NO_KEY
         if scope["type"] in ("http", "websocket"):
             headers = Headers(scope=scope)
             if self.verify_token(headers):
@@ -91,7 +91,7 @@ def _wrap_inputs(process: Callable[..., Any]) -> Callable[..., Any]:
                     cache_salt=request.cache_salt,
                 )
             except InvalidSessionError as error:  # vLLM answers 400 only to its own kind
-                raise VLLMValidationError(str(error), parameter=SESSION_KEY) from error
+                raise VLLMValidationError(str(error)) from error
         return request
 
     return process_inputs
