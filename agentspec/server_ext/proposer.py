@@ -144,7 +144,7 @@ class Proposer:
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        if running.identity.session is None and (output_limit or 0) < _LEAST_SHARED:
+        if running.identity.session is None and output_limit is not None and output_limit < _LEAST_SHARED:
             self._drop(request_id)
             return
         try:
