@@ -10,7 +10,8 @@ scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
            STEP_MULTIPLE times as long as one without drafts. That step takes ``a`` seconds, a draft token adds ``b``,
            and the price of a token is ``cost = b * rows / a``; so ``a + b * d = STEP_MULTIPLE * a`` is
-           ``d = (STEP_MULTIPLE - 1) * rows / cost``.
+           ``d = (STEP_MULTIPLE - 1) * rows / cost``. Where the price is measured, ``cost`` is a cautious one
+           (``StepCost.cautious_cost``): the limit starts at a token a row and grows with what was measured.
 
 Drafts that exceed the budget are cut where they are worth least: the tokens with the highest chance of being accepted,
 which is the product of the probabilities along the draft, stay. It falls along a draft, so what stays of it is its

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
+from agentspec.server_ext.draft_budget import STEP_MULTIPLE, DraftBudget, EngineLimits
 from agentspec.server_ext.hybrid import Hybrid, StepModel, TreeDrafts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
@@ -196,7 +196,7 @@ class Proposer:
         limit = self.settings.disable_by_batch_size
         if limit is not None and len(ids) > limit:
             step.room, model = np.zeros_like(step.room), None
-        budget = self.budget.tokens(len(ids), cost)
+        budget = self.budget.tokens(len(ids), self._cautious_cost(len(ids)))
         step.room = self.budget.room(step.room, budget)
         begin = time.perf_counter_ns()
         drafts, improved = self._draft(step, model, cost)
@@ -246,6 +246,10 @@ class Proposer:
             self.step_cost.observe(rows, step.drafted, step.seconds - self.hybrid.seconds)
         self.hybrid.seconds = 0.0
         return self.step_cost.cost(rows) if self.settings.cost is None else self.settings.cost
+
+    def _cautious_cost(self, rows: int) -> float:
+        """Return the price that bounds how long a step may last: the one that was set, or a cautious measured one."""
+        return self.step_cost.cautious_cost(rows, STEP_MULTIPLE) if self.settings.cost is None else self.settings.cost
 
     def _propose_known(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""

@@ -284,7 +284,7 @@ def test_the_given_price_goes_with_every_step() -> None:
 def test_the_price_is_measured_where_none_is_given() -> None:
     batch = Batch()
     for number in range(150):
-        drafted = number % 3 % 2
+        drafted = number % 3
         batch.step(("0",), drafted=drafted, seconds=0.01 + 0.001 * drafted)
     assert batch.costs[0] == DEFAULT_COST
     assert batch.costs[-1] == pytest.approx(0.1, rel=0.1)

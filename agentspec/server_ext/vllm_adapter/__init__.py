@@ -4,6 +4,7 @@
 ``batch``         a step read out of the model runner, once every decode step
 ``hooks``         the methods of vLLM's model runner that are wrapped
 ``empty_steps``   those of them that keep a step without drafts cheap
+``greedy_steps``  greedy verification without copies of the logits, on CPUs
 ``graphs``        CUDA graphs for steps without drafts and for ragged ones
 ``runner``        what the wrapped methods ask of a drafter
 ``forward``       what vLLM hands over after a step, and what a draft model there has to offer

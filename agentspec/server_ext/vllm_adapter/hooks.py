@@ -8,7 +8,7 @@ ends. Three wraps mend that:
 ``_input_fits_in_drafter``     near ``max_model_len`` vLLM would skip the whole batch; drafts are cut per row instead
 
 Three more, in ``empty_steps``, keep a step without any draft as cheap as in vLLM without speculation, and ``graphs``
-lets it run the same CUDA graphs.
+lets it run the same CUDA graphs. On CPUs ``greedy_steps`` spares greedy verification its copies of the logits.
 Everything else stays vLLM's: scheduling, verification, sampling.
 """
 
@@ -20,6 +20,7 @@ from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.vllm_adapter.empty_steps import wrap_metadata, wrap_sample, wrap_take
 from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.graphs import patch_graph_dispatch
+from agentspec.server_ext.vllm_adapter.greedy_steps import patch_greedy_verification
 from agentspec.server_ext.vllm_adapter.runner import drafter_of
 
 
@@ -42,6 +43,7 @@ def install_hooks() -> None:
             raise UnsupportedEngineError(f"this vLLM has no GPUModelRunner.{name}; see the supported versions")
         setattr(GPUModelRunner, name, wrap(method))
     patch_graph_dispatch(GPUModelRunner)
+    patch_greedy_verification()
     GPUModelRunner._agentspec_hooked = True
 
 

@@ -1,0 +1,156 @@
+"""Greedy verification without copies gives what vLLM's rejection sampler gives, and stays out where it could not."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.cpu_triton_utils import _rejection_greedy_sample_kernel_impl
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from agentspec.server_ext.vllm_adapter.greedy_steps import _wrap_forward, only_argmax_decides, verified
+
+VOCABULARY = 50
+
+
+class Engine:
+    """What of vLLM's rejection sampler is looked at."""
+
+    synthetic_mode = False
+    sampler = Sampler
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("vLLM's own verification was called")
+
+
+verify = _wrap_forward(never)
+current_platform.import_kernels()
+
+
+def sampling(rows: int, **changes: Any) -> SamplingMetadata:
+    """Plain greedy requests."""
+    none = torch.zeros(rows)
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none + 1,
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(processors()),
+    )
+    return replace(metadata, **changes)
+
+
+def processors() -> list[Any]:
+    """vLLM's own that may change the largest logit, without a request to serve."""
+    bias = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    # The constructor wants a whole vLLM configuration.
+    min_tokens = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)
+    min_tokens.min_toks = {}
+    return [bias, min_tokens]
+
+
+def verification(drafts: list[list[int]]) -> SpecDecodeMetadata:
+    """What vLLM's model runner says about the drafts of a step."""
+    metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+    ends = metadata.cu_num_sampled_tokens.tolist()
+    targets = [i for end, draft in zip(ends, drafts, strict=True) for i in range(end - len(draft) - 1, end - 1)]
+    metadata.target_logits_indices = torch.tensor(targets, dtype=torch.int32)
+    metadata.bonus_logits_indices = metadata.cu_num_sampled_tokens - 1
+    return metadata
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_accepts_what_vllm_accepts(seed: int) -> None:
+    """Drafts of 0 to 6 tokens, right up to some position."""
+    luck = random.Random(seed)
+    logits = torch.randn((100, VOCABULARY), generator=torch.Generator().manual_seed(seed))
+    best = logits.argmax(-1).tolist()
+    drafts: list[list[int]] = []
+    at = 0
+    for _ in range(luck.randint(1, 9)):
+        length = luck.randint(0, 6)
+        wrong = luck.randint(0, 8)
+        right = best[at : at + length]
+        drafts.append([token if i < wrong else (token + 1) % VOCABULARY for i, token in enumerate(right)])
+        at += length + 1
+    drafts.append([best[at]])  # vLLM never verifies a step without any draft here
+    metadata, logits = verification(drafts), logits[: at + 2]
+    theirs = torch.full((len(drafts), metadata.max_spec_len + 1), -1, dtype=torch.int32)
+    _rejection_greedy_sample_kernel_impl(
+        theirs,
+        metadata.cu_num_draft_tokens,
+        torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
+        logits[metadata.target_logits_indices].argmax(-1),
+        logits[metadata.bonus_logits_indices].argmax(-1),
+        None,
+        metadata.max_spec_len,
+    )
+    ours = verify(Engine, metadata, None, logits, sampling(len(drafts)))
+    assert ours.sampled_token_ids.tolist() == theirs.tolist()
+    assert ours.sampled_token_ids.dtype == theirs.dtype
+
+
+def test_a_row_ends_with_the_targets_own_choice() -> None:
+    metadata = verification([[4, 5, 6], [], [7]])
+    choices = torch.tensor([4, 9, 6, 1, 2, 7, 3])
+    assert verified(choices, metadata).tolist() == [[4, 9, -1, -1], [2, -1, -1, -1], [7, 3, -1, -1]]
+
+
+def test_half_precision_is_compared_as_vllm_compares_it() -> None:
+    metadata = verification([[1]])
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], dtype=torch.bfloat16)
+    ours = verify(Engine, metadata, None, logits, sampling(1))
+    assert ours.sampled_token_ids.tolist() == [[1, 0]]
+
+
+class Foreign:
+    """A processor that isn't vLLM's own."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+
+def busy(kind: str) -> Any:
+    """vLLM's processor with a request to serve."""
+    bias, min_tokens = processors()
+    bias.biases = {0: {1: 2.0}}
+    min_tokens.min_toks = {0: (3, [], {1}, False)}
+    return {"bias": bias, "min_tokens": min_tokens, "foreign": Foreign()}[kind]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"all_greedy": False},
+        {"no_penalties": False},
+        {"max_num_logprobs": 0},
+        {"logprob_token_ids": {0: [1]}},
+        {"bad_words_token_ids": {0: [[1]]}},
+        {"allowed_token_ids_mask": torch.zeros((1, VOCABULARY), dtype=torch.bool)},
+        {"logitsprocs": LogitsProcessors([busy("bias")])},
+        {"logitsprocs": LogitsProcessors([busy("min_tokens")])},
+        {"logitsprocs": LogitsProcessors([busy("foreign")])},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_where_more_than_the_largest_logit_matters_vllm_verifies(changes: dict[str, Any]) -> None:
+    assert only_argmax_decides(sampling(1))
+    assert not only_argmax_decides(sampling(1, **changes))
