@@ -99,7 +99,7 @@ nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Ch
   return proposed(std::move(drafts));
 }
 
-// One row a candidate, in the order of core.py's CandidateArrays.
+// One row a candidate, in the order of _native.pyi's CandidateArrays.
 nb::tuple candidates(Cache& cache, std::size_t slot) {
   const auto path = cache.candidates(slot);
   std::vector<std::int32_t> depths, tokens, lengths, counts;

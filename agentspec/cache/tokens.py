@@ -6,14 +6,41 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import Float64Array, Int32Array
-from agentspec.errors import InvalidInputError, InvalidTokenError
+from agentspec.cache.types import Budget, Float64Array, Int32Array
+from agentspec.errors import ConfigurationError, InvalidInputError, InvalidTokenError
 
 TokenIds = NDArray[np.integer] | Sequence[int]
 Rows = NDArray[np.integer] | Sequence[int]
 
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
+
+LimitNumbers = tuple[int, int, int, int, int, int]
+"""Tokens and bytes that the process, a tenant and a session may hold; 0: no limit."""
+
+
+def limit_numbers(
+    max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
+) -> LimitNumbers:
+    """Return the budgets as the core takes them.
+
+    Raises ConfigurationError, naming the budget, for anything but a positive integer or None (no limit).
+    """
+    tenant, session = per_tenant or Budget(), per_session or Budget()
+    names = (
+        "max_tokens",
+        "max_bytes",
+        "per_tenant.tokens",
+        "per_tenant.bytes",
+        "per_session.tokens",
+        "per_session.bytes",
+    )
+    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
+    for name, value in zip(names, values, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
+    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
+    return first, second, third, fourth, fifth, sixth
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:

@@ -5,7 +5,6 @@ import pytest
 
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError, UnknownRequestError
-from tests.cache.conftest import MakeCache
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
@@ -16,8 +15,8 @@ def step(cache: SuffixCache, text: list[int], room: int = 4, scheduled: int = 0)
     return cache.step(["r"], table, [2], [len(text)], [room], [scheduled])
 
 
-def test_step_equals_extend_and_propose(make_cache: MakeCache) -> None:
-    one, other = make_cache(), make_cache()
+def test_step_equals_extend_and_propose() -> None:
+    one, other = SuffixCache(), SuffixCache()
     for cache in (one, other):
         cache.start("r", PROMPT)
     text = list(PROMPT)
@@ -32,8 +31,8 @@ def test_step_equals_extend_and_propose(make_cache: MakeCache) -> None:
         assert got.match_lengths.tolist() == [expected.match_length]
 
 
-def test_step_counts_what_was_accepted(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_counts_what_was_accepted() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
     result = step(cache, [*PROMPT, 1, 2, 99], scheduled=4)
@@ -41,24 +40,24 @@ def test_step_counts_what_was_accepted(make_cache: MakeCache) -> None:
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
 
-def test_step_counts_only_what_was_scheduled(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_counts_only_what_was_scheduled() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     step(cache, PROMPT)
     result = step(cache, [*PROMPT, 1, 2], scheduled=1)
     assert result.accepted.tolist() == [[1, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0]]
 
 
-def test_step_without_new_tokens_judges_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_without_new_tokens_judges_nothing() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     first = step(cache, PROMPT)
     second = step(cache, PROMPT, scheduled=4)
     assert second.lists() == first.lists() and second.drafted.sum() == 0
 
 
-def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
-    cache, steady = make_cache(), make_cache()
+def test_skipped_steps_are_caught_up() -> None:
+    cache, steady = SuffixCache(), SuffixCache()
     for other in (cache, steady):
         other.start("r", PROMPT, scope="session")
     text = [*PROMPT, 1, 2, 3, 50, 51, 52, 1, 2]
@@ -68,29 +67,29 @@ def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
     assert cache.finish("r") is None  # no session to keep it for
 
 
-def test_prompt_known_in_part_is_completed(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_prompt_known_in_part_is_completed() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT[:5])
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_row_shorter_than_known_gets_no_draft(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_row_shorter_than_known_gets_no_draft() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     assert step(cache, PROMPT[:-3]).lists() == [[]]
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_illegal_token_in_a_row_costs_only_that_draft(make_cache: MakeCache) -> None:
-    cache = make_cache(vocab_size=100)
+def test_illegal_token_in_a_row_costs_only_that_draft() -> None:
+    cache = SuffixCache(vocab_size=100)
     cache.start("r", PROMPT)
     assert step(cache, [*PROMPT, 1, -1, 3]).lists() == [[]]
     assert step(cache, [*PROMPT, 1, 100]).lists() == [[]]
     assert step(cache, [*PROMPT, 1]).lists() == [[2, 3, 4, 5]]
 
 
-def test_array_is_read_in_place(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_array_is_read_in_place() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     table = np.zeros((1, 64), np.int32)
     table[0, : len(PROMPT)] = PROMPT
@@ -100,8 +99,8 @@ def test_array_is_read_in_place(make_cache: MakeCache) -> None:
         cache.step(["r"], np.zeros((64, 2), np.int32).T, [0], [1], [2], [0])
 
 
-def test_bad_arguments_change_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_bad_arguments_change_nothing() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     table = np.full((2, 64), 3, np.int32)
     bad = [
@@ -120,6 +119,6 @@ def test_bad_arguments_change_nothing(make_cache: MakeCache) -> None:
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_empty_batch(make_cache: MakeCache) -> None:
-    result = make_cache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
+def test_empty_batch() -> None:
+    result = SuffixCache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
     assert result.lists() == [] and result.accepted.shape == (0, 5)
