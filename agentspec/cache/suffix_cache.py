@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
-from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_step, as_tokens, limit_numbers
+from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_tokens, limit_numbers
 from agentspec.cache.types import (
     SCOPES,
     SOURCES,
@@ -211,11 +211,12 @@ class SuffixCache:
         *,
         cost: float | None = None,
     ) -> StepDrafts:
-        """One decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
+        """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] of them
         valid. What is new there is taken in (steps may be skipped), judges the previous draft, of which only the
         first scheduled[i] tokens were verified, and then at most room[i] tokens are drafted (0: none).
+        rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
         cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         A row with an illegal token, or shorter than what is known, is used up to there and gets no draft.
         Raises UnknownRequestError or InvalidInputError; then nothing has changed.
@@ -229,9 +230,8 @@ class SuffixCache:
         price = self._cost(cost)
         try:
             arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price)
-        except (TypeError, ValueError):  # it refuses, unchanged, what does not fit
-            checked = as_step(len(slots), tokens, rows, lengths, room, scheduled)
-            arrays = self._core.step(slots, tokens, *checked, price)
+        except ValueError as error:  # the core refuses bad arguments before it changes anything
+            raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:

@@ -121,29 +121,3 @@ def as_offers(
 
 def _form_of(value: object) -> str:
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def as_step(
-    count: int, tokens: Int32Array, rows: Rows, lengths: Rows, room: Rows, scheduled: Rows
-) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-    """The rows of a decode step of `count` requests as int32 [count].
-
-    Raises InvalidInputError if they are anything else, or do not fit the engine's token array.
-    """
-    row_of, length_of = as_int32(rows, "rows", count), as_int32(lengths, "lengths", count)
-    _check_table(tokens, row_of, length_of)
-    return row_of, length_of, as_int32(room, "room", count), as_int32(scheduled, "scheduled", count)
-
-
-def _check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
-        raise InvalidInputError("tokens: give the engine's token array, int32 [rows, columns]")
-    if not tokens.flags.c_contiguous:
-        raise InvalidInputError("tokens: the array must be C-contiguous; it is read in place, not copied")
-    if not len(rows):
-        return
-    row_list, length_list = rows.tolist(), lengths.tolist()  # for a batch's few numbers faster than numpy's own
-    if min(row_list) < 0 or max(row_list) >= tokens.shape[0]:
-        raise InvalidInputError(f"rows: indices must be from 0 to {tokens.shape[0] - 1}, got {row_list}")
-    if min(length_list) < 0 or max(length_list) > tokens.shape[1]:
-        raise InvalidInputError(f"lengths: must be from 0 to {tokens.shape[1]}, got {length_list}")

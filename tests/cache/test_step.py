@@ -1,5 +1,8 @@
 """The decode step: one call for the batch, reading the engine's array, whatever the engine did meanwhile."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -99,23 +102,73 @@ def test_array_is_read_in_place() -> None:
         cache.step(["r"], np.zeros((64, 2), np.int32).T, [0], [1], [2], [0])
 
 
-def test_bad_arguments_change_nothing() -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        lambda row: np.array(row, np.int64),
+        lambda row: np.array(row, np.uint8),
+        lambda row: np.repeat(np.array(row, np.int32), 2)[::2],
+        lambda row: [np.int64(number) for number in row],
+    ],
+)
+def test_rows_come_in_every_integer_form(form: Callable[[list[int]], Any]) -> None:
+    cache = SuffixCache()
+    for request in ("r", "q"):
+        cache.start(request, PROMPT)
+    table = np.array([PROMPT[:-1], PROMPT[1:]], np.int32)
+    cache.step(["r", "q"], table, form([0, 0]), form([3, 3]), form([0, 0]), form([0, 0]))
+    wide = np.array([[*PROMPT, 0, 0], [*PROMPT, 1, 2]], np.int32)
+    drafts = cache.step(["r", "q"], wide, form([1, 0]), form([26, 24]), form([2, 3]), form([0, 0]))
+    assert drafts.lists() == [[3, 4], [1, 2, 3]]
+
+
+TABLE = np.full((2, 64), 3, np.int32)
+BAD_STEPS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": TABLE.astype(np.int64)}, "tokens: .*int32"),
+    ({"tokens": TABLE.astype(np.float32)}, "tokens: .*int32"),
+    ({"tokens": TABLE.astype(np.dtype(">i4"))}, "tokens: .*int32"),
+    ({"tokens": TABLE[0]}, r"tokens: .*\[rows, columns\]"),
+    ({"tokens": TABLE.tolist()}, "tokens: "),
+    ({"tokens": TABLE[:, ::2]}, "C-contiguous"),
+    ({"tokens": TABLE[:0]}, "tokens: "),
+    ({"rows": [2]}, "rows: must be from 0 to 1, got 2"),
+    ({"rows": np.array([-1], np.int32)}, "rows: must be from 0 to 1, got -1"),
+    ({"lengths": [65]}, "lengths: must be from 0 to 64, got 65"),
+    ({"lengths": [-1]}, "lengths: .*-1"),
+    ({"lengths": [2**32 + 30]}, r"lengths\[0\] is 4294967326"),
+    ({"lengths": [2**70]}, r"lengths\[0\] is 1180591620717411303424"),
+    ({"rows": [0, 1]}, r"rows: give one integer a request \(1\), got 2"),
+    ({"rows": np.zeros((1, 1), np.int32)}, r"rows\[0\]"),
+    ({"lengths": [30.0]}, r"lengths\[0\] is 30.0"),
+    ({"lengths": np.array([30.0])}, r"lengths\[0\]"),
+    ({"room": []}, "room: give one integer a request"),
+    ({"room": [True]}, r"room\[0\] is True"),
+    ({"room": np.array([True])}, r"room\[0\]"),
+    ({"room": 4}, "room: .*int"),
+    ({"room": np.int32(4)}, "room: "),
+    ({"scheduled": None}, "scheduled: .*NoneType"),
+    ({"scheduled": "0"}, r"scheduled\[0\] is '0'"),
+    ({"scheduled": {0: 0}}, "scheduled: .*dict"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_STEPS)
+def test_bad_arguments_change_nothing(bad: dict[str, Any], message: str) -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
-    table = np.full((2, 64), 3, np.int32)
-    bad = [
-        (["r"], table.astype(np.int64), [0], [30], [4], [0]),
-        (["r"], table, [2], [30], [4], [0]),
-        (["r"], table, [0], [65], [4], [0]),
-        (["r"], table, [0], [-1], [4], [0]),
-        (["r"], table, [0, 1], [30], [4], [0]),
-        (["r"], table, [0], [30.0], [4], [0]),
-    ]
-    for arguments in bad:
-        with pytest.raises(InvalidInputError):
-            cache.step(*arguments)  # type: ignore[arg-type]
+    good: dict[str, Any] = {"tokens": TABLE, "rows": [0], "lengths": [30], "room": [4], "scheduled": [0]}
+    with pytest.raises(InvalidInputError, match=message):
+        cache.step(["r"], **{**good, **bad})
+    assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
+
+
+def test_an_unknown_request_changes_nothing() -> None:
+    cache = SuffixCache()
+    cache.start("r", PROMPT)
     with pytest.raises(UnknownRequestError, match="'x'"):
-        cache.step(["r", "x"], table, [0, 1], [30, 30], [4, 4], [0, 0])
+        cache.step(["r", "x"], TABLE, [0, 1], [30, 30], [4, 4], [0, 0])
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
