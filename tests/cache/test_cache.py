@@ -224,6 +224,7 @@ def test_sources_are_named() -> None:
 _WITHOUT_THE_CORE = """
 import sys
 sys.modules["agentspec.cache._native"] = None  # importing it fails, as where it was not built
+import agentspec.cli
 from agentspec import AgentClient
 from agentspec.cache.store import open_store
 try:

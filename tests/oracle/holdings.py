@@ -1,6 +1,7 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/corpus, holdings and eviction.
+Implemented by csrc/corpus, holdings and eviction. Not specified here: the core forgets the least recently used of more
+than 4,096 tenants, and what all but the 64 tenants used last learned.
 """
 
 from collections import deque
