@@ -26,7 +26,7 @@ check: $(VENV)/.built  ## ruff and mypy --strict
 sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
 	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
 
-fuzz: $(VENV)/.built  ## ten million random operations on the core and the reference side by side (hours)
+fuzz: $(VENV)/.built  ## ten million random operations on the core and its oracle side by side (hours)
 	$(BIN)/python -m tests.cache.fuzz --operations 10000000
 
 format:  ## let ruff rewrite the sources

@@ -83,7 +83,7 @@ class StoreVersionError(StoreError):
 
 
 class SnapshotError(AgentSpecError):
-    """A snapshot of the trees cannot be written, or is damaged, of another version or of another core."""
+    """A snapshot of the trees cannot be written, or is damaged or of another version."""
 
 
 class RecordError(AgentSpecError):

@@ -1,4 +1,4 @@
-// Python's view of Cache: arrays in, arrays out. The façade (suffix_cache.py) has checked every argument but step's.
+// Python's view of Cache: arrays in, arrays out. suffix_cache.py has checked every argument but step's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -53,27 +53,109 @@ nb::tuple to_python(Drafts&& drafts) {
                         to_numpy(std::move(drafts.drafted)));
 }
 
-// The one call whose arrays the façade does not look at: it is made in every step, when nothing is in the caches.
-void check_step(const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths, const Vector& room,
-                const Vector& scheduled) {
-  const std::size_t count = slots.size();
-  bool fits = rows.size() == count && lengths.size() == count && room.size() == count && scheduled.size() == count;
-  for (std::size_t i = 0; fits && i < count; ++i) {
-    fits = rows.data()[i] >= 0 && static_cast<std::size_t>(rows.data()[i]) < tokens.shape(0) &&
-           lengths.data()[i] >= 0 && static_cast<std::size_t>(lengths.data()[i]) <= tokens.shape(1);
-  }
-  if (!fits) throw nb::value_error("the arrays do not fit together");
-}
+[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
 
+// An object's memory, read in place for as long as this lives, if it is a C-contiguous array of int32.
+class Int32Buffer {
+ public:
+  explicit Int32Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      return;
+    }
+    held_ = true;
+    fits_ = view_.itemsize == sizeof(std::int32_t) && view_.format && (*view_.format == 'i' || *view_.format == 'l');
+  }
+  Int32Buffer(const Int32Buffer&) = delete;
+  Int32Buffer& operator=(const Int32Buffer&) = delete;
+  ~Int32Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+
+  bool has_dimensions(int count) const { return fits_ && view_.ndim == count; }
+  std::size_t size(int dimension) const { return static_cast<std::size_t>(view_.shape[dimension]); }
+  const std::int32_t* data() const { return static_cast<const std::int32_t*>(view_.buf); }
+
+ private:
+  Py_buffer view_{};
+  bool held_ = false, fits_ = false;
+};
+
+// One integer a request. An int32 array is read in place; any other array or sequence of integers is copied.
+class Numbers {
+ public:
+  Numbers(nb::handle values, const char* name, std::size_t count) : buffer_(values) {
+    if (buffer_.has_dimensions(1)) {
+      numbers_ = {buffer_.data(), buffer_.size(0)};
+    } else {
+      copy(values, name);
+    }
+    if (numbers_.size() != count) {
+      refuse(std::string(name) + ": give one integer a request (" + std::to_string(count) + "), got " +
+             std::to_string(numbers_.size()));
+    }
+  }
+
+  // All of them lie within these bounds, or an error says which do not.
+  void check(const char* name, std::size_t most) const {
+    for (const std::int32_t number : numbers_) {
+      if (number < 0 || static_cast<std::size_t>(number) > most) {
+        refuse(std::string(name) + ": must be from 0 to " + std::to_string(most) + ", got " + std::to_string(number));
+      }
+    }
+  }
+
+  std::span<const std::int32_t> get() const { return numbers_; }
+
+ private:
+  void copy(nb::handle values, const char* name) {
+    const Py_ssize_t size = PySequence_Check(values.ptr()) ? PySequence_Size(values.ptr()) : -1;
+    PyErr_Clear();
+    if (size < 0) {
+      refuse(std::string(name) + ": give an int32 array or a sequence of int, not " + nb::repr(values.type()).c_str());
+    }
+    copied_.reserve(size);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const nb::object item = nb::steal(PySequence_GetItem(values.ptr(), i));
+      const bool integer = item && PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr());
+      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // far too large: the largest
+      const bool read = integer && !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
+      PyErr_Clear();
+      if (!read) {
+        const std::string what = item ? nb::repr(item).c_str() : "missing";
+        refuse(std::string(name) + "[" + std::to_string(i) + "] is " + what + ": give integers of 32 bits");
+      }
+      copied_.push_back(static_cast<std::int32_t>(number));
+    }
+    numbers_ = copied_;
+  }
+
+  Int32Buffer buffer_;
+  std::vector<std::int32_t> copied_;
+  std::span<const std::int32_t> numbers_;
+};
+
+// Checks its arguments itself and before anything changes: it is made in every step, and the engine's arrays are right.
 // None where nothing is drafted and nothing was verified.
-nb::object step(Cache& cache, const Vector& slots, const Table& tokens, const Vector& rows, const Vector& lengths,
-                const Vector& room, const Vector& scheduled, double cost) {
-  check_step(slots, tokens, rows, lengths, room, scheduled);
+nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
+                nb::handle room_, nb::handle scheduled_, double cost) {
+  const Int32Buffer slots(slots_), tokens(tokens_);
+  if (!slots.has_dimensions(1)) refuse("slots: give int32 [requests]");
+  if (!tokens.has_dimensions(2)) {
+    refuse("tokens: give the engine's token array, int32 [rows, columns] and C-contiguous: it is read in place");
+  }
+  const std::size_t count = slots.size(0);
+  const Numbers rows(rows_, "rows", count), lengths(lengths_, "lengths", count), room(room_, "room", count),
+      scheduled(scheduled_, "scheduled", count);
+  const std::size_t height = tokens.size(0), width = tokens.size(1);
+  if (count > 0 && height == 0) refuse("tokens: the array has no rows");
+  rows.check("rows", height - 1);
+  lengths.check("lengths", width);
   Drafts drafts;
   {
     nb::gil_scoped_release release;
-    drafts = cache.step(view(slots), {tokens.data(), tokens.shape(0), tokens.shape(1)}, view(rows), view(lengths),
-                        view(room), view(scheduled), cost);
+    drafts = cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), room.get(),
+                        scheduled.get(), cost);
   }
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
@@ -99,7 +181,7 @@ nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Ch
   return proposed(std::move(drafts));
 }
 
-// One row a candidate, in the order of core.py's CandidateArrays.
+// One row a candidate, in the order of _native.pyi's CandidateArrays.
 nb::tuple candidates(Cache& cache, std::size_t slot) {
   const auto path = cache.candidates(slot);
   std::vector<std::int32_t> depths, tokens, lengths, counts;
@@ -188,8 +270,8 @@ NB_MODULE(_native, module) {
       .def("offer", &offer, "slots"_a.noconvert(), "tokens"_a.noconvert(), "probabilities"_a.noconvert(),
            "lengths"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
-      .def("step", &step, "slots"_a.noconvert(), "tokens"_a.noconvert(), "rows"_a.noconvert(),
-           "lengths"_a.noconvert(), "room"_a.noconvert(), "scheduled"_a.noconvert(), "cost"_a)
+      .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "room"_a.none(),
+           "scheduled"_a.none(), "cost"_a)
       .def("finish", &finish, "slot"_a, "output_limit"_a.none())
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(

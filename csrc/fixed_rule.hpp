@@ -12,7 +12,7 @@ namespace agentspec {
 // and from the responses of all, the one with the largest sum of probabilities is taken.
 //
 // `context` is the request's whole text, whose response begins at `begin`. Of `sources` only request and global are
-// used. agentspec/cache/reference_fixed.py specifies the answers.
+// used. tests/oracle/fixed_rule.py specifies the answers.
 void draft_fixed(const FixedSettings& settings, const Sources& sources, std::span<const Token> context,
                  std::size_t begin, std::size_t room, DraftPath& result);
 

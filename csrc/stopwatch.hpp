@@ -16,7 +16,7 @@ class Stopwatch {
 };
 
 // Whether stopwatches run (the default), in the whole process. Without them a slow machine gives the same answers as a
-// fast one: comparisons with the reference, which knows no clock, switch them off.
+// fast one: comparisons with the oracle, which knows no clock, switch them off.
 void watch_clock(bool watched);
 
 }  // namespace agentspec

@@ -36,7 +36,7 @@ struct Match {
 // A position is sorted by its context: text[p-1], text[p-2], ... back to a boundary or the start, without a limit of
 // depth. So the occurrences of any text are neighbours, the longest match of a context is next to where it would be
 // inserted, and counts are exact. Appending is a copy; positions become findable when `advance` reaches them.
-// agentspec/cache/reference.py specifies the answers.
+// tests/oracle/index.py specifies the answers.
 class TextIndex {
  public:
   // Appends tokens; with `findable` false they are context only and never a look-up's answer.

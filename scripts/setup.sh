@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv for `make`; says what it does and how far it is. A log of everything is kept beside it.
 #   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
-#   setup.sh package VENV       agentspec itself, with its compiled core if there is a C++ compiler
+#   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler
 #   setup.sh redis VENV         a redis-server for the tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -57,9 +57,7 @@ environment() {
 }
 
 package() {
-  if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
-    apt_install g++ g++ || say "without it agentspec runs on its pure-Python trees: slower, the same answers"
-  fi
+  command -v c++ >/dev/null || apt_install g++ g++
   run "agentspec and its compiled core" \
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-build-isolation -e .
 }

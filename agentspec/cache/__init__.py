@@ -1,7 +1,14 @@
-"""What to draft from: suffix trees over running requests, their sessions and their tenant. No torch, no vLLM."""
+"""What to draft from: suffix indexes of running requests, their sessions and their tenant. No torch, no vLLM.
+
+SuffixCache, and with it the compiled core, is imported when first used: the client needs only names, types and the
+store from here, and runs without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.suffix_cache import SuffixCache, native_available
 from agentspec.cache.types import (
     SCOPES,
     SOURCES,
@@ -14,6 +21,9 @@ from agentspec.cache.types import (
     Scope,
     StepDrafts,
 )
+
+if TYPE_CHECKING:
+    from agentspec.cache.suffix_cache import SuffixCache
 
 __all__ = [
     "SCOPES",
@@ -28,5 +38,13 @@ __all__ = [
     "Scope",
     "StepDrafts",
     "SuffixCache",
-    "native_available",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "SuffixCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from agentspec.cache.suffix_cache import SuffixCache
+
+    globals()[name] = SuffixCache
+    return SuffixCache

@@ -1,8 +1,75 @@
-from agentspec.cache import core
+"""The compiled core (csrc/bindings.cpp). SuffixCache checks the arguments and explains the calls.
+
+Slots are small integers that SuffixCache gives to requests. Keys of sessions and groups hold their tenant's name.
+"""
+
 from agentspec.cache.policy import DraftPolicy
+from agentspec.cache.tokens import LimitNumbers, Rows
+from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array
 
-# A class, of which nothing is used but that calling it makes a core.
-def Core(*, policy: DraftPolicy, limits: core.LimitNumbers, vocab_size: int) -> core.Core: ...
+# The fields of StepDrafts and of Drafts, in their order.
+StepArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array, Int32Array, Int32Array]
+DraftArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array]
+# The position in the draft, then the fields of Candidate.
+CandidateArrays = tuple[
+    Int32Array, Int32Array, Float64Array, UInt8Array, UInt8Array, Int32Array, Int32Array, Float64Array
+]
 
-# Whether evicting looks at the clock, in the whole process: on, but where answers must not depend on a machine's speed.
+class Core:
+    def __init__(self, *, policy: DraftPolicy, limits: LimitNumbers, vocab_size: int) -> None: ...
+    def start(
+        self,
+        slot: int,
+        prompt: Int32Array,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        shared: bool,
+        ends: Int32Array,
+    ) -> None: ...
+    def extend(self, slot: int, tokens: Int32Array) -> None: ...
+    def propose(self, slots: Int32Array, room: Int32Array, cost: float) -> DraftArrays: ...
+    def offer(
+        self,
+        slots: Int32Array,
+        tokens: Int32Array,
+        probabilities: Float64Array,
+        lengths: Int32Array,
+        room: Int32Array,
+        cost: float,
+    ) -> DraftArrays: ...
+    # None: there are no drafts, and none were verified.
+    def step(
+        self,
+        slots: Int32Array,
+        tokens: Int32Array,
+        rows: Rows,
+        lengths: Rows,
+        room: Rows,
+        scheduled: Rows,
+        cost: float,
+    ) -> StepArrays | None: ...
+    def candidates(self, slot: int) -> CandidateArrays: ...
+    def finish(self, slot: int, output_limit: int | None) -> tuple[int, Int32Array, Int32Array] | None: ...
+    def abort(self, slot: int) -> None: ...
+    def restore(
+        self,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        shared: bool,
+        kept: int,
+        prompt_tail: Int32Array,
+        response: Int32Array,
+    ) -> None: ...
+    def remove_session(self, session: str, tenant: str) -> None: ...
+    def has_session(self, session: str) -> bool: ...
+    def catch_up(self, budget: int) -> int: ...
+    def resize(self, limits: LimitNumbers) -> None: ...
+    def stats(self) -> tuple[int, int, int, int, int, int]: ...
+    def save(self, path: str) -> None: ...
+    def load(self, path: str) -> None: ...
+
+# Let indexing and evicting end early by the clock (the default), in the whole process. Tests and benchmarks switch it
+# off where answers must not depend on the machine's speed.
 def watch_clock(watched: bool) -> None: ...

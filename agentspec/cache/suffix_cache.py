@@ -6,11 +6,10 @@
     cache.extend("r1", verified)        # or cache.step(...) for a whole batch, once a decode step
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
-Checks arguments and hands them to a core: the compiled one, or plain Python where that is not built. The answers are
-the same. Use one cache from one thread.
+It checks arguments and hands them to the compiled core (csrc/), whose answers tests/oracle specifies. One thread makes
+the calls for requests; meanwhile others may call stats, has_session, remove_session, catch_up, resize and save.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,11 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.core import Core, DraftArrays, LimitNumbers, limit_numbers
 from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
-from agentspec.cache.reference_core import ReferenceCore
-from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_step, as_tokens
+from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_tokens, limit_numbers
 from agentspec.cache.types import (
     SCOPES,
     SOURCES,
@@ -44,7 +41,16 @@ from agentspec.errors import (
     InvalidInputError,
     SnapshotError,
     UnknownRequestError,
+    first_line,
 )
+
+try:
+    from agentspec.cache import _native
+except ImportError as error:
+    raise ConfigurationError(
+        f"agentspec's compiled core cannot be loaded ({first_line(error)}): install a C++ compiler "
+        "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
+    ) from error
 
 _ALL = 2**62
 _UNNAMED = ""
@@ -57,8 +63,7 @@ class SuffixCache:
     max_tokens, max_bytes: budget for what is kept of finished requests (None: no limit); per_tenant, per_session: the
     same for one of each. Least recently used sessions and groups and the oldest part of global trees go first, a
     session over its own budget keeps its newest part, and what a running request drafts from stays. Bytes are reckoned
-    at 12 a token. vocab_size: token ids must be below it (None: below 2**31). native: True needs the compiled core,
-    False takes plain Python, None the compiled one if it is there.
+    at 12 a token. vocab_size: token ids must be below it (None: below 2**31).
     Raises ConfigurationError for a value out of range.
     """
 
@@ -71,14 +76,13 @@ class SuffixCache:
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
-        native: bool | None = None,
     ) -> None:
         limits = limit_numbers(max_tokens, max_bytes, per_tenant, per_session)
         if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
         self._vocab_size = vocab_size or MAX_VOCAB
-        self._core, self._native = _make_core(self.policy, limits, self._vocab_size, native)
+        self._core = _native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._batch_ids: tuple[str, ...] | None = None  # the latest step's requests, and their slots
@@ -207,11 +211,12 @@ class SuffixCache:
         *,
         cost: float | None = None,
     ) -> StepDrafts:
-        """One decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
+        """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] of them
         valid. What is new there is taken in (steps may be skipped), judges the previous draft, of which only the
         first scheduled[i] tokens were verified, and then at most room[i] tokens are drafted (0: none).
+        rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
         cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         A row with an illegal token, or shorter than what is known, is used up to there and gets no draft.
         Raises UnknownRequestError or InvalidInputError; then nothing has changed.
@@ -224,11 +229,10 @@ class SuffixCache:
                 self._batch_ids, self._batch_slots = request_ids, slots
         price = self._cost(cost)
         try:
-            return _step_drafts(len(slots), self._core.step(slots, tokens, rows, lengths, room, scheduled, price))
-        except (TypeError, ValueError):
-            pass  # it refuses, unchanged, what does not fit; it is made to fit, or what is wrong is said
-        arrays = as_step(len(slots), tokens, rows, lengths, room, scheduled)
-        return _step_drafts(len(slots), self._core.step(slots, tokens, *arrays, price))
+            arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price)
+        except ValueError as error:  # the core refuses bad arguments before it changes anything
+            raise InvalidInputError(str(error)) from None
+        return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
         """Ends a request and keeps its response for its session and tenant; returns what to store, if anything.
@@ -323,12 +327,11 @@ class SuffixCache:
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
-        native: bool | None = None,
     ) -> "SuffixCache":
-        """A cache with what `save` wrote. The compiled core maps the file and copies only what changes later.
+        """Return a cache with what `save` wrote. The file is mapped, and only what changes later is copied.
 
         The other arguments are those of SuffixCache; what was learned is dropped where `policy` learns otherwise.
-        Raises SnapshotError, naming what is wrong, for a file that is damaged, of another version or of another core.
+        Raises SnapshotError, naming what is wrong, for a file that is damaged or of another version.
         """
         cache = cls(
             max_tokens=max_tokens,
@@ -337,7 +340,6 @@ class SuffixCache:
             per_session=per_session,
             policy=policy,
             vocab_size=vocab_size,
-            native=native,
         )
         try:
             cache._core.load(str(path))
@@ -346,7 +348,7 @@ class SuffixCache:
         return cache
 
     def stats(self) -> CacheStats:
-        return CacheStats(*self._core.stats(), native=self._native)
+        return CacheStats(*self._core.stats())
 
     def _cost(self, cost: float | None) -> float:
         if cost is None:
@@ -373,15 +375,6 @@ class SuffixCache:
         del self._names[request_id]
 
 
-def native_available() -> bool:
-    """Whether the compiled core was built and can be loaded."""
-    return importlib.util.find_spec("agentspec.cache._native") is not None
-
-
-def _step_drafts(count: int, arrays: DraftArrays | None) -> StepDrafts:
-    return no_drafts(count) if arrays is None else StepDrafts(*arrays)
-
-
 @dataclass(frozen=True, slots=True)
 class _Names:
     """Whose a request is, as the caller named it."""
@@ -403,16 +396,3 @@ def _checked(scope: Scope) -> Scope:
     if scope not in SCOPES:
         raise InvalidInputError(f"scope={scope!r}: give one of {', '.join(SCOPES)}")
     return scope
-
-
-def _make_core(policy: DraftPolicy, limits: LimitNumbers, vocab_size: int, native: bool | None) -> tuple[Core, bool]:
-    if native is False or (native is None and not native_available()):
-        return ReferenceCore(policy, limits, vocab_size), False
-    if not native_available():
-        raise ConfigurationError(
-            "native=True: the compiled core is not installed; install a C++ compiler and reinstall agentspec, "
-            "or leave `native` out"
-        )
-    from agentspec.cache import _native
-
-    return _native.Core(policy=policy, limits=limits, vocab_size=vocab_size), True

@@ -6,14 +6,41 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import Float64Array, Int32Array
-from agentspec.errors import InvalidInputError, InvalidTokenError
+from agentspec.cache.types import Budget, Float64Array, Int32Array
+from agentspec.errors import ConfigurationError, InvalidInputError, InvalidTokenError
 
 TokenIds = NDArray[np.integer] | Sequence[int]
 Rows = NDArray[np.integer] | Sequence[int]
 
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
+
+LimitNumbers = tuple[int, int, int, int, int, int]
+"""Tokens and bytes that the process, a tenant and a session may hold; 0: no limit."""
+
+
+def limit_numbers(
+    max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
+) -> LimitNumbers:
+    """Return the budgets as the core takes them.
+
+    Raises ConfigurationError, naming the budget, for anything but a positive integer or None (no limit).
+    """
+    tenant, session = per_tenant or Budget(), per_session or Budget()
+    names = (
+        "max_tokens",
+        "max_bytes",
+        "per_tenant.tokens",
+        "per_tenant.bytes",
+        "per_session.tokens",
+        "per_session.bytes",
+    )
+    values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
+    for name, value in zip(names, values, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
+    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
+    return first, second, third, fourth, fifth, sixth
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
@@ -94,29 +121,3 @@ def as_offers(
 
 def _form_of(value: object) -> str:
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def as_step(
-    count: int, tokens: Int32Array, rows: Rows, lengths: Rows, room: Rows, scheduled: Rows
-) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-    """The rows of a decode step of `count` requests as int32 [count].
-
-    Raises InvalidInputError if they are anything else, or do not fit the engine's token array.
-    """
-    row_of, length_of = as_int32(rows, "rows", count), as_int32(lengths, "lengths", count)
-    _check_table(tokens, row_of, length_of)
-    return row_of, length_of, as_int32(room, "room", count), as_int32(scheduled, "scheduled", count)
-
-
-def _check_table(tokens: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
-        raise InvalidInputError("tokens: give the engine's token array, int32 [rows, columns]")
-    if not tokens.flags.c_contiguous:
-        raise InvalidInputError("tokens: the array must be C-contiguous; it is read in place, not copied")
-    if not len(rows):
-        return
-    row_list, length_list = rows.tolist(), lengths.tolist()  # for a batch's few numbers faster than numpy's own
-    if min(row_list) < 0 or max(row_list) >= tokens.shape[0]:
-        raise InvalidInputError(f"rows: indices must be from 0 to {tokens.shape[0] - 1}, got {row_list}")
-    if min(length_list) < 0 or max(length_list) > tokens.shape[1]:
-        raise InvalidInputError(f"lengths: must be from 0 to {tokens.shape[1]}, got {length_list}")

@@ -143,7 +143,7 @@ class FinishedTurn:
 class CacheStats:
     """tokens: held for sessions, groups and tenants (what `max_tokens` limits). bytes: of all indexes, running requests
     included; what was learned about drafts, 2 MB a tenant, is not. pending: tokens that are held but not indexed yet.
-    native: whether the compiled core is in use."""
+    """
 
     tokens: int
     bytes: int
@@ -151,4 +151,3 @@ class CacheStats:
     requests: int
     tenants: int
     pending: int
-    native: bool

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from agentspec.cache import DraftPolicy, Scope, SuffixCache
+from agentspec.cache import DraftPolicy, Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.simulate import Figures, read_calls
@@ -58,6 +58,8 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
+    from agentspec.cache import SuffixCache  # here: the other commands need no compiled core
+
     fixed = {
         "max_depth": max_depth,
         "max_spec_factor": max_spec_factor,

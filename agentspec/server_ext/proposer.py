@@ -95,7 +95,6 @@ class Proposer:
             per_session=Budget(tokens=settings.max_session_tokens),
             policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
-            native=settings.native,
         )
         self.step_cost = StepCost()
         self.budget = DraftBudget(settings.step_draft_tokens, limits)

@@ -83,8 +83,6 @@ class Settings(BaseModel):
     """Let the draft model score the trees' drafts and change, cut or drop them; False: it only drafts tokens."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
-    native: bool | None = None
-    """True: refuse to run without the compiled core. False: pure Python. None: compiled if present."""
 
     @field_validator("tenant")
     @classmethod

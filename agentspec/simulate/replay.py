@@ -1,14 +1,20 @@
 """Conversations through the serving cache with greedy verification: the recorded response is what the model says."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from time import perf_counter_ns
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentspec.cache import SOURCES, Scope, SuffixCache
+from agentspec.cache import SOURCES, Scope
 from agentspec.cache.types import Draft, Int32Array
 from agentspec.simulate.figures import Figures
 from agentspec.simulate.records import Call
+
+if TYPE_CHECKING:
+    from agentspec.cache import SuffixCache
 
 
 def simulate(

@@ -1,7 +1,7 @@
-"""Random operations on both cores side by side, many and fast: python -m tests.cache.fuzz --operations 10000000
+"""Random operations on core and oracle side by side, many and fast: python -m tests.cache.fuzz --operations 10000000
 
 Append, propose, step, offer, finish, abort, restore, evict, remove, save and load come in random order, on texts that
-repeat themselves and each other; every answer of the compiled core must be that of the reference.
+repeat themselves and each other; every answer of the core must be that of the oracle.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TENANTS = (None, "t", "t", "u")
 SESSIONS = (None, "a", "a", "b", "c")
 GROUPS = (None, None, "g", "h")
 CHANCES = (0.0, 1.0, 1.0, 0.999, 0.999, 0.9, 0.4)
-ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the reference is slow
+ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the oracle is slow
 ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
 
 

@@ -1,17 +1,15 @@
-"""Token streams that are hard on suffix trees, and a pair of caches that must always give the same answers."""
+"""Token streams that are hard on suffix trees, and the core and the oracle side by side."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from agentspec.cache import DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, native_available
-
-if native_available():
-    from agentspec.cache import _native
+from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
+from tests.oracle.cache import Drafted, Oracle
+from tests.oracle.holdings import Limits
 
 LARGEST = 2**31 - 1
 
@@ -45,13 +43,13 @@ policies = st.builds(
 
 
 class Pair:
-    """The compiled core and the reference side by side: every call goes to both, and every answer is compared."""
+    """The core and the oracle side by side: every call goes to both, and every answer is compared."""
 
     def __init__(self, policy: DraftPolicy | None = None, max_tokens: int | None = None, **budgets: Any) -> None:
-        _native.watch_clock(False)  # the reference knows no clock: answers may not depend on the machine's speed
+        _native.watch_clock(False)  # the oracle knows no clock: answers may not depend on the machine's speed
         self.policy = policy
-        self.native = SuffixCache(policy=policy, max_tokens=max_tokens, native=True, **budgets)
-        self.plain = SuffixCache(policy=policy, max_tokens=max_tokens, native=False, **budgets)
+        self.core = SuffixCache(policy=policy, max_tokens=max_tokens, **budgets)
+        self.oracle = Oracle(policy, limits_of(max_tokens=max_tokens, **budgets))
 
     def start(
         self,
@@ -64,20 +62,20 @@ class Pair:
         end_tokens: Sequence[int] = (),
     ) -> None:
         names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
-        for cache in (self.native, self.plain):
-            cache.start(request, prompt, **names, end_tokens=end_tokens)
+        self.core.start(request, prompt, **names, end_tokens=end_tokens)
+        self.oracle.start(request, prompt, **names, end_tokens=end_tokens)
 
     def extend(self, request: str, new: Sequence[int]) -> None:
-        for cache in (self.native, self.plain):
-            cache.extend(request, new)
+        self.core.extend(request, new)
+        self.oracle.extend(request, new)
 
-    def propose(self, requests: Sequence[str], room: int | list[int]) -> list[list[int]]:
-        ours, expected = self.native.propose(requests, room), self.plain.propose(requests, room)
+    def propose(self, requests: Sequence[str], room: int) -> list[list[int]]:
+        ours, expected = self.core.propose(requests, room), self.oracle.propose(requests, [room] * len(requests))
         for draft, right in zip(ours, expected, strict=True):
-            assert draft.token_ids.tolist() == right.token_ids.tolist()
-            assert draft.probabilities.tolist() == right.probabilities.tolist()  # bit for bit
-            assert draft.sources.tolist() == right.sources.tolist()
-            assert (draft.match_length, draft.source) == (right.match_length, right.source)
+            assert draft.token_ids.tolist() == right.tokens
+            assert draft.probabilities.tolist() == right.probabilities  # bit for bit
+            assert draft.sources.tolist() == right.sources
+            assert draft.match_length == right.match_length
         return [draft.token_ids.tolist() for draft in ours]
 
     def step(
@@ -93,10 +91,12 @@ class Pair:
         rows = [len(texts) - 1 - i for i in range(len(texts))]
         for row, text in zip(rows, texts, strict=True):
             table[row, : len(text)] = text
-        lengths = [len(text) for text in texts]
-        ours = self.native.step(requests, table, rows, lengths, room, scheduled)
-        expected = self.plain.step(requests, table, rows, lengths, room, scheduled)
+        ours = self.core.step(requests, table, rows, [len(text) for text in texts], room, scheduled)
+        expected = self.oracle.step(requests, texts, room, scheduled)
         assert_same(ours, expected)
+        assert ours.accepted.tolist() == [drafted.accepted for drafted in expected]
+        assert ours.drafted.tolist() == [drafted.verified for drafted in expected]
+        assert ours.accepted.dtype == ours.drafted.dtype == np.int32
         return ours
 
     def offer(
@@ -113,64 +113,68 @@ class Pair:
             for column, (token, chance) in enumerate(given):
                 tokens[row, column], chances[row, column] = token, chance
         lengths = [len(given) for given in offers]
-        ours = self.native.offer(requests, tokens, chances, lengths, room, cost=cost)
-        assert_same(ours, self.plain.offer(requests, tokens, chances, lengths, room, cost=cost))
+        ours = self.core.offer(requests, tokens, chances, lengths, room, cost=cost)
+        assert_same(ours, self.oracle.offer(requests, offers, room, cost))
         return ours
 
     def finish(self, request: str, output_limit: int | None = None) -> FinishedTurn | None:
-        ours = self.native.finish(request, output_limit=output_limit)
-        expected = self.plain.finish(request, output_limit=output_limit)
-        assert (ours is None) == (expected is None)
-        if ours and expected:
-            assert same_turn(ours, expected)
+        ours, expected = self.core.finish(request, output_limit=output_limit), self.oracle.finish(request, output_limit)
+        if ours is None or expected is None:
+            assert ours is None and expected is None
+            return None
+        assert ours.prompt_tail.dtype == ours.response.dtype == np.int32
+        assert (ours.kept, ours.prompt_tail.tolist(), ours.response.tolist()) == expected
         return ours
 
     def abort(self, request: str) -> None:
-        for cache in (self.native, self.plain):
-            cache.abort(request)
+        self.core.abort(request)
+        self.oracle.abort(request)
 
     def restore(self, turn: FinishedTurn) -> None:
-        for cache in (self.native, self.plain):
-            cache.restore(turn)
+        self.core.restore(turn)
+        self.oracle.restore(turn)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
-        for cache in (self.native, self.plain):
-            cache.remove_session(tenant, session)
+        self.core.remove_session(tenant, session)
+        self.oracle.remove_session(tenant, session)
 
     def check_candidates(self, request: str) -> None:
-        assert self.native.candidates(request) == self.plain.candidates(request)
+        assert self.core.candidates(request) == self.oracle.candidates(request)
 
     def catch_up(self, budget: int) -> None:
-        assert self.native.catch_up(budget) == self.plain.catch_up(budget)
+        assert self.core.catch_up(budget) == self.oracle.catch_up(budget)
 
     def resize(self, **limits: Any) -> None:
-        for cache in (self.native, self.plain):
-            cache.resize(**limits)
+        self.core.resize(**limits)
+        self.oracle.resize(limits_of(**limits))
 
     def reload(self, folder: Path, **limits: Any) -> None:
-        """Both are saved and go on as what was loaded."""
-        self.native.save(folder / "native")
-        self.plain.save(folder / "plain")
-        self.native = SuffixCache.load(folder / "native", policy=self.policy, native=True, **limits)
-        self.plain = SuffixCache.load(folder / "plain", policy=self.policy, native=False, **limits)
+        """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
+        self.core.save(folder / "trees")
+        self.core = SuffixCache.load(folder / "trees", policy=self.policy, **limits)
+        self.oracle.settle()
 
     def check_stats(self) -> None:
-        ours, expected = self.native.stats(), self.plain.stats()
-        for name in ("tokens", "sessions", "requests", "tenants", "pending"):
-            assert getattr(ours, name) == getattr(expected, name), name
+        ours = self.core.stats()
+        for name, expected in self.oracle.stats().items():
+            assert getattr(ours, name) == expected, name
 
 
-def assert_same(ours: Drafts, expected: Drafts) -> None:
+def limits_of(
+    max_tokens: int | None = None,
+    max_bytes: int | None = None,
+    per_tenant: Budget | None = None,
+    per_session: Budget | None = None,
+) -> Limits:
+    return Limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
+
+
+def assert_same(ours: Drafts, expected: Sequence[Drafted]) -> None:
     """Bit for bit."""
-    for field in fields(expected):
-        left, right = getattr(ours, field.name), getattr(expected, field.name)
-        assert left.dtype == right.dtype and left.shape == right.shape, field.name
-        assert left.tolist() == right.tolist(), field.name
-
-
-def same_turn(a: FinishedTurn, b: FinishedTurn) -> bool:
-    names = [(turn.tenant, turn.session, turn.group, turn.scope, turn.kept) for turn in (a, b)]
-    return names[0] == names[1] and all(
-        x.dtype == y.dtype and x.tolist() == y.tolist()
-        for x, y in ((a.prompt_tail, b.prompt_tail), (a.response, b.response))
-    )
+    dtypes = [array.dtype for array in (ours.token_ids, ours.offsets, ours.sources, ours.probabilities)]
+    assert dtypes == [np.int32, np.int32, np.uint8, np.float32]
+    assert ours.match_lengths.dtype == np.int32
+    assert ours.lists() == [drafted.tokens for drafted in expected]
+    assert ours.probabilities.tolist() == [chance for drafted in expected for chance in drafted.probabilities]
+    assert ours.sources.tolist() == [source for drafted in expected for source in drafted.sources]
+    assert ours.match_lengths.tolist() == [drafted.match_length for drafted in expected]

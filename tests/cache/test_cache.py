@@ -1,12 +1,14 @@
-"""What a user of SuffixCache relies on, on both cores."""
+"""What a user of SuffixCache relies on."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, Scope, SuffixCache
-from agentspec.cache.reference_core import INDEX_PER_CALL
 from agentspec.errors import InvalidTokenError
-from tests.cache.conftest import MakeCache
+from tests.oracle.cache import INDEX_PER_CALL
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -29,8 +31,8 @@ def run(
     return cache.finish("run")
 
 
-def test_drafts_from_the_request_itself(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_drafts_from_the_request_itself() -> None:
+    cache = SuffixCache()
     cache.start("r", TURN + TURN[:4])
     draft = cache.propose(["r"], 3)[0]
     assert draft.token_ids.tolist() == [15, 16, 17] and draft.token_ids.dtype == np.int32
@@ -38,8 +40,8 @@ def test_drafts_from_the_request_itself(make_cache: MakeCache) -> None:
     assert draft.probabilities.dtype == np.float32 and (draft.probabilities > 0).all()
 
 
-def test_nothing_is_drafted_behind_a_token_that_ends_the_response(make_cache: MakeCache) -> None:
-    cache = make_cache(policy=DraftPolicy(cost=0.0))
+def test_nothing_is_drafted_behind_a_token_that_ends_the_response() -> None:
+    cache = SuffixCache(policy=DraftPolicy(cost=0.0))
     cache.start("r", TURN + TURN[:4], end_tokens=[17, 99])
     assert drafts(cache, "r") == [15, 16, 17]
     cache.start("open", TURN + TURN[:4])
@@ -48,25 +50,25 @@ def test_nothing_is_drafted_behind_a_token_that_ends_the_response(make_cache: Ma
         cache.start("bad", [1], end_tokens=[-1])
 
 
-def test_second_turn_drafts_from_the_first(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_second_turn_drafts_from_the_first() -> None:
+    cache = SuffixCache()
     run(cache, [1, 2, 3], TURN, "s", None)
     cache.start("r", [1, 2, 3, *TURN, 4, 5, 11, 12, 13], session="s")
     draft = cache.propose(["r"], 2)[0]
     assert draft.token_ids.tolist() == [14, 15] and draft.source == "session"
 
 
-def test_a_response_is_found_from_its_first_token(make_cache: MakeCache) -> None:
+def test_a_response_is_found_from_its_first_token() -> None:
     """The end of the prompt stays in front of a stored response, so what usually comes first is known."""
-    cache = make_cache()
+    cache = SuffixCache()
     run(cache, [1, 2, 3], TURN, None, "t")
     cache.start("r", [9, 2, 3], tenant="t")
     draft = cache.propose(["r"], 1)[0]
     assert draft.token_ids.tolist() == [11] and draft.source == "global"
 
 
-def test_session_pays_for_new_tokens_only(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_session_pays_for_new_tokens_only() -> None:
+    cache = SuffixCache()
     text = [1, 2, 3]
     for turn in range(5):
         finished = run(cache, text, [100 + turn] * 3, "s", None, "session")
@@ -76,8 +78,8 @@ def test_session_pays_for_new_tokens_only(make_cache: MakeCache) -> None:
     assert cache.stats().tokens == 2 * (len(text) - 2)  # the text and the last context, nothing twice
 
 
-def test_a_changed_prompt_starts_where_it_differs(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_a_changed_prompt_starts_where_it_differs() -> None:
+    cache = SuffixCache()
     run(cache, [1, 2, 3], TURN, "s", None)
     finished = run(cache, [1, 2, 9], [7, 7], "s", None)
     assert finished is not None and finished.kept == 2 and finished.prompt_tail.tolist() == [9]
@@ -85,8 +87,8 @@ def test_a_changed_prompt_starts_where_it_differs(make_cache: MakeCache) -> None
     assert drafts(cache, "r", 1) == [9]  # the newer of two, found across the start of what was stored
 
 
-def test_kept_counts_against_what_the_session_is_at_the_end(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_kept_counts_against_what_the_session_is_at_the_end() -> None:
+    cache = SuffixCache()
     cache.start("a", [1, 2, 3], session="s")
     cache.start("b", [1, 2, 4], session="s")
     cache.extend("a", [5])
@@ -97,8 +99,8 @@ def test_kept_counts_against_what_the_session_is_at_the_end(make_cache: MakeCach
     assert (second.kept, second.prompt_tail.tolist()) == (2, [4])
 
 
-def test_output_limit_drops_what_ran_past_the_stop(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_output_limit_drops_what_ran_past_the_stop() -> None:
+    cache = SuffixCache()
     cache.start("r", [1], session="s", tenant="t")
     cache.extend("r", TURN)
     turn = cache.finish("r", output_limit=3)
@@ -107,8 +109,8 @@ def test_output_limit_drops_what_ran_past_the_stop(make_cache: MakeCache) -> Non
     assert drafts(cache, "n") == []
 
 
-def test_abort_keeps_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_abort_keeps_nothing() -> None:
+    cache = SuffixCache()
     cache.start("r", [1], session="s", tenant="t")
     cache.extend("r", TURN)
     cache.abort("r")
@@ -117,18 +119,18 @@ def test_abort_keeps_nothing(make_cache: MakeCache) -> None:
     assert drafts(cache, "r") == []
 
 
-def test_no_draft_where_none_pays(make_cache: MakeCache) -> None:
+def test_no_draft_where_none_pays() -> None:
     prompt = TURN + TURN[:4]
-    cheap, dear = make_cache(policy=DraftPolicy(cost=0.01)), make_cache(policy=DraftPolicy(cost=5.0))
+    cheap, dear = SuffixCache(policy=DraftPolicy(cost=0.01)), SuffixCache(policy=DraftPolicy(cost=5.0))
     for cache in (cheap, dear):
         cache.start("r", prompt)
     assert len(drafts(cheap, "r")) > 0 and drafts(dear, "r") == []
     assert drafts(cheap, "r", room=0) == []
 
 
-def test_odds_fall_with_failures_and_recover(make_cache: MakeCache) -> None:
+def test_odds_fall_with_failures_and_recover() -> None:
     """Also while nothing is drafted: the best candidates are judged all the same."""
-    cache = make_cache(policy=DraftPolicy(cost=0.3, memory=20))
+    cache = SuffixCache(policy=DraftPolicy(cost=0.3, memory=20))
     cache.start("r", [])
     cache.extend("r", [1, 2, 3, 4, 7] * 2)
     chance = [_chance(cache)]
@@ -150,8 +152,8 @@ def _chance(cache: SuffixCache) -> float:
     return float(draft.probabilities[0]) if draft.probabilities.size else 0.0
 
 
-def test_long_prompt_is_indexed_little_by_little(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_long_prompt_is_indexed_little_by_little() -> None:
+    cache = SuffixCache()
     prompt = np.arange(3 * INDEX_PER_CALL, dtype=np.int32)
     cache.start("r", np.concatenate([prompt, prompt[-20:-10]]))
     assert cache.stats().pending == 2 * INDEX_PER_CALL + 10
@@ -161,8 +163,8 @@ def test_long_prompt_is_indexed_little_by_little(make_cache: MakeCache) -> None:
     assert drafts(cache, "r", 4) == prompt[-10:-6].tolist()
 
 
-def test_budget_evicts_the_least_recently_used_session(make_cache: MakeCache) -> None:
-    cache = make_cache(max_tokens=100)
+def test_budget_evicts_the_least_recently_used_session() -> None:
+    cache = SuffixCache(max_tokens=100)
     for name in "abc":
         run(cache, [], list(range(16)), name, None, "session")  # 32 tokens each: text and last context
     cache.start("r", list(range(16)), session="a")  # a is in use now
@@ -174,8 +176,8 @@ def test_budget_evicts_the_least_recently_used_session(make_cache: MakeCache) ->
     assert cache.has_session(None, "a")  # never while a request of it runs
 
 
-def test_budget_drops_the_older_half_of_a_global_tree(make_cache: MakeCache) -> None:
-    cache = make_cache(max_tokens=100)
+def test_budget_drops_the_older_half_of_a_global_tree() -> None:
+    cache = SuffixCache(max_tokens=100)
     for i in range(10):
         run(cache, [], [100 * i + n for n in range(19)], None, "t")
     assert 0 < cache.stats().tokens <= 100
@@ -185,9 +187,9 @@ def test_budget_drops_the_older_half_of_a_global_tree(make_cache: MakeCache) -> 
     assert drafts(cache, "q", 1) == []
 
 
-def test_restore_is_as_if_the_turns_had_run_here(make_cache: MakeCache) -> None:
+def test_restore_is_as_if_the_turns_had_run_here() -> None:
     rng = np.random.default_rng(7)
-    original, copy = make_cache(), make_cache()
+    original, copy = SuffixCache(), SuffixCache()
     text: list[int] = []
     for number in range(12):
         prompt = text[: int(rng.integers(len(text) + 1))] + rng.integers(0, 9, 12).tolist()
@@ -208,8 +210,8 @@ def test_restore_is_as_if_the_turns_had_run_here(make_cache: MakeCache) -> None:
             original.abort("r")
 
 
-def test_restore_without_the_turns_before_it(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_restore_without_the_turns_before_it() -> None:
+    cache = SuffixCache()
     cache.restore(FinishedTurn("t", "s", 500, np.array([1, 2], np.int32), np.array(TURN, np.int32)))
     cache.start("r", [2, 11, 12], session="s", tenant="t")
     assert drafts(cache, "r", 1) == [13]
@@ -219,8 +221,26 @@ def test_sources_are_named() -> None:
     assert SOURCES == ("request", "session", "group", "global", "model")
 
 
-def test_native_true_needs_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.suffix_cache.native_available", lambda: False)
-    with pytest.raises(ValueError, match="native=True"):
-        SuffixCache(native=True)
-    assert not SuffixCache().stats().native  # plain Python serves
+_WITHOUT_THE_CORE = """
+import sys
+sys.modules["agentspec.cache._native"] = None  # importing it fails, as where it was not built
+import agentspec.cli
+from agentspec import AgentClient
+from agentspec.cache.store import open_store
+try:
+    from agentspec.cache import SuffixCache
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_missing_core_is_one_clear_error_and_the_client_does_without() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_THE_CORE], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("ConfigurationError agentspec's compiled core cannot be loaded")
+    assert "apt-get install g++" in done.stdout and len(done.stdout.splitlines()) == 1
+
+
+def test_importing_the_client_imports_no_core() -> None:
+    script = "import sys, agentspec.client; print('agentspec.cache._native' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,22 +1,18 @@
-"""The compiled core against the reference: random interleavings of every call must give equal answers.
+"""The core against the oracle: random interleavings of every call must give equal answers.
 
 AGENTSPEC_FUZZ_EXAMPLES sets the number of examples for a longer run.
 """
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentspec.cache import SCOPES, DraftPolicy, FinishedTurn, Scope, native_available
+from agentspec.cache import SCOPES, DraftPolicy, FinishedTurn, Scope
 from tests.cache.streams import Pair, policies, tokens
 
 EXAMPLES = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "40"))
-
-if not native_available():
-    pytest.skip("the compiled core is not built", allow_module_level=True)
 
 sessions = st.sampled_from([None, "a", "b", "1:ta"])
 tenants = st.sampled_from([None, "t", "1:t"])

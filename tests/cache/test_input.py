@@ -14,7 +14,6 @@ from agentspec.errors import (
     InvalidTokenError,
     UnknownRequestError,
 )
-from tests.cache.conftest import MakeCache
 
 LARGEST = 2**31 - 1
 
@@ -37,8 +36,8 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("tokens", "message"), BAD_TOKENS)
-def test_bad_tokens_are_refused_before_anything_changes(make_cache: MakeCache, tokens: Any, message: str) -> None:
-    cache = make_cache()
+def test_bad_tokens_are_refused_before_anything_changes(tokens: Any, message: str) -> None:
+    cache = SuffixCache()
     cache.start("r", [1, 2, 3], session="s")
     before = (cache.stats(), cache.propose(["r"], 4)[0].token_ids.tolist())
     with pytest.raises(InvalidTokenError, match=message):
@@ -61,21 +60,21 @@ def test_bad_tokens_are_refused_before_anything_changes(make_cache: MakeCache, t
         [np.int64(0), LARGEST, np.int32(0), LARGEST, 0],
     ],
 )
-def test_every_integer_form_is_taken(make_cache: MakeCache, tokens: Any) -> None:
-    cache = make_cache()
+def test_every_integer_form_is_taken(tokens: Any) -> None:
+    cache = SuffixCache()
     cache.start("r", tokens)
     assert cache.propose(["r"], 1)[0].token_ids.tolist() == [LARGEST]
 
 
-def test_vocabulary_bounds_the_tokens(make_cache: MakeCache) -> None:
-    cache = make_cache(vocab_size=100)
+def test_vocabulary_bounds_the_tokens() -> None:
+    cache = SuffixCache(vocab_size=100)
     cache.start("r", [0, 99])
     with pytest.raises(InvalidTokenError, match=r"tokens\[0\] is 100: token ids must be from 0 to 99"):
         cache.extend("r", [100])
 
 
-def test_request_ids(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_request_ids() -> None:
+    cache = SuffixCache()
     cache.start("r", [1])
     with pytest.raises(DuplicateRequestError, match="'r'"):
         cache.start("r", [2])
@@ -92,16 +91,16 @@ def test_request_ids(make_cache: MakeCache) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a\x00b", 7])
-def test_session_names(make_cache: MakeCache, name: Any) -> None:
-    cache = make_cache()
+def test_session_names(name: Any) -> None:
+    cache = SuffixCache()
     for field in ("session", "tenant", "group"):
         with pytest.raises(InvalidSessionError, match=field):
             cache.start("r", [1], **{field: name})
     assert cache.stats().requests == 0 and cache.stats().tenants == 0
 
 
-def test_numbers_out_of_range(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_numbers_out_of_range() -> None:
+    cache = SuffixCache()
     cache.start("r", [1])
     with pytest.raises(InvalidInputError, match="output_limit"):
         cache.finish("r", output_limit=-1)

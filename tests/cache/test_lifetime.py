@@ -1,4 +1,4 @@
-"""Budgets, eviction and erasure, on both cores."""
+"""Budgets, eviction and erasure."""
 
 import resource
 import time
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import Budget, Scope, SuffixCache, native_available
+from agentspec.cache import Budget, Scope, SuffixCache
 from agentspec.errors import ConfigurationError
-from tests.cache.conftest import MakeCache
 
 
 def run(
@@ -37,8 +36,8 @@ def finds(cache: SuffixCache, context: list[int], **names: Any) -> list[int]:
     return tokens
 
 
-def test_a_session_over_its_budget_keeps_its_newest_part(make_cache: MakeCache) -> None:
-    cache = make_cache(per_session=Budget(tokens=400))
+def test_a_session_over_its_budget_keeps_its_newest_part() -> None:
+    cache = SuffixCache(per_session=Budget(tokens=400))
     for turn in range(20):
         run(cache, [100 * turn + n for n in range(50)], session="s", scope="session")
         assert cache.stats().tokens <= 400
@@ -118,8 +117,8 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_tenant_over_its_budget_takes_nothing_from_others(make_cache: MakeCache) -> None:
-    cache = make_cache(per_tenant=Budget(tokens=300))
+def test_a_tenant_over_its_budget_takes_nothing_from_others() -> None:
+    cache = SuffixCache(per_tenant=Budget(tokens=300))
     run(cache, [7, 8, 9, 10], tenant="small")
     for number in range(20):
         run(cache, [100 * number + n for n in range(30)], session=f"s{number}", tenant="big")
@@ -130,8 +129,8 @@ def test_a_tenant_over_its_budget_takes_nothing_from_others(make_cache: MakeCach
     assert finds(cache, [10, 11, 12], tenant="big") == []
 
 
-def test_a_budget_in_bytes(make_cache: MakeCache) -> None:
-    cache = make_cache(max_bytes=200_000)
+def test_a_budget_in_bytes() -> None:
+    cache = SuffixCache(max_bytes=200_000)
     for number in range(60):
         run(cache, [500 * number + n for n in range(500)], tenant="t")
     cache.catch_up()
@@ -140,8 +139,8 @@ def test_a_budget_in_bytes(make_cache: MakeCache) -> None:
     assert finds(cache, [400, 401], tenant="t") == []
 
 
-def test_resizing_evicts_little_by_little(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_resizing_evicts_little_by_little() -> None:
+    cache = SuffixCache()
     for number in range(200):
         run(cache, [100 * number + n for n in range(20)], tenant="t")
     cache.catch_up()
@@ -157,8 +156,8 @@ def test_resizing_evicts_little_by_little(make_cache: MakeCache) -> None:
     assert finds(cache, [110, 111], tenant="t") == []
 
 
-def test_a_running_request_keeps_its_session_and_group(make_cache: MakeCache) -> None:
-    cache = make_cache(max_tokens=200)
+def test_a_running_request_keeps_its_session_and_group() -> None:
+    cache = SuffixCache(max_tokens=200)
     run(cache, [1, 2, 3, 4, 5], session="s", group="g", tenant="t")
     cache.start("r", [], session="s", group="g", tenant="t")
     for number in range(50):
@@ -168,8 +167,8 @@ def test_a_running_request_keeps_its_session_and_group(make_cache: MakeCache) ->
     assert draft.token_ids.tolist() == [3, 4] and draft.source in ("session", "group")
 
 
-def test_a_group_is_shared_within_its_tenant_only(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_a_group_is_shared_within_its_tenant_only() -> None:
+    cache = SuffixCache()
     run(cache, [1, 2, 3, 4, 5], session="a", group="g", tenant="t")
     for _ in range(3):
         run(cache, [1, 2, 9, 9, 9], session="b", group="h", tenant="t")
@@ -182,8 +181,8 @@ def test_a_group_is_shared_within_its_tenant_only(make_cache: MakeCache) -> None
     assert finds(cache, [1, 2], session="c", group="g", scope="session") == []
 
 
-def test_erasing_a_session_reaches_its_groups(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_erasing_a_session_reaches_its_groups() -> None:
+    cache = SuffixCache()
     run(cache, [1, 2, 3, 4, 5], session="a", group="g", tenant="t")
     run(cache, [6, 7, 8, 9], session="b", group="g", tenant="t")
     cache.remove_session("t", "a")
@@ -193,10 +192,10 @@ def test_erasing_a_session_reaches_its_groups(make_cache: MakeCache) -> None:
     assert cache.stats().tokens == 0
 
 
-def test_erasing_in_the_middle_of_many(make_cache: MakeCache) -> None:
+def test_erasing_in_the_middle_of_many() -> None:
     rng = np.random.default_rng(3)
     texts = {f"s{i}": [1000 * i + int(t) for t in rng.integers(0, 900, 60)] for i in range(1, 30)}
-    cache = make_cache()
+    cache = SuffixCache()
     for name, text in texts.items():
         run(cache, text, session=name, tenant="t")
     for name in list(texts)[5:20]:
@@ -214,19 +213,18 @@ def test_erasing_in_the_middle_of_many(make_cache: MakeCache) -> None:
         ({"per_session": Budget(bytes=1.5)}, "per_session.bytes"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_budgets_are_named(make_cache: MakeCache, arguments: dict[str, object], field: str) -> None:
+def test_bad_budgets_are_named(arguments: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigurationError, match=field):
-        make_cache(**arguments)
+        SuffixCache(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=field):
-        make_cache().resize(**arguments)  # type: ignore[arg-type]
+        SuffixCache().resize(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not native_available(), reason="the compiled core is not built")
 def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
     """Runs of one token: every place is found after a long comparison, and the clock decides how many a call takes."""
     from agentspec.cache import _native
 
-    cache = SuffixCache(max_tokens=200_000, native=True)
+    cache = SuffixCache(max_tokens=200_000)
     _native.watch_clock(True)
     try:
         for number in range(4):
@@ -244,12 +242,11 @@ def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
     assert finds(cache, [7], tenant="t") == []
 
 
-@pytest.mark.skipif(not native_available(), reason="the compiled core is not built")
 def test_long_repeats_are_indexed_in_small_pieces_and_wholly() -> None:
     """The same run of one token again: where it belongs is found after long comparisons, and the clock ends a call."""
     from agentspec.cache import _native
 
-    cache = SuffixCache(native=True)
+    cache = SuffixCache()
     run(cache, [7] * 20_000 + [1], tenant="t")
     while cache.catch_up(1024):
         pass

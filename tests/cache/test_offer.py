@@ -7,15 +7,14 @@ import pytest
 
 from agentspec.cache import SOURCES, Draft, DraftPolicy, Drafts, SuffixCache
 from agentspec.errors import AgentSpecError, InvalidInputError, InvalidTokenError, UnknownRequestError
-from tests.cache.conftest import MakeCache
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 REQUEST, MODEL = SOURCES.index("request"), SOURCES.index("model")
 
 
-def begun(make_cache: MakeCache, prompt: list[int], room: int = 16, **policy: Any) -> tuple[SuffixCache, Draft]:
+def begun(prompt: list[int], room: int = 16, **policy: Any) -> tuple[SuffixCache, Draft]:
     """A cache with request "r", and the draft that it has."""
-    cache = make_cache(policy=DraftPolicy(**policy), vocab_size=1000)
+    cache = SuffixCache(policy=DraftPolicy(**policy), vocab_size=1000)
     cache.start("r", prompt)
     return cache, cache.propose(["r"], room)[0]
 
@@ -25,8 +24,8 @@ def offer(cache: SuffixCache, tokens: list[int], chances: list[float], room: int
     return cache.offer(["r"], *given, [len(tokens)], [room], **options)
 
 
-def test_given_tokens_where_the_trees_have_none(make_cache: MakeCache) -> None:
-    cache, draft = begun(make_cache, [1, 2, 3])
+def test_given_tokens_where_the_trees_have_none() -> None:
+    cache, draft = begun([1, 2, 3])
     assert draft.token_ids.size == 0
     drafts = offer(cache, [7, 8, 9], [0.9, 0.75, 0.5])
     assert drafts.lists() == [[7, 8, 9]]
@@ -35,19 +34,19 @@ def test_given_tokens_where_the_trees_have_none(make_cache: MakeCache) -> None:
     assert drafts.expected() == pytest.approx([0.9 + 0.9 * 0.75 + 0.9 * 0.75 * 0.5])
 
 
-def test_a_tail_that_does_not_pay_is_cut(make_cache: MakeCache) -> None:
-    cache, _ = begun(make_cache, [1, 2, 3], cost=0.1)
+def test_a_tail_that_does_not_pay_is_cut() -> None:
+    cache, _ = begun([1, 2, 3], cost=0.1)
     assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.05]).lists() == [[7, 8]]
-    cache, _ = begun(make_cache, [1, 2, 3], cost=0.1)
+    cache, _ = begun([1, 2, 3], cost=0.1)
     assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.05], cost=0.0).lists() == [[7, 8, 9]]
-    cache, _ = begun(make_cache, [1, 2, 3], cost=0.1)
+    cache, _ = begun([1, 2, 3], cost=0.1)
     assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.9], room=1).lists() == [[7]]
-    cache, _ = begun(make_cache, [1, 2, 3])
+    cache, _ = begun([1, 2, 3])
     assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.9], room=0).lists() == [[]]
 
 
-def test_the_trees_go_on_behind(make_cache: MakeCache) -> None:
-    cache, draft = begun(make_cache, [*TURN, 99], cost=0.001)
+def test_the_trees_go_on_behind() -> None:
+    cache, draft = begun([*TURN, 99], cost=0.001)
     assert draft.token_ids.size == 0
     drafts = offer(cache, [50, 11, 12], [0.9, 0.9, 0.9], room=6)
     assert drafts.lists() == [[50, 11, 12, 13, 14, 15]]
@@ -56,8 +55,8 @@ def test_the_trees_go_on_behind(make_cache: MakeCache) -> None:
     assert drafts.probabilities[2] == np.float32(0.9)
 
 
-def test_a_worse_offer_changes_nothing(make_cache: MakeCache) -> None:
-    cache, draft = begun(make_cache, TURN + TURN[:4])
+def test_a_worse_offer_changes_nothing() -> None:
+    cache, draft = begun(TURN + TURN[:4])
     scored = cache.candidates("r")
     assert draft.token_ids.tolist()[:3] == TURN[4:7]
     drafts = offer(cache, [50, 51], [0.2, 0.2])
@@ -66,8 +65,8 @@ def test_a_worse_offer_changes_nothing(make_cache: MakeCache) -> None:
     assert cache.candidates("r") == scored
 
 
-def test_a_better_offer_takes_the_place(make_cache: MakeCache) -> None:
-    cache, draft = begun(make_cache, TURN + TURN[:4], room=1)
+def test_a_better_offer_takes_the_place() -> None:
+    cache, draft = begun(TURN + TURN[:4], room=1)
     assert draft.token_ids.tolist() == [15]
     drafts = offer(cache, [15, 50, 51], [0.99, 0.99, 0.99])
     assert drafts.lists()[0][:3] == [15, 50, 51]
@@ -75,8 +74,8 @@ def test_a_better_offer_takes_the_place(make_cache: MakeCache) -> None:
     assert [candidate.token for candidate in cache.candidates("r")[0]] == [15]
 
 
-def test_the_best_of_several_offers_stays(make_cache: MakeCache) -> None:
-    cache, _ = begun(make_cache, [1, 2, 3])
+def test_the_best_of_several_offers_stays() -> None:
+    cache, _ = begun([1, 2, 3])
     for tokens, chances, best in [
         ([7, 8], [0.5, 0.5], [7, 8]),
         ([5], [0.4], [7, 8]),
@@ -86,8 +85,8 @@ def test_the_best_of_several_offers_stays(make_cache: MakeCache) -> None:
         assert offer(cache, tokens, chances).lists() == [best]
 
 
-def test_offers_in_one_call_are_taken_in_turn(make_cache: MakeCache) -> None:
-    cache, _ = begun(make_cache, [1, 2, 3])
+def test_offers_in_one_call_are_taken_in_turn() -> None:
+    cache, _ = begun([1, 2, 3])
     cache.start("q", [4, 5])
     cache.propose(["q"], 4)
     tokens = np.array([[7, -1], [8, 9], [6, 5]])
@@ -95,9 +94,9 @@ def test_offers_in_one_call_are_taken_in_turn(make_cache: MakeCache) -> None:
     assert drafts.lists() == [[7], [8, 9], [6, 5]]
 
 
-def test_chances_for_its_own_tokens_shorten_or_drop_a_draft(make_cache: MakeCache) -> None:
+def test_chances_for_its_own_tokens_shorten_or_drop_a_draft() -> None:
     prompt = TURN + TURN[:4]
-    cache, draft = begun(make_cache, prompt)
+    cache, draft = begun(prompt)
     own = draft.token_ids.tolist()
     assert len(own) >= 4
     assert offer(cache, own[:3], [0.9, 0.9, 0.001]).lists() == [own[:2]]
@@ -105,16 +104,16 @@ def test_chances_for_its_own_tokens_shorten_or_drop_a_draft(make_cache: MakeCach
     assert offer(cache, [50], [0.3]).lists() == [[50]]  # what was better before
 
 
-def test_chances_for_its_own_tokens_lengthen_a_draft(make_cache: MakeCache) -> None:
-    cache, draft = begun(make_cache, TURN + TURN[:2], cost=0.3)
+def test_chances_for_its_own_tokens_lengthen_a_draft() -> None:
+    cache, draft = begun(TURN + TURN[:2], cost=0.3)
     own = draft.token_ids.tolist()
     assert len(own) < 4
     assert offer(cache, TURN[2:6], [0.99] * 4).lists()[0][:4] == TURN[2:6]
 
 
-def test_text_goes_on_behind_a_replaced_token(make_cache: MakeCache) -> None:
+def test_text_goes_on_behind_a_replaced_token() -> None:
     """Where the given token is not the one that the trees were about to copy, the copy goes on behind it."""
-    cache, _ = begun(make_cache, TURN + TURN[:5], room=0, cost=0.0)
+    cache, _ = begun(TURN + TURN[:5], room=0, cost=0.0)
     drafts = offer(cache, [99], [0.999999], room=4)
     assert drafts.lists() == [[99, 17, 18, 19]] and drafts.sources.tolist() == [MODEL, REQUEST, REQUEST, REQUEST]
 
@@ -123,8 +122,8 @@ def table_of(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array([tokens], np.int32)
 
 
-def test_what_was_accepted_is_counted_for_the_model(make_cache: MakeCache) -> None:
-    cache, _ = begun(make_cache, [*TURN, 99], cost=0.001)
+def test_what_was_accepted_is_counted_for_the_model() -> None:
+    cache, _ = begun([*TURN, 99], cost=0.001)
     assert offer(cache, [50, 11, 12], [0.9] * 3, room=5).lists() == [[50, 11, 12, 13, 14]]
     text = [*TURN, 99, 50, 11, 12, 7]
     result = cache.step(["r"], table_of(text), [0], [len(text)], [4], [4])
@@ -132,11 +131,11 @@ def test_what_was_accepted_is_counted_for_the_model(make_cache: MakeCache) -> No
 
 
 @pytest.mark.parametrize("said", [[99, 17], [16, 17], [50, 51]])
-def test_the_trees_learn_as_without_an_offer(make_cache: MakeCache, said: list[int]) -> None:
+def test_the_trees_learn_as_without_an_offer(said: list[int]) -> None:
     """The first position is revealed in any case: its candidates are learned from, and its copy leaves a trail."""
     answers = []
     for offered in (False, True):
-        cache, _ = begun(make_cache, TURN + TURN[:5], room=1, judge=False, memory=3.0, cost=0.0)
+        cache, _ = begun(TURN + TURN[:5], room=1, judge=False, memory=3.0, cost=0.0)
         if offered:
             assert offer(cache, [99], [1.0], room=1).lists() == [[99]]
         cache.extend("r", said)
@@ -145,10 +144,10 @@ def test_the_trees_learn_as_without_an_offer(make_cache: MakeCache, said: list[i
     assert answers[0] == answers[1] and answers[0][0]
 
 
-def test_a_given_token_that_is_right_reveals_what_follows(make_cache: MakeCache) -> None:
+def test_a_given_token_that_is_right_reveals_what_follows() -> None:
     """The trees' draft behind it is judged as any other: it was wrong often, so its chance falls."""
     chances = []
-    cache = make_cache(policy=DraftPolicy(cost=0.0))
+    cache = SuffixCache(policy=DraftPolicy(cost=0.0))
     for _ in range(40):
         cache.start("r", [*TURN, 99], tenant="t")
         cache.propose(["r"], 2)
@@ -160,8 +159,8 @@ def test_a_given_token_that_is_right_reveals_what_follows(make_cache: MakeCache)
     assert chances[-1] < 0.5 * chances[0]
 
 
-def test_under_the_fixed_rule(make_cache: MakeCache) -> None:
-    cache = make_cache(policy=DraftPolicy.fixed())
+def test_under_the_fixed_rule() -> None:
+    cache = SuffixCache(policy=DraftPolicy.fixed())
     cache.start("r", TURN + TURN[:4])
     own = cache.propose(["r"], 4)[0].token_ids.tolist()
     assert own == TURN[4:8]
@@ -172,8 +171,8 @@ def test_under_the_fixed_rule(make_cache: MakeCache) -> None:
     assert drafts.sources.tolist() == [REQUEST] * 4 + [MODEL] * 2 and drafts.match_lengths.tolist() == [4]
 
 
-def test_no_draft_for_this_text_and_so_no_offer(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_no_draft_for_this_text_and_so_no_offer() -> None:
+    cache = SuffixCache()
     cache.start("r", [1, 2, 3])
     assert offer(cache, [7], [0.9]).lists() == [[]]  # none yet
     cache.propose(["r"], 4)
@@ -209,10 +208,8 @@ BAD_OFFERS: list[tuple[dict[str, Any], type[AgentSpecError], str]] = [
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BAD_OFFERS)
-def test_bad_offers_change_nothing(
-    make_cache: MakeCache, bad: dict[str, Any], error: type[AgentSpecError], message: str
-) -> None:
-    cache, _ = begun(make_cache, [1, 2, 3])
+def test_bad_offers_change_nothing(bad: dict[str, Any], error: type[AgentSpecError], message: str) -> None:
+    cache, _ = begun([1, 2, 3])
     good: dict[str, Any] = {
         "request_ids": ["r"],
         "tokens": np.array([[5, 6]]),

@@ -4,7 +4,6 @@ import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.errors import InvalidInputError
-from tests.cache.conftest import MakeCache
 
 SECRET = [71, 72, 73, 74, 75, 76, 77, 78, 79]
 
@@ -34,8 +33,8 @@ def leaks(cache: SuffixCache, session: str | None, tenant: str | None, scope: Sc
         (None, None, False),
     ],
 )
-def test_a_tenants_text(make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool) -> None:
-    cache = make_cache()
+def test_a_tenants_text(session: str | None, tenant: str | None, seen: bool) -> None:
+    cache = SuffixCache()
     say(cache, "s", "acme")
     assert leaks(cache, session, tenant) == seen
 
@@ -44,10 +43,8 @@ def test_a_tenants_text(make_cache: MakeCache, session: str | None, tenant: str 
     ("session", "tenant", "seen"),
     [("s", None, True), ("other", None, True), (None, None, True), ("s", "acme", False), (None, "acme", False)],
 )
-def test_requests_without_a_tenant_are_one(
-    make_cache: MakeCache, session: str | None, tenant: str | None, seen: bool
-) -> None:
-    cache = make_cache()
+def test_requests_without_a_tenant_are_one(session: str | None, tenant: str | None, seen: bool) -> None:
+    cache = SuffixCache()
     say(cache, "s", None)
     assert leaks(cache, session, tenant) == seen
 
@@ -72,45 +69,43 @@ def test_requests_without_a_tenant_are_one(
         ("none", "none", "s", False),
     ],
 )
-def test_scopes(
-    make_cache: MakeCache, tenant: str | None, writer: Scope, reader: Scope, session: str | None, seen: bool
-) -> None:
-    cache = make_cache()
+def test_scopes(tenant: str | None, writer: Scope, reader: Scope, session: str | None, seen: bool) -> None:
+    cache = SuffixCache()
     say(cache, "s", tenant, writer)
     assert leaks(cache, session, tenant, reader) == seen
 
 
-def test_an_unknown_scope_changes_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_an_unknown_scope_changes_nothing() -> None:
+    cache = SuffixCache()
     with pytest.raises(InvalidInputError, match="scope='everyone': give one of tenant, session, none"):
         say(cache, "s", None, "everyone")  # type: ignore[arg-type]
     assert cache.stats().requests == 0 and cache.stats().tenants == 0
 
 
-def test_a_restored_turn_keeps_its_scope(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_a_restored_turn_keeps_its_scope() -> None:
+    cache = SuffixCache()
     cache.start("w", [1, 2], session="s", scope="session")
     cache.extend("w", SECRET)
     turn = cache.finish("w")
     assert turn is not None and turn.scope == "session"
-    other = make_cache()
+    other = SuffixCache()
     other.restore(turn)
     assert leaks(other, "s", None) and not leaks(other, "other", None)
 
 
-def test_names_cannot_be_composed_to_meet(make_cache: MakeCache) -> None:
+def test_names_cannot_be_composed_to_meet() -> None:
     """Session "b" of tenant "1:a", and the like, are keys of their own."""
     pairs = [("a", "bc"), ("ab", "c"), ("1:a", "b"), ("1", ":ab"), (None, "1:ab"), ("-", "s"), (None, "s")]
     for tenant, session in pairs:
-        cache = make_cache()
+        cache = SuffixCache()
         say(cache, session, tenant)
         holding = [pair for pair in pairs if cache.has_session(*pair)]
         assert holding == [(tenant, session)]
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
-def test_an_erased_session_leaves_nothing(make_cache: MakeCache, tenant: str | None) -> None:
-    cache = make_cache()
+def test_an_erased_session_leaves_nothing(tenant: str | None) -> None:
+    cache = SuffixCache()
     say(cache, "s", tenant)
     assert leaks(cache, "s", tenant)
     cache.remove_session(tenant, "s")
@@ -118,8 +113,8 @@ def test_an_erased_session_leaves_nothing(make_cache: MakeCache, tenant: str | N
     assert not leaks(cache, "s", tenant) and not leaks(cache, "other", tenant)
 
 
-def test_erasing_one_session_keeps_the_others(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_erasing_one_session_keeps_the_others() -> None:
+    cache = SuffixCache()
     say(cache, "s", "acme")
     cache.start("w", [1, 2], session="kept", tenant="acme")
     cache.extend("w", [31, 32, 33, 34])
@@ -131,8 +126,8 @@ def test_erasing_one_session_keeps_the_others(make_cache: MakeCache) -> None:
     assert not leaks(cache, "kept", "acme")
 
 
-def test_a_session_erased_while_it_runs(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_a_session_erased_while_it_runs() -> None:
+    cache = SuffixCache()
     say(cache, "s", "acme")
     cache.start("r", [4], session="s", tenant="acme")
     cache.remove_session("acme", "s")
@@ -164,16 +159,16 @@ def drafts_boldly(cache: SuffixCache, session: str | None, tenant: str | None, s
     ("session", "tenant", "influenced"),
     [("a", "acme", True), ("b", "acme", True), (None, "acme", True), ("a", "rival", False), ("a", None, False)],
 )
-def test_what_a_tenant_taught(make_cache: MakeCache, session: str | None, tenant: str | None, influenced: bool) -> None:
-    cache = make_cache(policy=DraftPolicy(cost=0.2))
+def test_what_a_tenant_taught(session: str | None, tenant: str | None, influenced: bool) -> None:
+    cache = SuffixCache(policy=DraftPolicy(cost=0.2))
     assert drafts_boldly(cache, session, tenant)
     teach(cache, "a", "acme")
     assert drafts_boldly(cache, session, tenant) == (not influenced)
 
 
 @pytest.mark.parametrize(("session", "influenced"), [("a", True), ("b", False), (None, False)])
-def test_what_a_session_taught_itself(make_cache: MakeCache, session: str | None, influenced: bool) -> None:
-    cache = make_cache(policy=DraftPolicy(cost=0.2))
+def test_what_a_session_taught_itself(session: str | None, influenced: bool) -> None:
+    cache = SuffixCache(policy=DraftPolicy(cost=0.2))
     say(cache, "a", None, "session")
     teach(cache, "a", None, "session")
     assert drafts_boldly(cache, session, None, "session") == (not influenced)

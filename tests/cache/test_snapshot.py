@@ -1,4 +1,4 @@
-"""Saving and loading whole caches, on both cores, and what a damaged file does."""
+"""Saving and loading whole caches, and what a damaged file does."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
 from agentspec.errors import SnapshotError
-from tests.cache.conftest import MakeCache
 
 TEXT = list(range(100, 160))
 
@@ -36,22 +35,22 @@ def answers(cache: SuffixCache) -> list[object]:
     return seen
 
 
-def test_a_loaded_cache_answers_the_same(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache()
+def test_a_loaded_cache_answers_the_same(tmp_path: Path) -> None:
+    cache = SuffixCache()
     fill(cache)
     cache.save(tmp_path / "trees")
-    loaded = SuffixCache.load(tmp_path / "trees", native=cache.stats().native)
+    loaded = SuffixCache.load(tmp_path / "trees")
     assert loaded.stats().tokens == cache.stats().tokens > 0
     assert loaded.stats().sessions == cache.stats().sessions
     assert answers(loaded) == answers(cache)
 
 
-def test_a_loaded_cache_goes_on_and_can_be_saved_again(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache()
+def test_a_loaded_cache_goes_on_and_can_be_saved_again(tmp_path: Path) -> None:
+    cache = SuffixCache()
     fill(cache)
     for name in ("one", "two"):
         cache.save(tmp_path / name)
-        cache = SuffixCache.load(tmp_path / name, native=cache.stats().native)
+        cache = SuffixCache.load(tmp_path / name)
         cache.start("r", [1, 2, 3], session="new", tenant="t")
         cache.extend("r", [41, 42, 43, 44])
         cache.finish("r")
@@ -62,34 +61,33 @@ def test_a_loaded_cache_goes_on_and_can_be_saved_again(make_cache: MakeCache, tm
     assert cache.propose(["q"], 1)[0].token_ids.tolist() == [44]
 
 
-def test_what_was_erased_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache()
+def test_what_was_erased_is_not_saved(tmp_path: Path) -> None:
+    cache = SuffixCache()
     cache.start("r", [], session="s", tenant="t")
     cache.extend("r", [0x5EC2E7 + n for n in range(40)])
     cache.finish("r")
     cache.save(tmp_path / "before")
     secret = (0x5EC2E7).to_bytes(4, "little")
-    native = cache.stats().native
-    assert not native or secret in (tmp_path / "before").read_bytes()  # plain bytes in the compiled core's file
+    assert secret in (tmp_path / "before").read_bytes()
     cache.remove_session("t", "s")
     cache.save(tmp_path / "after")
     assert secret not in (tmp_path / "after").read_bytes()
-    assert SuffixCache.load(tmp_path / "after", native=native).stats().tokens == 0
+    assert SuffixCache.load(tmp_path / "after").stats().tokens == 0
 
 
-def test_another_policy_may_load_it(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache()
+def test_another_policy_may_load_it(tmp_path: Path) -> None:
+    cache = SuffixCache()
     fill(cache)
     cache.save(tmp_path / "trees")
-    loaded = SuffixCache.load(tmp_path / "trees", native=cache.stats().native, policy=DraftPolicy.fixed())
+    loaded = SuffixCache.load(tmp_path / "trees", policy=DraftPolicy.fixed())
     loaded.start("q", [], tenant="t")
     loaded.extend("q", [410, 411, 412])
     assert loaded.propose(["q"], 1)[0].token_ids.tolist() == [413]
 
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "other", "missing"])
-def test_a_damaged_file_is_refused(make_cache: MakeCache, tmp_path: Path, harm: str) -> None:
-    cache = make_cache()
+def test_a_damaged_file_is_refused(tmp_path: Path, harm: str) -> None:
+    cache = SuffixCache()
     fill(cache)
     path = tmp_path / "trees"
     cache.save(path)
@@ -106,11 +104,11 @@ def test_a_damaged_file_is_refused(make_cache: MakeCache, tmp_path: Path, harm: 
     else:
         path.write_bytes(damaged[harm])
     with pytest.raises(SnapshotError, match=str(path)):
-        SuffixCache.load(path, native=cache.stats().native)
+        SuffixCache.load(path)
 
 
-def test_every_flipped_byte_is_noticed(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache(policy=DraftPolicy(judge=False))
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    cache = SuffixCache(policy=DraftPolicy(judge=False))
     cache.start("r", [1, 2], session="s", tenant="t")
     cache.extend("r", [3, 4, 5])
     cache.finish("r")
@@ -123,9 +121,9 @@ def test_every_flipped_byte_is_noticed(make_cache: MakeCache, tmp_path: Path) ->
         path.write_bytes(whole)
         whole[at] ^= 1
         with pytest.raises(SnapshotError):
-            SuffixCache.load(path, native=cache.stats().native)
+            SuffixCache.load(path)
 
 
-def test_a_snapshot_that_cannot_be_written(make_cache: MakeCache, tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="nowhere"):
-        make_cache().save(tmp_path / "nowhere" / "trees")
+        SuffixCache().save(tmp_path / "nowhere" / "trees")

@@ -1,11 +1,13 @@
 """The decode step: one call for the batch, reading the engine's array, whatever the engine did meanwhile."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError, UnknownRequestError
-from tests.cache.conftest import MakeCache
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
@@ -16,8 +18,8 @@ def step(cache: SuffixCache, text: list[int], room: int = 4, scheduled: int = 0)
     return cache.step(["r"], table, [2], [len(text)], [room], [scheduled])
 
 
-def test_step_equals_extend_and_propose(make_cache: MakeCache) -> None:
-    one, other = make_cache(), make_cache()
+def test_step_equals_extend_and_propose() -> None:
+    one, other = SuffixCache(), SuffixCache()
     for cache in (one, other):
         cache.start("r", PROMPT)
     text = list(PROMPT)
@@ -32,8 +34,8 @@ def test_step_equals_extend_and_propose(make_cache: MakeCache) -> None:
         assert got.match_lengths.tolist() == [expected.match_length]
 
 
-def test_step_counts_what_was_accepted(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_counts_what_was_accepted() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
     result = step(cache, [*PROMPT, 1, 2, 99], scheduled=4)
@@ -41,24 +43,24 @@ def test_step_counts_what_was_accepted(make_cache: MakeCache) -> None:
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
 
-def test_step_counts_only_what_was_scheduled(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_counts_only_what_was_scheduled() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     step(cache, PROMPT)
     result = step(cache, [*PROMPT, 1, 2], scheduled=1)
     assert result.accepted.tolist() == [[1, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0]]
 
 
-def test_step_without_new_tokens_judges_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_step_without_new_tokens_judges_nothing() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     first = step(cache, PROMPT)
     second = step(cache, PROMPT, scheduled=4)
     assert second.lists() == first.lists() and second.drafted.sum() == 0
 
 
-def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
-    cache, steady = make_cache(), make_cache()
+def test_skipped_steps_are_caught_up() -> None:
+    cache, steady = SuffixCache(), SuffixCache()
     for other in (cache, steady):
         other.start("r", PROMPT, scope="session")
     text = [*PROMPT, 1, 2, 3, 50, 51, 52, 1, 2]
@@ -68,29 +70,29 @@ def test_skipped_steps_are_caught_up(make_cache: MakeCache) -> None:
     assert cache.finish("r") is None  # no session to keep it for
 
 
-def test_prompt_known_in_part_is_completed(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_prompt_known_in_part_is_completed() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT[:5])
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_row_shorter_than_known_gets_no_draft(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_row_shorter_than_known_gets_no_draft() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     assert step(cache, PROMPT[:-3]).lists() == [[]]
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_illegal_token_in_a_row_costs_only_that_draft(make_cache: MakeCache) -> None:
-    cache = make_cache(vocab_size=100)
+def test_illegal_token_in_a_row_costs_only_that_draft() -> None:
+    cache = SuffixCache(vocab_size=100)
     cache.start("r", PROMPT)
     assert step(cache, [*PROMPT, 1, -1, 3]).lists() == [[]]
     assert step(cache, [*PROMPT, 1, 100]).lists() == [[]]
     assert step(cache, [*PROMPT, 1]).lists() == [[2, 3, 4, 5]]
 
 
-def test_array_is_read_in_place(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_array_is_read_in_place() -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
     table = np.zeros((1, 64), np.int32)
     table[0, : len(PROMPT)] = PROMPT
@@ -100,26 +102,76 @@ def test_array_is_read_in_place(make_cache: MakeCache) -> None:
         cache.step(["r"], np.zeros((64, 2), np.int32).T, [0], [1], [2], [0])
 
 
-def test_bad_arguments_change_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache()
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        lambda row: np.array(row, np.int64),
+        lambda row: np.array(row, np.uint8),
+        lambda row: np.repeat(np.array(row, np.int32), 2)[::2],
+        lambda row: [np.int64(number) for number in row],
+    ],
+)
+def test_rows_come_in_every_integer_form(form: Callable[[list[int]], Any]) -> None:
+    cache = SuffixCache()
+    for request in ("r", "q"):
+        cache.start(request, PROMPT)
+    table = np.array([PROMPT[:-1], PROMPT[1:]], np.int32)
+    cache.step(["r", "q"], table, form([0, 0]), form([3, 3]), form([0, 0]), form([0, 0]))
+    wide = np.array([[*PROMPT, 0, 0], [*PROMPT, 1, 2]], np.int32)
+    drafts = cache.step(["r", "q"], wide, form([1, 0]), form([26, 24]), form([2, 3]), form([0, 0]))
+    assert drafts.lists() == [[3, 4], [1, 2, 3]]
+
+
+TABLE = np.full((2, 64), 3, np.int32)
+BAD_STEPS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": TABLE.astype(np.int64)}, "tokens: .*int32"),
+    ({"tokens": TABLE.astype(np.float32)}, "tokens: .*int32"),
+    ({"tokens": TABLE.astype(np.dtype(">i4"))}, "tokens: .*int32"),
+    ({"tokens": TABLE[0]}, r"tokens: .*\[rows, columns\]"),
+    ({"tokens": TABLE.tolist()}, "tokens: "),
+    ({"tokens": TABLE[:, ::2]}, "C-contiguous"),
+    ({"tokens": TABLE[:0]}, "tokens: "),
+    ({"rows": [2]}, "rows: must be from 0 to 1, got 2"),
+    ({"rows": np.array([-1], np.int32)}, "rows: must be from 0 to 1, got -1"),
+    ({"lengths": [65]}, "lengths: must be from 0 to 64, got 65"),
+    ({"lengths": [-1]}, "lengths: .*-1"),
+    ({"lengths": [2**32 + 30]}, r"lengths\[0\] is 4294967326"),
+    ({"lengths": [2**70]}, r"lengths\[0\] is 1180591620717411303424"),
+    ({"rows": [0, 1]}, r"rows: give one integer a request \(1\), got 2"),
+    ({"rows": np.zeros((1, 1), np.int32)}, r"rows\[0\]"),
+    ({"lengths": [30.0]}, r"lengths\[0\] is 30.0"),
+    ({"lengths": np.array([30.0])}, r"lengths\[0\]"),
+    ({"room": []}, "room: give one integer a request"),
+    ({"room": [True]}, r"room\[0\] is True"),
+    ({"room": np.array([True])}, r"room\[0\]"),
+    ({"room": 4}, "room: .*int"),
+    ({"room": np.int32(4)}, "room: "),
+    ({"scheduled": None}, "scheduled: .*NoneType"),
+    ({"scheduled": "0"}, r"scheduled\[0\] is '0'"),
+    ({"scheduled": {0: 0}}, "scheduled: .*dict"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_STEPS)
+def test_bad_arguments_change_nothing(bad: dict[str, Any], message: str) -> None:
+    cache = SuffixCache()
     cache.start("r", PROMPT)
-    table = np.full((2, 64), 3, np.int32)
-    bad = [
-        (["r"], table.astype(np.int64), [0], [30], [4], [0]),
-        (["r"], table, [2], [30], [4], [0]),
-        (["r"], table, [0], [65], [4], [0]),
-        (["r"], table, [0], [-1], [4], [0]),
-        (["r"], table, [0, 1], [30], [4], [0]),
-        (["r"], table, [0], [30.0], [4], [0]),
-    ]
-    for arguments in bad:
-        with pytest.raises(InvalidInputError):
-            cache.step(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(UnknownRequestError, match="'x'"):
-        cache.step(["r", "x"], table, [0, 1], [30, 30], [4, 4], [0, 0])
+    good: dict[str, Any] = {"tokens": TABLE, "rows": [0], "lengths": [30], "room": [4], "scheduled": [0]}
+    with pytest.raises(InvalidInputError, match=message):
+        cache.step(["r"], **{**good, **bad})
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_empty_batch(make_cache: MakeCache) -> None:
-    result = make_cache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
+def test_an_unknown_request_changes_nothing() -> None:
+    cache = SuffixCache()
+    cache.start("r", PROMPT)
+    with pytest.raises(UnknownRequestError, match="'x'"):
+        cache.step(["r", "x"], TABLE, [0, 1], [30, 30], [4, 4], [0, 0])
+    assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
+
+
+def test_empty_batch() -> None:
+    result = SuffixCache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
     assert result.lists() == [] and result.accepted.shape == (0, 5)

@@ -5,16 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from agentspec.cache import SuffixCache, native_available
-
-if not native_available():
-    pytest.skip("the compiled core is not built", allow_module_level=True)
+from agentspec.cache import SuffixCache
 
 
 def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
-    cache = SuffixCache(max_tokens=20_000, native=True)
+    cache = SuffixCache(max_tokens=20_000)
     stop = threading.Event()
     calls = [0] * 4
 

@@ -134,12 +134,11 @@ class TestHowMany:
         assert DraftBudget(1024).room(np.array([5, 0], np.int32), 0).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kept", [0, 1, 3])
-def test_the_cache_takes_a_cut_draft_as_it_was_verified(native: bool, kept: int) -> None:
+def test_the_cache_takes_a_cut_draft_as_it_was_verified(kept: int) -> None:
     """Only the first `scheduled` tokens count, and drafting goes on behind the verified text."""
     prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 3
-    cache = SuffixCache(native=native)
+    cache = SuffixCache()
     cache.start("r", prompt)
     table = np.zeros((1, 64), np.int32)
 

@@ -289,9 +289,9 @@ def decode(
     return result
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "native"])
-def cache(request: pytest.FixtureRequest) -> SuffixCache:
-    return SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY, native=request.param)
+@pytest.fixture
+def cache() -> SuffixCache:
+    return SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
 
 
 class TestHybrid:

@@ -1,36 +1,23 @@
-"""The peer's drafting rule in plain Python: the specification of csrc/fixed_rule.cpp.
+"""Specify the drafting rule of ArcticInference's suffix decoding. Implemented by csrc/fixed_rule and fixed_draft.
 
-ArcticInference's rule, here to compare with. Every length of context that occurred before gives a draft: its most
+Every length of context that occurred before gives a draft: its most
 frequent successors, as many as `max_spec_factor * length + max_spec_offset` allows, as long as the draft's probability
 is at least `min_token_prob` and context and draft have at most `max_depth` tokens together. The draft with the
 largest sum of probabilities wins; of equal ones the request's, then the one with the longest context.
 
 Two texts are drafted from: the request's own, and the responses of all, of which the running one counts as part. As in
-the peer's trees, the context's own end is an occurrence too, which nothing has followed yet: text that occurred once
-before is one of two. Where there are more occurrences than a match lists, those that are listed stand for all, and of
-the lengths of context only SAMPLED and the longest are tried.
+ArcticInference's trees, the context's own end is an occurrence too, which nothing has followed yet: text that occurred
+once before is one of two. Where there are more occurrences than a match lists, those that are listed stand for all, and
+of the lengths of context only SAMPLED and the longest are tried.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from agentspec.cache.reference import ReferenceIndex
+from agentspec.cache.policy import FixedRule
+from tests.oracle.index import TextIndex
 
 SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-
-
-class FixedSettings(Protocol):
-    """The rule's parameters, as `DraftPolicy.fixed` takes them."""
-
-    @property
-    def max_depth(self) -> int: ...
-    @property
-    def max_spec_factor(self) -> float: ...
-    @property
-    def max_spec_offset(self) -> float: ...
-    @property
-    def min_token_prob(self) -> float: ...
 
 
 @dataclass(slots=True)
@@ -62,14 +49,14 @@ class _Found:
 
 
 def draft_fixed(
-    settings: FixedSettings,
-    request: ReferenceIndex | None,
-    shared: ReferenceIndex | None,
+    settings: FixedRule,
+    request: TextIndex | None,
+    shared: TextIndex | None,
     context: Sequence[int],
     begin: int,
     room: int,
 ) -> FixedDraft:
-    """The rule's draft of at most `room` tokens after `context`, the request's whole text.
+    """Return the rule's draft of at most `room` tokens after `context`, the request's whole text.
 
     The response begins at `begin`; `shared` holds the responses of all, without the running one.
     """
@@ -93,17 +80,17 @@ def draft_fixed(
     return best if best.tokens else FixedDraft()
 
 
-def _longest(index: ReferenceIndex | None, tail: list[int]) -> int:
+def _longest(index: TextIndex | None, tail: list[int]) -> int:
     return index.look_up(tail[1:]).length if index is not None and len(tail) > 1 else 0
 
 
-def _find(index: ReferenceIndex, tail: list[int], length: int) -> _Found:
+def _find(index: TextIndex, tail: list[int], length: int) -> _Found:
     match = index.look_up(tail, length)
     return _Found(match.count, [(index.text, p) for p in sorted(match.positions)], match.complete)
 
 
-def _with_running(found: _Found, request: ReferenceIndex, tail: list[int], length: int, begin: int) -> _Found:
-    """Adds the occurrences in the running response, where all are known."""
+def _with_running(found: _Found, request: TextIndex, tail: list[int], length: int, begin: int) -> _Found:
+    """Add the occurrences in the running response, if all are known."""
     if not found.whole:
         return found
     match = request.look_up(tail, length)
@@ -114,7 +101,7 @@ def _with_running(found: _Found, request: ReferenceIndex, tail: list[int], lengt
 
 
 def _better(
-    settings: FixedSettings,
+    settings: FixedRule,
     found: _Found,
     length: int,
     longest: bool,
@@ -123,7 +110,7 @@ def _better(
     source: int,
     best: FixedDraft,
 ) -> FixedDraft:
-    """The better of `best` and the draft from a context of `length` tokens."""
+    """Return the better of `best` and the draft from a context of `length` tokens."""
     allowed = length * settings.max_spec_factor + settings.max_spec_offset + 1e-6
     room = 0 if allowed < 1 else int(min(allowed, limit, settings.max_depth - length))
     if found.count == 0 or room == 0 or not (found.whole or longest or length in SAMPLED):
@@ -154,14 +141,14 @@ def _grow(draft: FixedDraft, found: _Found, occurrences: float, room: int, min_t
 
 
 def _following(places: list[Place]) -> Iterator[Place]:
-    """The places that go on with a token that can be proposed."""
+    """Yield the places that go on with a token that can be proposed."""
     for text, position in places:
         if position < len(text) and text[position] >= 0:
             yield text, position
 
 
 def most_frequent(tokens: Sequence[int]) -> int:
-    """The most frequent of tokens that came one after the other, in the peer's order of equals.
+    """Return the most frequent of tokens that came one after the other; of equal ones, the one ArcticInference takes.
 
     Its trees keep successors sorted by count. A new one goes to the end; one that draws level with others goes in
     front of them, unless it leaves equals behind: then it goes in front of those.

@@ -1,23 +1,144 @@
-"""The candidates at one position of a draft, in plain Python: the specification of csrc/scoring.cpp."""
+"""Specify the chances of a draft's next token: odds, judge and candidates. Implemented by csrc/odds, judge, scoring.
+
+The odds count how often proposals of a kind were accepted. The judge, a logistic regression that sees which tokens are
+proposed, corrects them. At each position of a draft `score` gathers what the sources propose, takes the likeliest
+tokens by the odds as candidates, and has the judge correct their chances. Doubles and the order of operations match
+the core bit for bit; the judge's weights are 32-bit floats in both.
+"""
 
 import math
+from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.reference import Match, ReferenceIndex
-from agentspec.cache.reference_judge import LENGTH_BOUNDS, TRAIL, Judge, Learned, cell, mixed, token_key
 from agentspec.cache.types import MODEL
+from tests.oracle.index import Match, TextIndex
 
 CANDIDATES = 4  # judged at each position of a draft
-
 _CLIP = 9.0  # log-odds stay within
 _MISSES_MOST = 4  # in a row, then a trail ends
 _TRAIL_LENGTH = 4  # a match of so many tokens that goes wrong leaves a trail
 
-Sources = Sequence[ReferenceIndex | None]
+
+TRAIL = 4  # kind of the trail's proposals; the others have their source's
+KINDS = 5
+LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
+
+# Prior log-odds: longer matches and more agreement are likelier to go on.
+_PRIOR_LENGTH = (-2.2, -1.4, -0.9, -0.4, 0.1, 0.6, 1.0, 1.5, 2.2)
+_PRIOR_SHAPE = (0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6)
+_SECOND_MINUS, _TRAIL_MINUS = 1.0, 0.5
+_LENGTHS, _SHAPES, _RANKS, _DEPTHS = len(_PRIOR_LENGTH), len(_PRIOR_SHAPE), 2, 3
+_LEAST = 1e-6  # observations: nothing is certain
+
+_CALM = 2.0  # keeps the first steps of a weight short
+_ONES = 2**64 - 1
+_K1, _K2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+
+
+def cell(kind: int, length: int, count: int, winner: int, second: bool, depth: int) -> int:
+    """Return the index of a proposal's odds.
+
+    The token follows `winner` of `count` occurrences. second: another token follows more often.
+    """
+    row = (kind * _LENGTHS + bisect_left(LENGTH_BOUNDS, length)) * _SHAPES + _shape(count, winner)
+    return (row * _RANKS + second) * _DEPTHS + min(depth, _DEPTHS - 1)
+
+
+def _shape(count: int, winner: int) -> int:
+    if count == 1:
+        return 0
+    if count == 2:
+        return winner
+    if count <= 5:
+        return 6 if winner == count else 3 if 2 * winner < count else 4 if 4 * winner < 3 * count else 5
+    if winner == count:
+        return 11
+    return 7 if 4 * winner < count else 8 if 2 * winner < count else 9 if 4 * winner < 3 * count else 10
+
+
+def _priors() -> list[float]:
+    return [
+        1.0 / (1.0 + math.exp(rank * _SECOND_MINUS + (kind == TRAIL) * _TRAIL_MINUS - (length + shape)))
+        for kind in range(KINDS)
+        for length in _PRIOR_LENGTH
+        for shape in _PRIOR_SHAPE
+        for rank in range(_RANKS)
+        for _ in range(_DEPTHS)
+    ]
+
+
+_PRIORS = _priors()
+
+
+class Odds:
+    """Odds of acceptance, counted online, one tally a cell."""
+
+    def __init__(self, prior_weight: float, memory: float) -> None:
+        self._hits = [prior * prior_weight for prior in _PRIORS]
+        self._total = [prior_weight] * len(_PRIORS)
+        self._memory = memory
+
+    def probability(self, at: int) -> float:
+        return self._hits[at] / self._total[at]
+
+    def log_odds(self, at: int) -> float:
+        return math.log(max(self._hits[at], _LEAST) / max(self._total[at] - self._hits[at], _LEAST))
+
+    def learn(self, at: int, hit: bool) -> None:
+        if self._total[at] >= self._memory:
+            self._hits[at] *= 0.5
+            self._total[at] *= 0.5
+        self._total[at] += 1.0
+        if hit:
+            self._hits[at] += 1.0
+
+
+class Judge:
+    """Online logistic regression over hashed features, AdaGrad; 2**bits weights, each beside its squared errors."""
+
+    def __init__(self, bits: int) -> None:
+        self._shift = 64 - bits
+        self._weights = array("f", bytes(8 << bits))
+
+    def slot(self, key: int) -> int:
+        return (key * _K2 & _ONES) >> self._shift
+
+    def correction(self, slots: Iterable[int]) -> float:
+        total = 0.0
+        for slot in slots:
+            total += self._weights[2 * slot]
+        return total
+
+    def learn(self, slots: Sequence[int], error: float, rate: float) -> None:
+        weights = self._weights
+        for slot in slots:
+            weights[2 * slot + 1] += error * error
+            weights[2 * slot] += rate * error / math.sqrt(weights[2 * slot + 1] + _CALM)
+
+
+def mixed(a: int, b: int) -> int:
+    """Hash two numbers."""
+    z = (a ^ (b * _K1 & _ONES)) * _K2 & _ONES
+    return z ^ z >> 32
+
+
+def token_key(token: int) -> int:
+    return (token + 1) * _K1 & _ONES
+
+
+class Learned:
+    """What acceptance taught: one for each tenant, each session that keeps to itself, and each request with neither."""
+
+    def __init__(self, policy: DraftPolicy, bits: int) -> None:
+        self.table = Odds(policy.prior_weight, policy.memory)
+        self.judge = Judge(bits)
+
+
+Sources = Sequence[TextIndex | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +174,7 @@ class Scored:
     proposals: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, token: int, chance: float) -> None:
-        """Takes a given token, with a given chance that it is right."""
+        """Take a given token, with a given chance that it is right."""
         own = self.best is not None and self.best.token == token
         self.taken = replace(self.best, probability=chance) if self.best and own else given_token(token, chance)
 
@@ -80,12 +201,12 @@ class Trail:
 
 
 def given_token(token: int, chance: float) -> Candidate:
-    """Another drafter's token."""
+    """Return another drafter's token as a candidate."""
     return Candidate(token, MODEL, 0, 0, 0, 0.0, chance, 0)
 
 
 def leave_trail(scored: Scored, token: int, trail: Trail | None) -> Trail | None:
-    """The trail, or a new one where `token` shows that the likeliest candidate, worth following, went wrong."""
+    """Return the trail, or a new one where `token` shows that a likeliest candidate worth following went wrong."""
     wrong = scored.best
     if wrong is None or wrong.token == token or wrong.rank > 1:
         return trail
@@ -131,7 +252,7 @@ def score(
     trail: Trail | None,
     situation: Situation,
 ) -> Scored:
-    """The candidates for the next token, judged, and the likeliest taken; none where nothing proposes any."""
+    """Return the scored candidates for the next token, the likeliest of them taken; none where nothing is proposed."""
     origins = list(_gather(policy, learned, sources, matches, trail, situation.depth))
     scored = Scored(proposals=[(origin.token, origin.cell) for origin in origins])
     features = _Features(learned.judge, situation)
@@ -185,8 +306,8 @@ def _gather(
         yield origin(token, 1, trail.place, trail.hits + 1, trail.misses + 1, TRAIL, trail.source, 2)
 
 
-def _successors(index: ReferenceIndex, match: Match) -> list[tuple[int, int, int]]:
-    """The two most frequent successors of the listed occurrences, the earlier listed first where they are equal."""
+def _successors(index: TextIndex, match: Match) -> list[tuple[int, int, int]]:
+    """Return the two most frequent successors of the listed occurrences; of equal ones, the one listed first."""
     places: dict[int, int] = {}
     counts: Counter[int] = Counter()
     for place in match.positions:
@@ -198,7 +319,7 @@ def _successors(index: ReferenceIndex, match: Match) -> list[tuple[int, int, int
 
 
 def _choose(origins: list[_Origin]) -> list[_Origin]:
-    """The distinct tokens' likeliest origins by the table, likeliest first."""
+    """Return the likeliest origin of each proposed token by the odds, likeliest first."""
     chosen: list[_Origin] = []
     for origin in origins:
         at = next((i for i, other in enumerate(chosen) if other.token == origin.token), len(chosen))
@@ -212,7 +333,7 @@ def _choose(origins: list[_Origin]) -> list[_Origin]:
 
 
 def _agreement(origins: list[_Origin], token: int) -> int:
-    """For each kind two bits: 0 it has no proposal, 1 the token is its first, 2 its second, 3 it has others."""
+    """Return two bits a kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it proposes others."""
     code = 0
     for origin in origins:
         says = 3 if origin.token != token else 2 if origin.rank == 1 else 1

@@ -1,16 +1,16 @@
-"""The drafting rule in plain Python: the specification of csrc/drafter.cpp (policy.py explains it).
+"""Specify how a draft grows, is cut, meets another drafter's tokens, and is learned from. Implemented by csrc/drafter.
 
-Drafting and learning; reference_scoring.py judges the candidates at one position of a draft.
+agentspec/cache/policy.py explains the rule. scoring.py scores the candidates at one position of a draft.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
-from agentspec.cache.reference import Match, ReferenceIndex
-from agentspec.cache.reference_judge import Learned
-from agentspec.cache.reference_scoring import (
+from tests.oracle.index import Match, TextIndex
+from tests.oracle.scoring import (
     Candidate,
+    Learned,
     Scored,
     Situation,
     Sources,
@@ -19,8 +19,6 @@ from agentspec.cache.reference_scoring import (
     leave_trail,
     score,
 )
-
-TENANT_BITS, SESSION_BITS, REQUEST_BITS = 18, 14, 12  # slots of the judge, as a power of two, by whose it is
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
 _LONG_ENOUGH = 32  # one match of so many tokens: the other sources need not be searched
@@ -31,10 +29,10 @@ _CAUTION = 1.3
 
 @dataclass(slots=True)
 class DraftPath:
-    """Scored positions, the first `len(taken)` of which are the draft.
+    """The positions that were scored; the first `len(taken)` of them are the draft.
 
-    Positions that were scored but did not pay stay in the path: verified tokens may reveal them all the same.
-    open: it continues the text as it is now, so that other tokens may be offered instead.
+    Positions that did not pay stay in the path, because verified tokens may reveal them all the same. open: the draft
+    continues the text as it is now, so other tokens may be offered instead.
     """
 
     path: list[Scored] = field(default_factory=list)
@@ -49,9 +47,9 @@ Given = Sequence[tuple[int, float]]
 
 @dataclass(slots=True)
 class _Prospect:
-    """What a draft promises as it grows: its expected tokens, with the one that a step always brings, for its price.
+    """What a growing draft is worth: expected tokens (with the one that every step brings) for the price of the step.
 
-    price: of a drafted token, as a share of a step. ratio: the best so far (without a draft it is 1), at `best` tokens.
+    price: of a drafted token, as a share of a step. ratio: the best so far, at `best` tokens; without a draft it is 1.
     """
 
     price: float
@@ -103,7 +101,7 @@ def draft(
     cost: float,
     state: MatchState,
 ) -> DraftPath:
-    """Drafts at most `room` tokens after `context`, the request's whole text."""
+    """Draft at most `room` tokens after `context`, the request's whole text."""
     limit = _limit(policy, room)
     prospect = _Prospect(_CAUTION * cost)
     path = _grow(policy, learned, sources, context, (), limit, state, prospect)
@@ -121,9 +119,9 @@ def take_offer(
     state: MatchState,
     drafted: DraftPath,
 ) -> DraftPath:
-    """The better of an open draft and the given tokens, with what the trees add behind them, cut where it pays.
+    """Return the better of an open draft and the given tokens with what the indexes add behind them.
 
-    Where both begin alike, the given chances hold for the draft too, which is cut anew.
+    Both are cut where they pay. Where they begin alike, the given chances hold for the draft too.
     """
     limit, price = _limit(policy, room), _CAUTION * cost
     if policy.rule is not None:
@@ -142,7 +140,7 @@ def take_offer(
 
 
 def _take_offer_fixed(given: Given, price: float, drafted: DraftPath) -> DraftPath:
-    """The fixed rule's draft is compared as it is, and given tokens stand alone."""
+    """Do the same under the fixed rule: its draft is compared uncut, and nothing is added behind given tokens."""
     present = _Prospect(price)
     for candidate in drafted.taken:
         present.add(candidate.probability)
@@ -159,7 +157,7 @@ def _take_offer_fixed(given: Given, price: float, drafted: DraftPath) -> DraftPa
 
 
 def _shared(given: Given, taken: list[Candidate]) -> int:
-    """Tokens that begin the draft and are given too."""
+    """Count the tokens with which both the draft and the given tokens begin."""
     pairs = zip(given, taken, strict=False)
     return next((at for at, ((token, _), own) in enumerate(pairs) if token != own.token), min(len(given), len(taken)))
 
@@ -179,7 +177,7 @@ def _grow(
     state: MatchState,
     prospect: _Prospect,
 ) -> list[Scored]:
-    """Drafts token by token: first what is given, then the likeliest candidates, while that can still pay."""
+    """Draft token by token: first what is given, then the likeliest candidates, while that can still pay."""
     path: list[Scored] = []
     if limit == 0:
         return path
@@ -208,7 +206,7 @@ def _grow(
 
 
 def _drafted(path: list[Scored], length: int) -> DraftPath:
-    """The path with its first tokens as the draft."""
+    """Return the path with its first `length` tokens as the draft."""
     taken = [scored.taken for scored in path[:length]]
     return DraftPath(path, taken, taken[0].match_length if taken else 0)
 
@@ -225,10 +223,10 @@ def learn(
     drafted: DraftPath,
     learned: Learned,
 ) -> None:
-    """Learns from the verified tokens, every position whose predecessors were all right; follows the matches with them.
+    """Learn from every position that the verified tokens reveal, and follow the matches with these tokens.
 
-    To be called before they are appended to the request's text. Afterwards `drafted.path` is empty: nothing is learned
-    twice.
+    A position is revealed if all drafted tokens before it were right. Call this before the tokens are appended to the
+    request's text. Afterwards `drafted.path` is empty, so nothing is learned twice.
     """
     if not verified:
         return
@@ -247,7 +245,7 @@ def learn(
 
 
 def _learn_path(policy: DraftPolicy, verified: Sequence[int], path: list[Scored], learned: Learned) -> int:
-    """Returns how many of the path's tokens were right."""
+    """Learn from a path. Return how many of its tokens were right."""
     right = 0
     for scored, token in zip(path, verified, strict=False):
         for proposal, cell in scored.proposals:
@@ -263,7 +261,7 @@ def _learn_path(policy: DraftPolicy, verified: Sequence[int], path: list[Scored]
 
 
 def _refresh(sources: Sources, context: list[int], state: MatchState) -> None:
-    """Brings the matches up to date with the sources: followed ones are kept, the others searched for."""
+    """Search again for the matches that could not be followed or whose source has changed."""
     for at, source in enumerate(sources):
         match = state.matches[at]
         if source is None:
@@ -277,7 +275,7 @@ def _refresh(sources: Sources, context: list[int], state: MatchState) -> None:
 
 
 def _move_on(sources: Sources, token: int, context: list[int], matches: list[Match]) -> list[Match]:
-    """The matches after one more drafted token; searches where following gives none, unless another is long enough."""
+    """Return the matches after one more drafted token; search where following fails and none is long enough."""
     followed = [_follow(source, token, match) for source, match in zip(sources, matches, strict=True)]
     longest = max((match.length for match in followed if match is not None), default=0)
     return [
@@ -290,7 +288,7 @@ def _move_on(sources: Sources, token: int, context: list[int], matches: list[Mat
     ]
 
 
-def _follow(source: ReferenceIndex | None, token: int, match: Match) -> Match | None:
+def _follow(source: TextIndex | None, token: int, match: Match) -> Match | None:
     if source is None or not match.positions:
         return None
     least = 1 if match.complete else _LISTED_ENOUGH
@@ -300,13 +298,13 @@ def _follow(source: ReferenceIndex | None, token: int, match: Match) -> Match | 
 
 
 def _advance_trail(sources: Sources, token: int, trail: Trail | None) -> Trail | None:
-    """Moves the trail one on: past `token`, which may or may not be the one it proposed."""
+    """Move the trail past `token`, whether or not the trail proposed it."""
     source = sources[trail.source] if trail is not None else None
     return trail.advanced(source.text, token) if trail is not None and source is not None else None
 
 
 def _distrust(sources: Sources, state: MatchState) -> None:
-    """Drops what was found in a source that has changed since. The request's own text only grows."""
+    """Drop what was found in a source that has changed. A trail in the request's own text stays: that only grows."""
     for at, source in enumerate(sources):
         same = source is not None and source.version == state.versions[at]
         if not same:

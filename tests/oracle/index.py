@@ -1,4 +1,6 @@
-"""The index in plain Python: the specification of csrc/text_index.cpp, its oracle in the tests, and the fallback.
+"""Specify the suffix index: where a context occurred before.
+
+Implemented by csrc/text_index, context_order and context_search.
 
 An index is an append-only log of tokens and all its indexed positions, sorted by what precedes them. The context of
 position p is text[p-1], text[p-2], ... back to a boundary or to the start of the text, without a limit of depth. Where
@@ -32,7 +34,7 @@ class Match:
         return len(self.positions) == self.count
 
 
-class ReferenceIndex:
+class TextIndex:
     def __init__(self) -> None:
         self.text: list[int] = []
         self.version = 0  # changes whenever indexed positions change
@@ -52,7 +54,7 @@ class ReferenceIndex:
         return len(self._order)
 
     def append(self, tokens: list[int], findable: bool = True) -> None:
-        """Adds tokens to the log; those that are not findable are context only, never a look-up's answer."""
+        """Add tokens to the log. Those that are not findable are context only: no look-up returns them."""
         begin = len(self.text)
         self.text.extend(tokens)
         if findable and tokens:
@@ -62,7 +64,7 @@ class ReferenceIndex:
         self.append([BOUNDARY], findable=False)
 
     def advance(self, budget: int) -> int:
-        """Indexes at most `budget` pending positions, oldest first; returns how many."""
+        """Index at most `budget` pending positions, oldest first. Return how many."""
         done = 0
         while self._pending and done < budget:
             begin, end = self._pending[0]
@@ -76,7 +78,7 @@ class ReferenceIndex:
         return done
 
     def look_up(self, context: list[int], length: int | None = None) -> Match:
-        """Longest match of the context, or the occurrences of exactly its last `length` tokens."""
+        """Return the longest match of the context, or the occurrences of exactly its last `length` tokens."""
         if length is None:
             low = self._bound(context, len(context), behind=False)
             neighbours = self._order[max(low - 1, 0) : low + 1]
@@ -93,10 +95,10 @@ class ReferenceIndex:
         return Match(length, count, sorted(self._order[low:high], reverse=True))
 
     def follow(self, token: int, match: Match) -> Match | None:
-        """The indexed positions behind those of `match` that were followed by `token`; None if not all are listed.
+        """Return where `match` goes on with `token`, or None if the match does not list all its occurrences.
 
-        That is the match of the context with `token` behind it, but for occurrences whose own preceding position is
-        not indexed (the first findable token after others).
+        A look-up of the context with `token` behind it gives the same, and also the occurrences whose preceding
+        position is not indexed (the first findable token of a document).
         """
         if not match.complete:
             return None
@@ -104,10 +106,10 @@ class ReferenceIndex:
         return Match(match.length + 1, len(moved), moved) if moved else Match()
 
     def remove(self, begin: int, end: int, budget: int) -> int:
-        """Un-indexes positions of whole documents, newest first and at most `budget`; returns how many.
+        """Remove positions of whole documents from the index, newest first and at most `budget`. Return how many.
 
-        Fewer than `budget`: all is done. What is pending there will never be indexed; the text of what is gone is
-        overwritten with BOUNDARY.
+        Fewer than `budget` means that all of them are gone. Pending positions of the range will never be indexed.
+        The text of what is gone is overwritten with BOUNDARY.
         """
         end = min(end, len(self.text))
         self._forget_pending(begin, end)
@@ -126,26 +128,11 @@ class ReferenceIndex:
         self.version += done > 0
         return done
 
-    def indexed_positions(self) -> list[int]:
-        """All indexed positions, sorted by their contexts."""
-        return self._order
-
-    def load(self, text: list[int], indexed: list[int]) -> None:
-        """Takes over the text and the indexed positions of another index."""
-        self.text = text
-        for position in indexed:
-            self._order.insert(self._rank(position), position)
-            self._indexed.add(position)
-
     def clear(self) -> None:
-        """Forgets everything; the version goes on."""
+        """Forget everything but the version, which goes on."""
         version = self.version + 1
         self.__init__()  # type: ignore[misc]
         self.version = version
-
-    def release_before(self, position: int) -> int:
-        """All before `position` was removed. Returns how far positions moved down: plain Python never needs to."""
-        return 0
 
     def _forget_pending(self, begin: int, end: int) -> None:
         kept: list[tuple[int, int]] = []

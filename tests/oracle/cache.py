@@ -1,0 +1,334 @@
+"""Specify the calls on requests, sessions, groups and tenants. Implemented by csrc/cache.
+
+`Oracle` has SuffixCache's calls, on plain lists and for arguments that are known to be good. It knows no clock, and it
+saves nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, Scope
+from agentspec.cache.policy import DEFAULT_COST
+from tests.oracle.drafting import DraftPath, Given, MatchState, draft, learn, take_offer
+from tests.oracle.fixed_rule import draft_fixed
+from tests.oracle.holdings import OVERLAP, Group, Holding, Holdings, Limits, Session, Tenant
+from tests.oracle.index import TextIndex
+from tests.oracle.scoring import Candidate as Proposed
+from tests.oracle.scoring import Learned
+
+INDEX_PER_CALL = 1024  # positions indexed in one call
+REQUEST_BITS = 12  # slots of the judge of a request that shares nothing, as a power of two
+
+Turn = tuple[int, list[int], list[int]]
+"""Tokens of the session's previous context that the prompt repeats, the rest of the prompt, the response."""
+
+
+@dataclass(slots=True)
+class Drafted:
+    """One request's draft, and by source how many tokens of its previous one were accepted and verified at all."""
+
+    tokens: list[int]
+    probabilities: list[float]
+    sources: list[int]
+    match_length: int
+    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    verified: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+
+
+@dataclass(slots=True)
+class Request:
+    """shared: it draws on its tenant and gives to it. own_group: its group is its session's own."""
+
+    session: Session | None
+    group: Group | None
+    tenant: Tenant | None
+    learned: Learned
+    prompt_length: int
+    shared: bool
+    own_group: bool
+    index: TextIndex = field(default_factory=TextIndex)  # the whole text; findable is what the session lacks
+    state: MatchState = field(default_factory=MatchState)
+    draft: DraftPath = field(default_factory=DraftPath)
+
+    def sources(self) -> list[TextIndex | None]:
+        holdings = [holding.index if holding and not holding.gone else None for holding in (self.session, self.group)]
+        return [self.index, *holdings, self.tenant.corpus.index if self.tenant and self.shared else None]
+
+    def source_of(self, candidate: Proposed) -> int:
+        """Return where a candidate comes from as users see it."""
+        return 1 if self.own_group and candidate.source == 2 else candidate.source
+
+    def holdings(self) -> list[Holding]:
+        return [holding for holding in (self.session, self.group) if holding is not None]
+
+    def drafted(self) -> Drafted:
+        taken = self.draft.taken
+        probabilities = [float(np.float32(candidate.probability)) for candidate in taken]
+        sources = [self.source_of(candidate) for candidate in taken]
+        return Drafted([candidate.token for candidate in taken], probabilities, sources, self.draft.match_length)
+
+
+class Oracle:
+    def __init__(
+        self, policy: DraftPolicy | None = None, limits: Limits | None = None, vocab_size: int = 2**31
+    ) -> None:
+        self._policy = policy or DraftPolicy()
+        self._vocab_size = vocab_size
+        self._requests: dict[str, Request] = {}
+        self._slots: list[str | None] = []  # running requests in the order in which catch_up visits them
+        self._free: list[int] = []
+        self._held = Holdings(self._policy, limits or Limits())
+
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        session: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
+        scope: Scope = "tenant",
+        end_tokens: Sequence[int] = (),
+    ) -> None:
+        of_tenant, of_session, of_group = self._names(session, group, tenant, scope)
+        shared = scope == "tenant"
+        teacher = of_tenant if shared else of_session
+        learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
+        request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
+        for holding in request.holdings():
+            holding.running += 1
+        request.state.begin = len(prompt)
+        request.state.ends = frozenset(end_tokens)
+        # The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
+        fixed = self._policy.rule is not None
+        kept = common_prefix(prompt, of_session.last) if of_session and not fixed else 0
+        request.index.append(list(prompt[:kept]), findable=False)
+        request.index.append(list(prompt[kept:]))
+        if fixed:
+            request.index.advance(len(prompt))
+        self._requests[request_id] = request
+        if not self._free:
+            self._free.append(len(self._slots))
+            self._slots.append(None)
+        self._slots[self._free.pop()] = request_id
+        self._advance(request, INDEX_PER_CALL)
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        request = self._requests[request_id]
+        self._take(request, list(tokens), len(request.draft.taken))
+
+    def propose(self, request_ids: Sequence[str], room: Sequence[int], cost: float | None = None) -> list[Drafted]:
+        budget, drafts = INDEX_PER_CALL, []
+        for request_id, free in zip(request_ids, room, strict=True):
+            request = self._requests[request_id]
+            budget -= self._advance(request, budget)
+            self._draft(request, free, self._cost(cost))
+            request.draft.open = True
+            drafts.append(request.drafted())
+        return drafts
+
+    def step(
+        self,
+        request_ids: Sequence[str],
+        texts: Sequence[Sequence[int]],
+        room: Sequence[int],
+        scheduled: Sequence[int],
+        cost: float | None = None,
+    ) -> list[Drafted]:
+        """Take in what each request's text has gained, and draft. scheduled: draft tokens that were verified."""
+        budget, drafts = INDEX_PER_CALL, []
+        for request_id, text, free, verified in zip(request_ids, texts, room, scheduled, strict=True):
+            request = self._requests[request_id]
+            fresh = list(text[len(request.index) :])
+            illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
+            counts = self._take(request, fresh[: next(illegal, None)], verified)
+            budget -= self._advance(request, budget)
+            sound = len(request.index) == len(text)  # otherwise a draft would continue another text than the engine's
+            self._draft(request, free if sound else 0, self._cost(cost))
+            request.draft.open = sound
+            drafted = request.drafted()
+            drafted.accepted, drafted.verified = counts
+            drafts.append(drafted)
+        return drafts
+
+    def offer(
+        self, request_ids: Sequence[str], offers: Sequence[Given], room: Sequence[int], cost: float | None = None
+    ) -> list[Drafted]:
+        drafts = []
+        for request_id, given, free in zip(request_ids, offers, room, strict=True):
+            request = self._requests[request_id]
+            request.draft = self._offered(request, given, free, self._cost(cost))
+            drafts.append(request.drafted())
+        return drafts
+
+    def candidates(self, request_id: str) -> list[list[Candidate]]:
+        request = self._requests[request_id]
+        positions = [
+            [
+                Candidate(
+                    c.token, c.probability, SOURCES[request.source_of(c)], c.rank, c.match_length, c.count, c.share
+                )
+                for c in scored.candidates
+            ]
+            for scored in request.draft.path
+        ]
+        while positions and not positions[-1]:  # given tokens beside which nothing was proposed
+            positions.pop()
+        return positions
+
+    def finish(self, request_id: str, output_limit: int | None = None) -> Turn | None:
+        request = self._requests[request_id]
+        session, tenant = request.session, request.tenant
+        if (not session and not request.shared) or (session and session.gone):
+            self.abort(request_id)
+            return None
+        prompt = request.index.text[: request.prompt_length]
+        response = request.index.text[request.prompt_length :][:output_limit]
+        kept = common_prefix(prompt, session.last) if session else 0
+        tail = prompt[kept:] if session else prompt[-OVERLAP:]
+        self._keep(session, request.group, tenant, request.shared, (kept, tail, response))
+        self.abort(request_id)
+        self._held.evict(tenant)
+        return kept, tail, response
+
+    def abort(self, request_id: str) -> None:
+        slot = self._slots.index(request_id)
+        self._slots[slot] = None
+        self._free.append(slot)
+        for holding in self._requests.pop(request_id).holdings():
+            holding.running -= 1
+            self._held.forget_if_empty(holding)
+
+    def restore(self, turn: FinishedTurn) -> None:
+        tenant, session, group = self._names(turn.session, turn.group, turn.tenant, turn.scope)
+        # Without what it continued, a turn is all that is known.
+        kept = turn.kept if session and turn.kept <= len(session.last) else 0
+        self._keep(
+            session, group, tenant, turn.scope == "tenant", (kept, turn.prompt_tail.tolist(), turn.response.tolist())
+        )
+        for holding in (session, group):
+            if holding:
+                self._held.forget_if_empty(holding)
+        self._held.evict(tenant)
+
+    def remove_session(self, tenant: str | None, session: str) -> None:
+        self._held.remove_session(tenant, session)
+
+    def catch_up(self, budget: int) -> int:
+        left = budget - self._held.catch_up(budget)
+        for request_id in self._slots:
+            if request_id is not None:
+                left -= self._requests[request_id].index.advance(left)
+        return budget - left
+
+    def resize(self, limits: Limits) -> None:
+        self._held.limits = limits
+        self._held.evict(None)
+
+    def settle(self) -> None:
+        """Do to what is held as saving and loading do. No request may be running."""
+        assert not self._requests
+        self._held.settle()
+
+    def stats(self) -> dict[str, int]:
+        indexes = self._held.indexes() + [request.index for request in self._requests.values()]
+        return {
+            "tokens": self._held.size(None)[0],
+            "sessions": sum(isinstance(held, Session) and held.tokens > 0 for held in self._held.held.values()),
+            "requests": len(self._requests),
+            "tenants": len(self._held.tenants),
+            "pending": sum(index.pending for index in indexes),
+        }
+
+    def _cost(self, cost: float | None) -> float:
+        return next(price for price in (cost, self._policy.cost, DEFAULT_COST) if price is not None)
+
+    def _names(
+        self, session: str | None, group: str | None, tenant: str | None, scope: Scope
+    ) -> tuple[Tenant | None, Session | None, Group | None]:
+        """Return what a request of this scope draws on and gives to."""
+        if scope == "none":
+            return None, None, None
+        of_tenant = self._held.tenant(tenant)
+        of_session = self._held.session(session, of_tenant) if session is not None else None
+        return of_tenant, of_session, self._held.group(group, session, of_tenant) if scope == "tenant" else None
+
+    def _advance(self, request: Request, budget: int) -> int:
+        left = budget
+        left -= request.index.advance(left)
+        for holding in request.holdings():
+            if not holding.gone:
+                left -= holding.advance(left)
+                left -= holding.sweep(left)
+        if request.tenant:
+            left -= request.tenant.corpus.advance(left)
+            left -= request.tenant.corpus.sweep(left)
+        return budget - left
+
+    def _take(self, request: Request, tokens: list[int], scheduled: int) -> tuple[list[int], list[int]]:
+        """Add verified tokens, the first of which answer the draft. Return accepted and verified by source."""
+        accepted, verified = [0] * len(SOURCES), [0] * len(SOURCES)
+        if not tokens:
+            return accepted, verified
+        judged = request.draft.taken[: max(scheduled, 0)]
+        right = common_prefix([candidate.token for candidate in judged], tokens)
+        for depth, candidate in enumerate(judged):
+            source = request.source_of(candidate)
+            verified[source] += 1
+            accepted[source] += depth < right
+        learn(self._policy, request.sources(), tokens, request.state, request.draft, request.learned)
+        request.index.append(tokens)
+        return accepted, verified
+
+    def _draft(self, request: Request, room: int, cost: float) -> None:
+        policy, sources, text = self._policy, request.sources(), request.index.text
+        if policy.rule is None:
+            request.draft = draft(policy, request.learned, sources, text, room, cost, request.state)
+            return
+        fixed = draft_fixed(
+            policy.rule, sources[0], sources[3], text, request.prompt_length, min(room, policy.max_draft)
+        )
+        request.draft = DraftPath(match_length=fixed.length if fixed.tokens else 0)
+        request.draft.taken = [
+            Proposed(token, 3 if fixed.source else 0, 0, fixed.length + depth, 0, probability, probability, 0)
+            for depth, (token, probability) in enumerate(zip(fixed.tokens, fixed.probabilities, strict=True))
+        ]
+
+    def _offered(self, request: Request, given: Given, room: int, cost: float) -> DraftPath:
+        if not request.draft.open:
+            return DraftPath()
+        sources, text, state = request.sources(), request.index.text, request.state
+        draft = take_offer(self._policy, request.learned, sources, text, given, room, cost, state, request.draft)
+        draft.open = True
+        return draft
+
+    def _keep(
+        self, session: Session | None, group: Group | None, tenant: Tenant | None, shared: bool, turn: Turn
+    ) -> None:
+        kept, prompt_tail, response = turn
+        budget = INDEX_PER_CALL
+        if tenant and shared and response:
+            context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
+            if self._policy.rule is not None:
+                context = []  # the fixed rule's text holds responses alone
+            key = session.key if session else None
+            tenant.corpus.add(key, context, response)
+            tenant.used = self._held.next_tick()
+            if group and not group.gone:
+                group.corpus.add(key, context, response)
+                self._held.touch(group)
+                budget -= group.advance(budget)
+            budget -= tenant.corpus.advance(budget)
+        if session and (prompt_tail or response):
+            session.append(kept, prompt_tail, response)
+            self._held.trim(session)
+            self._held.touch(session)
+            session.advance(budget)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for at, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return at
+    return min(len(a), len(b))

@@ -1,0 +1,349 @@
+"""Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
+
+Implemented by csrc/corpus, holdings and eviction. Not specified here: the core forgets the least recently used of more
+than 4,096 tenants, and what all but the 64 tenants used last learned.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentspec.cache import Budget, DraftPolicy
+from tests.oracle.index import BOUNDARY, TextIndex
+from tests.oracle.scoring import Learned
+
+OVERLAP = 8  # tokens of context kept in front of a response, so that its first tokens can be matched
+SWEEP_COST = 16  # removing a position costs as much as indexing so many
+SWEEP_SOME = 4  # positions removed at once
+EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
+EVERYTHING = 1 << 62
+NO_LIMIT = Budget()
+
+BYTES_PER_TOKEN = 12  # as budgets count
+BYTES_PER_LEARNER = 1 << 17  # what a session that keeps to itself learned
+TENANT_BITS, SESSION_BITS = 18, 14  # slots of the judge, as a power of two
+
+Key = tuple[Literal["session", "group", "own group"], str, str]
+"""Kind, tenant, name. A session without a group has a group of its own, under the session's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    session: Key | None
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class Corpus:
+    """Finished responses, oldest first, as documents of one growing text.
+
+    A dropped document no longer counts. Its positions leave the index with the next sweeps, a few at a time.
+    """
+
+    index: TextIndex = field(default_factory=TextIndex)
+    documents: deque[Document] = field(default_factory=deque)
+    dropped: deque[Document] = field(default_factory=deque)
+    tokens: int = 0
+
+    def add(self, session: Key | None, context: list[int], response: list[int]) -> None:
+        begin = len(self.index)
+        self.index.append_boundary()
+        self.index.append(context[-OVERLAP:], findable=False)
+        self.index.append(response)
+        self.documents.append(Document(session, begin, len(self.index)))
+        self.tokens += len(self.index) - begin
+
+    @property
+    def bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.tokens
+
+    def drop_oldest(self) -> None:
+        document = self.documents.popleft()
+        self.tokens -= document.end - document.begin
+        self.dropped.append(document)
+
+    def drop_session(self, session: Key) -> None:
+        """Drop a session's documents. They are swept before those that are merely old."""
+        erased = [document for document in self.documents if document.session == session]
+        for document in erased:
+            self.documents.remove(document)
+            self.tokens -= document.end - document.begin
+        self.dropped.extendleft(reversed(erased))
+
+    def advance(self, budget: int) -> int:
+        return self.index.advance(budget)
+
+    def sweep(self, budget: int) -> int:
+        """Remove positions of dropped documents, for at most about `budget`. Return what it cost."""
+        if not self.dropped or budget == 0:
+            return 0
+        most = -(-budget // SWEEP_COST)
+        done = 0
+        while self.dropped and done < most:
+            oldest = self.dropped[0]
+            some = min(most - done, SWEEP_SOME)
+            removed = self.index.remove(oldest.begin, oldest.end, some)
+            done += removed
+            if removed == some:
+                continue  # perhaps that was all: then the next time finds nothing left of it
+            self.dropped.popleft()
+            done += 1
+        return min(budget, done * SWEEP_COST)
+
+    def settle(self) -> None:
+        self.advance(EVERYTHING)
+        while self.dropped:
+            self.sweep(EVERYTHING)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """What all sessions of one tenant share: finished responses, and what was learned about drafts."""
+
+    name: str
+    learned: Learned | None = None
+    used: int = 0
+    corpus: Corpus = field(default_factory=Corpus)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What one conversation leaves behind: its turns as one growing text. last: the last finished request's text."""
+
+    key: Key
+    tenant: Tenant
+    learned: Learned | None = None  # from requests that keep to their session
+    index: TextIndex = field(default_factory=TextIndex)
+    last: list[int] = field(default_factory=list)
+    running: int = 0
+    gone: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.index) + len(self.last)
+
+    @property
+    def bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.tokens + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
+
+    def append(self, kept: int, prompt_tail: list[int], response: list[int]) -> None:
+        """Append one finished turn, in place where the prompt repeats all that came before."""
+        if kept < len(self.last):
+            del self.last[kept:]
+            self.index.append_boundary()
+            self.index.append(self.last[-OVERLAP:], findable=False)
+        self.index.append(prompt_tail)
+        self.index.append(response)
+        self.last += prompt_tail + response
+
+    def trim(self, tokens: int) -> None:
+        """Start again from the newest `tokens` tokens."""
+        text = self.index.text[max(len(self.index) - tokens, 0) :]
+        self.index.clear()
+        for token in text:
+            self.index.append([token], findable=token != BOUNDARY)
+        if len(self.last) > tokens:
+            self.last = []
+
+    def advance(self, budget: int) -> int:
+        return self.index.advance(budget)
+
+    def sweep(self, _: int) -> int:
+        return 0
+
+    def settle(self) -> None:
+        self.advance(EVERYTHING)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Responses to one problem, from all sessions of a tenant that worked on it; or those of one session."""
+
+    key: Key
+    tenant: Tenant
+    corpus: Corpus = field(default_factory=Corpus)
+    running: int = 0
+    gone: bool = False
+
+    @property
+    def index(self) -> TextIndex:
+        return self.corpus.index
+
+    @property
+    def tokens(self) -> int:
+        return self.corpus.tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.corpus.bytes
+
+    def advance(self, budget: int) -> int:
+        return self.corpus.advance(budget)
+
+    def sweep(self, budget: int) -> int:
+        return self.corpus.sweep(budget)
+
+    def settle(self) -> None:
+        self.corpus.settle()
+
+
+Holding = Session | Group
+"""What is evicted as a whole. running: requests that draft from it; it stays as long as there are any."""
+
+
+@dataclass(slots=True)
+class Limits:
+    process: Budget = NO_LIMIT
+    tenant: Budget = NO_LIMIT
+    session: Budget = NO_LIMIT
+
+
+class Holdings:
+    """All sessions, groups and tenants."""
+
+    def __init__(self, policy: DraftPolicy, limits: Limits) -> None:
+        self.limits = limits
+        self.held: dict[Key, Holding] = {}  # least recently used first
+        self.tenants: dict[str, Tenant] = {}
+        self._policy = policy
+        self._tick = 0
+
+    def next_tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def tenant(self, name: str | None) -> Tenant:
+        """Return a tenant, made if need be. Requests without one are one tenant."""
+        tenant = self.tenants.setdefault(name or "", Tenant(name or ""))
+        tenant.used = self.next_tick()
+        return tenant
+
+    def session(self, name: str, tenant: Tenant) -> Session:
+        key: Key = ("session", tenant.name, name)
+        session = self.held.get(key) or Session(key, tenant)
+        assert isinstance(session, Session)
+        self.touch(session)
+        return session
+
+    def group(self, name: str | None, session: str | None, tenant: Tenant) -> Group | None:
+        """Return a named group, or a session's own: its responses, apart from what its prompts quote."""
+        if name is not None:
+            key: Key = ("group", tenant.name, name)
+        elif session is not None:
+            key = ("own group", tenant.name, session)
+        else:
+            return None
+        group = self.held.get(key) or Group(key, tenant)
+        assert isinstance(group, Group)
+        self.touch(group)
+        return group
+
+    def learned(self, of: Tenant | Session) -> Learned:
+        """Return what the tenant's requests learned, or those that keep to the session."""
+        if of.learned is None:
+            of.learned = Learned(self._policy, TENANT_BITS if isinstance(of, Tenant) else SESSION_BITS)
+        return of.learned
+
+    def touch(self, holding: Holding) -> None:
+        self.held.pop(holding.key, None)
+        self.held[holding.key] = holding
+
+    def forget_if_empty(self, holding: Holding) -> None:
+        if not holding.gone and holding.running == 0 and holding.tokens == 0:
+            self._drop(holding)
+
+    def trim(self, session: Session) -> None:
+        """Cut a session that is over its budget to the newest half of what it may hold."""
+        most = self.limits.session
+        if not _over(session.tokens, session.bytes, most):
+            return
+        tokens = session.tokens
+        if most.tokens:
+            tokens = min(tokens, most.tokens)
+        if most.bytes:
+            tokens = min(tokens, session.tokens * most.bytes // session.bytes)
+        session.trim(tokens // 4)  # of the text, and as many of the last context
+
+    def evict(self, tenant: Tenant | None) -> int:
+        """Evict until a tenant and the process are within their budgets, or much was done. Return how many."""
+        done = 0
+        if tenant is not None:
+            while done < EVICT_PER_CALL and self._over(tenant, self.limits.tenant) and self._evict_one(tenant):
+                done += 1
+        while done < EVICT_PER_CALL and self._over(None, self.limits.process) and self._evict_one(None):
+            done += 1
+        return done
+
+    def remove_session(self, tenant: str | None, name: str) -> None:
+        """Erase a session. Afterwards no index holds what only this session said."""
+        key: Key = ("session", tenant or "", name)
+        if key in self.held:
+            self._drop(self.held[key])
+        of_tenant = self.tenants.get(tenant or "")
+        if of_tenant is None:
+            return
+        groups = [held for held in self.held.values() if isinstance(held, Group) and held.tenant is of_tenant]
+        for corpus in (of_tenant.corpus, *(group.corpus for group in groups)):
+            corpus.drop_session(key)
+            while corpus.dropped:
+                corpus.sweep(EVERYTHING)
+        for group in groups:
+            self.forget_if_empty(group)
+
+    def catch_up(self, budget: int) -> int:
+        """Evict, index and sweep, for at most about `budget`. Return what it cost."""
+        left = budget
+        left -= min(left, self.evict(None))
+        for _, tenant in sorted(self.tenants.items()):
+            left -= min(left, self.evict(tenant))
+            left -= tenant.corpus.advance(left)
+            left -= tenant.corpus.sweep(left)
+        for holding in self.held.values():
+            left -= holding.advance(left)
+            left -= holding.sweep(left)
+        return budget - left
+
+    def settle(self) -> None:
+        """Index all that is pending and sweep all that was dropped, as saving does."""
+        for tenant in self.tenants.values():
+            tenant.corpus.settle()
+        for holding in self.held.values():
+            holding.settle()
+
+    def size(self, tenant: Tenant | None) -> tuple[int, int]:
+        """Return tokens and bytes held for one tenant, or (None) altogether, as budgets count them."""
+        held: list[Holding | Corpus] = [h for h in self.held.values() if tenant is None or h.tenant is tenant]
+        held += [t.corpus for t in self.tenants.values() if tenant is None or t is tenant]
+        return sum(part.tokens for part in held), sum(part.bytes for part in held)
+
+    def indexes(self) -> list[TextIndex]:
+        return [held.index for held in self.held.values()] + [tenant.corpus.index for tenant in self.tenants.values()]
+
+    def _evict_one(self, only: Tenant | None) -> bool:
+        """Make some room, in one tenant or anywhere. Return whether there was anything to evict.
+
+        Where the tenants' corpora are more than half of what is held, the oldest document of the tenant that was used
+        least recently goes. Otherwise the least recently used session or group goes, unless a request of it runs.
+        """
+        shared = [t for t in self.tenants.values() if t.corpus.documents and (only is None or t is only)]
+        if not shared or 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only)[0]:
+            for held in self.held.values():
+                if held.running == 0 and held.tokens > 0 and (only is None or held.tenant is only):
+                    self._drop(held)
+                    return True
+        if not shared:
+            return False
+        min(shared, key=lambda tenant: tenant.used).corpus.drop_oldest()
+        return True
+
+    def _over(self, tenant: Tenant | None, most: Budget) -> bool:
+        return _over(*self.size(tenant), most)
+
+    def _drop(self, holding: Holding) -> None:
+        holding.gone = True
+        del self.held[holding.key]
+
+
+def _over(tokens: int, size: int, most: Budget) -> bool:
+    return bool((most.tokens and tokens > most.tokens) or (most.bytes and size > most.bytes))
