@@ -11,7 +11,8 @@ latency    A row whose draft is long delays the rows beside it. With more than o
            STEP_MULTIPLE times as long as one without drafts. That step takes ``a`` seconds, a draft token adds ``b``,
            and the price of a token is ``cost = b * rows / a``; so ``a + b * d = STEP_MULTIPLE * a`` is
            ``d = (STEP_MULTIPLE - 1) * rows / cost``. Where the price is measured, ``cost`` is a cautious one
-           (``StepCost.cautious_cost``): the limit starts at a token a row and grows with what was measured.
+           (``StepCost.cautious_cost``) that aims at AIMED_MULTIPLE: the limit starts at a token a row and grows with
+           what was measured.
 
 Drafts that exceed the budget are cut where they are worth least: the tokens with the highest chance of being accepted,
 which is the product of the probabilities along the draft, stay. It falls along a draft, so what stays of it is its
@@ -35,6 +36,9 @@ MEMORY_SHARE = 0.25
 that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
 STEP_MULTIPLE = 2.0
+AIMED_MULTIPLE = 1.75
+"""What a measured price aims at, so that steps stay within STEP_MULTIPLE: they vary, and where every step has drafts,
+one without drafts is extrapolated and comes out too long."""
 
 _ROOM_FACTOR = 4
 _TINY = 1e-30

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.server_ext.draft_budget import STEP_MULTIPLE, DraftBudget, EngineLimits
+from agentspec.server_ext.draft_budget import AIMED_MULTIPLE, STEP_MULTIPLE, DraftBudget, EngineLimits
 from agentspec.server_ext.hybrid import Hybrid, StepModel, TreeDrafts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
@@ -248,7 +248,9 @@ class Proposer:
 
     def _cautious_cost(self, rows: int) -> float:
         """Return the price that bounds how long a step may last: the one that was set, or a cautious measured one."""
-        return self.step_cost.cautious_cost(rows, STEP_MULTIPLE) if self.settings.cost is None else self.settings.cost
+        if self.settings.cost is not None:
+            return self.settings.cost
+        return self.step_cost.cautious_cost(rows, AIMED_MULTIPLE) * (STEP_MULTIPLE - 1.0) / (AIMED_MULTIPLE - 1.0)
 
     def _propose_known(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""
