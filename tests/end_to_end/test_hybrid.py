@@ -42,6 +42,7 @@ def test_greedy_text_is_identical_and_both_draft(
 
 
 def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
+    """Nothing that was said before may be copied: each request drafts from its own text and the model."""
     with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=300) as client:
         accepted = 0
         for seed in range(4):
@@ -50,6 +51,7 @@ def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
                 messages=[{"role": "user", "content": make_task(FIRST_HELD_OUT_SEED + 500 + seed).request}],
                 temperature=0,
                 max_tokens=100,
+                extra_body={"vllm_xargs": {"agentspec_scope": "none"}},
             )
             figures = hybrid.get(f"/v1/agentspec/requests/{reply.id}")
             assert figures["accepted"] == sum(figures["accepted_by_source"].values())
