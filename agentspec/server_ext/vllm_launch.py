@@ -28,7 +28,7 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
     Raises ConfigurationError or UnsupportedEngineError for what cannot work, before vLLM takes a minute to start.
     """
     _refuse_pipeline_parallel(arguments)
-    _check_given_limit(max_draft)
+    check_given_limit(max_draft)
     result = list(arguments)
     translated: dict[str, Any] = {}
     method = _value_of(result, *_SPECULATIVE_FLAGS)
@@ -57,7 +57,7 @@ def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str
     """
     additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
     load_settings(additional)
-    _check_given_limit(max_draft)
+    check_given_limit(max_draft)
     return {"speculative_config": speculative_config(max_draft), "additional_config": additional}
 
 
@@ -121,11 +121,12 @@ def _take_method(text: str, max_draft: int | None) -> tuple[int | None, dict[str
             f"{config.get('method')!r}: start plain 'vllm serve' with that one (docs/other-drafters.md says why)"
         )
     translation = translate({key.replace("-", "_"): value for key, value in config.items()}, max_draft)
-    _check_given_limit(translation.max_draft)
+    check_given_limit(translation.max_draft)
     return translation.max_draft, translation.settings
 
 
-def _check_given_limit(max_draft: int | None) -> None:
+def check_given_limit(max_draft: int | None) -> None:
+    """Raise ConfigurationError for a draft limit out of range; None leaves the limit to the engine."""
     if max_draft is not None:
         check_draft_limit(max_draft)
 

@@ -124,9 +124,9 @@ def _turn(fields: dict[str, Any], data: bytes) -> TurnRecord:
         response=tokens[split:],
         created=float(fields["created"]),
         gap=bool(fields.get("gap", False)),
-        group=_text(fields, "group") if "group" in fields else None,
-        tenant=_text(fields, "tenant") if "tenant" in fields else None,
-        scope=_scope(fields) if "scope" in fields else None,
+        group=None if fields.get("group") is None else _text(fields, "group"),
+        tenant=None if fields.get("tenant") is None else _text(fields, "tenant"),
+        scope=None if fields.get("scope") is None else _scope(fields),
     )
 
 

@@ -34,7 +34,7 @@ class TurnRecord:
     group: str | None = None
     """Sessions of one group draw on each other's responses."""
     tenant: str | None = None
-    """Who shares the turn; None: the one tenant that is nobody in particular."""
+    """Who shares the turn. Requests without API key, cache salt and adapter have None, which is a tenant too."""
     scope: Scope | None = None
     """What the turn was given to. None: not known, for the record was written before scopes were."""
 

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
 from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit
-from agentspec.server_ext.vllm_launch import PROPOSER_PATH, speculative_config
+from agentspec.server_ext.vllm_launch import PROPOSER_PATH, check_given_limit, speculative_config
 
 
 def take_over_methods() -> None:
@@ -51,8 +51,7 @@ def take_over(engine_args: Any) -> None:
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
     load_settings(additional)  # a wrong setting shows now
     engine_args.additional_config = additional
-    if translation.max_draft is not None:
-        check_draft_limit(translation.max_draft)
+    check_given_limit(translation.max_draft)
     engine_args.speculative_config = speculative_config(translation.max_draft)
     for alias in aliases.values():
         setattr(engine_args, alias, None)
