@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
 .PHONY: help demo test check sanitize fuzz format setup fast-test clean
 

@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
-#include "cache.hpp"
-#include "stopwatch.hpp"
+#include "cache/cache.hpp"
+#include "index/stopwatch.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-#include "scoring.hpp"
+#include "drafting/scoring.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -23,7 +23,7 @@ struct Origin {
   Successor successor;
   std::uint32_t length, count;
   std::uint8_t kind, source, rank;
-  Odds::Cell cell;
+  AcceptanceTable::Cell cell;
   double probability;
 };
 
@@ -33,7 +33,7 @@ struct Origins {
 };
 
 // The two most frequent successors of the listed occurrences, the earlier listed first where they are equal.
-std::size_t successors(const TextIndex& index, const Match& match, std::array<Successor, 2>& best) {
+std::size_t successors(const SuffixIndex& index, const Match& match, std::array<Successor, 2>& best) {
   std::array<Successor, kWindow> found;
   std::size_t distinct = 0, last = 0;
   for (std::size_t k = 0; k < match.listed; ++k) {
@@ -56,11 +56,11 @@ std::size_t successors(const TextIndex& index, const Match& match, std::array<Su
   return count;
 }
 
-void gather(const PolicySettings& settings, const Odds& table, const Sources& sources, const Front& front,
+void gather(const PolicySettings& settings, const AcceptanceTable& table, const Sources& sources, const Front& front,
             std::size_t depth, Origins& origins) {
   const auto add = [&](const Successor& next, std::uint32_t length, std::uint32_t count, std::size_t kind,
                        std::size_t source, std::size_t rank) {
-    const Odds::Cell cell = Odds::cell(kind, length, count, next.winner, rank == 1, depth);
+    const AcceptanceTable::Cell cell = AcceptanceTable::cell(kind, length, count, next.winner, rank == 1, depth);
     origins.all[origins.count++] = {next, length, count, static_cast<std::uint8_t>(kind),
                                     static_cast<std::uint8_t>(source), static_cast<std::uint8_t>(rank), cell,
                                     table.probability(cell)};
@@ -73,7 +73,7 @@ void gather(const PolicySettings& settings, const Odds& table, const Sources& so
     for (std::size_t rank = 0; rank < found; ++rank) add(best[rank], match.length, match.listed, s, s, rank);
   }
   if (front.trail.active()) {
-    const Trail& trail = front.trail;
+    const ResumePoint& trail = front.trail;
     // As if there had been one occurrence more for each miss, all with other successors.
     add({sources[trail.source]->at(trail.place), 1, trail.place}, trail.hits + 1, trail.misses + 1, kTrailKind,
         trail.source, 2);
@@ -117,7 +117,7 @@ std::uint64_t share_bucket(std::uint64_t count, std::uint64_t winner) {
 // The judge's features of candidates at one position; what depends on the context alone is computed once.
 class Features {
  public:
-  Features(const Judge& judge, const Situation& situation) : judge_(judge), outcome_(situation.outcome) {
+  Features(const Reranker& judge, const ScoringContext& situation) : judge_(judge), outcome_(situation.outcome) {
     const std::size_t size = situation.context.size();
     const auto before = [&](std::size_t n) {
       return static_cast<std::uint32_t>(n <= size ? situation.context[size - n] : -3);
@@ -132,7 +132,7 @@ class Features {
 
   FeatureSlots of(const Origin& origin, std::uint32_t agreement, bool own) const {
     const std::uint64_t kind = origin.kind;
-    const std::uint64_t length = Odds::length_bucket(origin.length);
+    const std::uint64_t length = AcceptanceTable::length_bucket(origin.length);
     const std::uint64_t share = share_bucket(origin.count, origin.successor.winner);
     const std::uint64_t token = (static_cast<std::uint64_t>(origin.successor.token) + 1) * 0x9E3779B97F4A7C15u;
     const std::uint64_t outcome = first_ ? outcome_ : 3;
@@ -154,13 +154,13 @@ class Features {
   }
 
  private:
-  const Judge& judge_;
+  const Reranker& judge_;
   std::uint64_t last_, pair_, depth_, age_, outcome_;
   bool first_;
 };
 
 void judge(const Learned& learned, const Origins& origins, const std::array<const Origin*, kProposals>& chosen,
-           const Situation& situation, Scored& scored) {
+           const ScoringContext& situation, Scored& scored) {
   const Features features(learned.judge, situation);
   for (std::size_t c = 0; c < scored.count; ++c) {
     const Origin& origin = *chosen[c];
@@ -178,7 +178,7 @@ void judge(const Learned& learned, const Origins& origins, const std::array<cons
 }  // namespace
 
 void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const Front& front,
-           const Situation& situation, Scored& scored) {
+           const ScoringContext& situation, Scored& scored) {
   Origins origins;
   gather(settings, learned.table, sources, front, situation.depth, origins);
   std::array<const Origin*, kProposals> chosen;
@@ -206,16 +206,16 @@ void Scored::take(Token token, double chance) {
   taken.probability = chance;
 }
 
-void leave_trail(const Scored& scored, Token token, Trail& trail) {
+void leave_trail(const Scored& scored, Token token, ResumePoint& trail) {
   if (scored.count == 0) return;
   const Candidate& wrong = scored.candidates[scored.best];
   if (wrong.token == token || wrong.rank > 1) return;
   if (wrong.match_length >= kTrailLength || !trail.active()) trail = {wrong.source, scored.places[scored.best], 0, 0};
 }
 
-void advance_trail(const Sources& sources, Token token, Trail& trail) {
+void advance_trail(const Sources& sources, Token token, ResumePoint& trail) {
   if (!trail.active()) return;
-  const TextIndex* index = sources[trail.source];
+  const SuffixIndex* index = sources[trail.source];
   if (!index || trail.place >= index->size()) return trail.drop();
   if (index->at(trail.place) == token) {
     ++trail.hits;

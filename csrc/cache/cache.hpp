@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "holdings.hpp"
+#include "cache/entries.hpp"
 
 namespace agentspec {
 
@@ -113,11 +113,11 @@ class Cache {
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   template <class Kind>
   std::shared_ptr<Kind> holding(const std::string& key, const std::shared_ptr<Tenant>& tenant);
-  void touch(Holding& holding);
-  void count(Holding& holding);
+  void touch(CacheEntry& holding);
+  void count(CacheEntry& holding);
   void count(Tenant& tenant);
-  void drop(const std::shared_ptr<Holding>& holding);
-  void forget_if_empty(const std::shared_ptr<Holding>& holding);
+  void drop(const std::shared_ptr<CacheEntry>& holding);
+  void forget_if_empty(const std::shared_ptr<CacheEntry>& holding);
   void release(std::size_t slot);
   void keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
             const std::shared_ptr<Tenant>& tenant, bool shared, std::size_t kept, std::span<const Token> prompt_tail,
@@ -129,7 +129,7 @@ class Cache {
   void load_holding(SnapshotReader& reader);
 
   std::size_t advance(Request& request, std::size_t budget);
-  std::size_t advance(Holding& holding, std::size_t budget);
+  std::size_t advance(CacheEntry& holding, std::size_t budget);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);
   void draft_for(Request& request, std::size_t room, double cost);
@@ -145,8 +145,8 @@ class Cache {
   std::size_t running_ = 0;
   DraftPath scratch_;  // of `offer`
   Size held_;  // sessions, groups and tenants together
-  std::unordered_map<std::string, std::shared_ptr<Holding>> holdings_;
-  std::map<std::uint64_t, std::shared_ptr<Holding>> by_use_;  // least recently used first
+  std::unordered_map<std::string, std::shared_ptr<CacheEntry>> holdings_;
+  std::map<std::uint64_t, std::shared_ptr<CacheEntry>> by_use_;  // least recently used first
   std::map<std::string, std::shared_ptr<Tenant>> tenants_;
   std::map<std::uint64_t, Tenant*> tenants_by_use_;  // least recently used first
   Size corpora_;                                     // of all tenants together

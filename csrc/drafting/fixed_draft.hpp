@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-#include "drafter.hpp"
+#include "drafting/drafter.hpp"
 
 // The parts of fixed_rule.cpp that know nothing of indexes: how long a draft may be, and how it is copied from places.
 namespace agentspec::fixed {

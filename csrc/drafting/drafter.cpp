@@ -1,9 +1,9 @@
-#include "drafter.hpp"
+#include "drafting/drafter.hpp"
 
 #include <algorithm>
 #include <utility>
 
-#include "scoring.hpp"
+#include "drafting/scoring.hpp"
 
 namespace agentspec {
 namespace {
@@ -32,7 +32,7 @@ void refresh(const Sources& sources, std::span<const Token> context, MatchState&
 }
 
 // Moves on within a draft. True where the match must be searched for instead.
-bool move_on(const TextIndex& index, Token token, Match& match) {
+bool move_on(const SuffixIndex& index, Token token, Match& match) {
   if (match.listed == 0) return true;
   if (!match.complete()) {
     match.count = match.listed;
@@ -61,7 +61,7 @@ void move_on(const Sources& sources, Token token, std::span<const Token> context
 }
 
 // What a draft promises as it grows: its expected tokens, with the one that a step always brings, for its price.
-struct Prospect {
+struct DraftValue {
   double price;      // of a drafted token, as a share of a step
   double ratio = 1;  // the best so far; without a draft it is 1
   double chance = 1, expected = 1;
@@ -91,7 +91,7 @@ std::size_t limit_of(const PolicySettings& settings, std::size_t room) {
 }
 
 // Tokens that begin the draft and are given too.
-std::size_t shared(const Given& given, const std::vector<Candidate>& taken) {
+std::size_t shared(const ExternalDraft& given, const std::vector<Candidate>& taken) {
   std::size_t size = 0;
   while (size < std::min(given.size(), taken.size()) && taken[size].token == given.tokens[size]) ++size;
   return size;
@@ -108,7 +108,7 @@ void distrust(const Sources& sources, MatchState& state) {
 
 // Drafts token by token: first what is given, then the likeliest candidates. The path goes on while that can still pay.
 void grow(const PolicySettings& settings, const Learned& learned, const Sources& sources,
-          std::span<const Token> context, const Given& given, std::size_t limit, MatchState& state, Prospect& prospect,
+          std::span<const Token> context, const ExternalDraft& given, std::size_t limit, MatchState& state, DraftValue& prospect,
           std::vector<Scored>& path) {
   if (state.started) distrust(sources, state);
   refresh(sources, context, state);
@@ -119,7 +119,7 @@ void grow(const PolicySettings& settings, const Learned& learned, const Sources&
   const std::size_t written = context.size() - state.begin;
   for (std::size_t depth = 0; depth < limit; ++depth) {
     Scored& scored = path.emplace_back();
-    const Situation situation{{tail.data(), known + depth}, depth, state.begin, written + depth, state.outcome};
+    const ScoringContext situation{{tail.data(), known + depth}, depth, state.begin, written + depth, state.outcome};
     score(settings, learned, sources, front, situation, scored);
     if (depth < given.size()) {
       scored.take(given.tokens[depth], given.chances[depth]);
@@ -137,10 +137,10 @@ void grow(const PolicySettings& settings, const Learned& learned, const Sources&
 }
 
 // The fixed rule's draft is compared as it is, and given tokens stand alone.
-void offer_fixed(const Given& given, std::size_t limit, double price, DraftPath& scratch, DraftPath& drafted) {
-  Prospect present{price};
+void offer_fixed(const ExternalDraft& given, std::size_t limit, double price, DraftPath& scratch, DraftPath& drafted) {
+  DraftValue present{price};
   for (const Candidate& taken : drafted.taken) present.add(taken.probability);
-  Prospect offered{price, std::max(present.whole(), 1.0)};
+  DraftValue offered{price, std::max(present.whole(), 1.0)};
   const std::size_t alike = shared(given, drafted.taken);
   for (std::size_t d = 0; d < std::min(limit, given.size()) && offered.can_grow(); ++d) {
     Candidate& taken = scratch.taken.emplace_back(d < alike ? drafted.taken[d] : Candidate{given.tokens[d], kModel});
@@ -160,20 +160,20 @@ void draft(const PolicySettings& settings, const Learned& learned, const Sources
   result.clear();
   const std::size_t limit = limit_of(settings, room);
   if (limit == 0) return;
-  Prospect prospect{kCaution * cost};
+  DraftValue prospect{kCaution * cost};
   grow(settings, learned, sources, context, {}, limit, state, prospect, result.path);
   take(prospect.best, result);
 }
 
 void take_offer(const PolicySettings& settings, const Learned& learned, const Sources& sources,
-                std::span<const Token> context, const Given& given, std::size_t room, double cost, MatchState& state,
+                std::span<const Token> context, const ExternalDraft& given, std::size_t room, double cost, MatchState& state,
                 DraftPath& scratch, DraftPath& drafted) {
   scratch.clear();
   scratch.open = true;
   const std::size_t limit = limit_of(settings, room);
   const double price = kCaution * cost;
   if (settings.fixed) return offer_fixed(given, limit, price, scratch, drafted);
-  Prospect present{price};
+  DraftValue present{price};
   const std::size_t alike = shared(given, drafted.taken);
   for (std::size_t d = 0; d < drafted.taken.size(); ++d) {
     if (d < alike) drafted.taken[d].probability = given.chances[d];
@@ -182,7 +182,7 @@ void take_offer(const PolicySettings& settings, const Learned& learned, const So
   drafted.taken.resize(present.best);
   if (present.best == 0) drafted.match_length = 0;
   if (limit == 0 || given.size() == 0) return;
-  Prospect offered{price, present.ratio};
+  DraftValue offered{price, present.ratio};
   grow(settings, learned, sources, context, given, limit, state, offered, scratch.path);
   if (offered.best == 0) return;
   take(offered.best, scratch);

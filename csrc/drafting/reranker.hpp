@@ -16,9 +16,9 @@ using FeatureSlots = std::array<std::uint32_t, kFeatures>;
 
 // Online logistic regression over hashed features: a candidate's log-odds are the table's plus its features' weights.
 // AdaGrad; a weight and its squared errors lie side by side, so that a feature costs one cache line.
-class Judge {
+class Reranker {
  public:
-  explicit Judge(unsigned bits);  // 2^bits slots, all zero: memory is touched only where something was learned
+  explicit Reranker(unsigned bits);  // 2^bits slots, all zero: memory is touched only where something was learned
 
   std::uint32_t slot(std::uint64_t key) const {
     return static_cast<std::uint32_t>((key * 0xD6E8FEB86659FD93u) >> shift_);

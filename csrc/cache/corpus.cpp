@@ -1,9 +1,9 @@
-#include "corpus.hpp"
+#include "cache/corpus.hpp"
 
 #include <algorithm>
 #include <vector>
 
-#include "stopwatch.hpp"
+#include "index/stopwatch.hpp"
 
 namespace agentspec {
 namespace {

@@ -1,9 +1,9 @@
-#include "context_order.hpp"
+#include "index/position_tree.hpp"
 
 #include <algorithm>
 #include <cstring>
 
-#include "context_search.hpp"
+#include "index/sorted_positions.hpp"
 
 namespace agentspec {
 namespace {
@@ -35,13 +35,13 @@ void drop(std::vector<Value>& values, std::uint32_t at) {
 
 }  // namespace
 
-std::size_t ContextOrder::bytes() const {
+std::size_t SortedPositions::bytes() const {
   return positions_.bytes() + owners_.bytes() + chunks_.bytes() +
          row_.keys.capacity() * (sizeof(Key) + sizeof(Position) + 2 * sizeof(std::uint32_t));
 }
 
 // The key and the first position of a leaf, in its chunk and, for a chunk's first leaf, in the row.
-void ContextOrder::set_first(const Token* text, std::uint32_t chunk, std::uint32_t leaf) {
+void SortedPositions::set_first(const Token* text, std::uint32_t chunk, std::uint32_t leaf) {
   Chunk& c = chunk_at(chunk);
   const Position first = leaf_at({chunk, leaf, 0})[0];
   c.firsts[leaf] = first;
@@ -52,7 +52,7 @@ void ContextOrder::set_first(const Token* text, std::uint32_t chunk, std::uint32
   }
 }
 
-void ContextOrder::insert_first(const Token* text, Position position) {
+void SortedPositions::insert_first(const Token* text, Position position) {
   chunks_.resize(1);
   chunks_[0].size = 0;
   row_.chunks.assign(1, 0);
@@ -66,7 +66,7 @@ void ContextOrder::insert_first(const Token* text, Position position) {
   size_ = 1;
 }
 
-void ContextOrder::insert(const Token* text, Place place, Position position) {
+void SortedPositions::insert(const Token* text, Place place, Position position) {
   if (size_ == 0) return insert_first(text, position);
   if (chunk_at(place.chunk).counts[place.leaf] == kLeaf) split_leaf(text, place);
   Chunk& chunk = chunk_at(place.chunk);
@@ -80,7 +80,7 @@ void ContextOrder::insert(const Token* text, Place place, Position position) {
   if (place.slot == 0) set_first(text, place.chunk, place.leaf);
 }
 
-Neighbours ContextOrder::insert_batch(const Token* text, Position begin, std::uint32_t count) {
+Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
   std::array<Search, kBatch> searches;
   std::array<Found, kBatch> found{};
   std::array<bool, kBatch> stale{};
@@ -111,7 +111,7 @@ Neighbours ContextOrder::insert_batch(const Token* text, Position begin, std::ui
   return last;
 }
 
-void ContextOrder::erase_batch(const Token* text, std::span<const Position> positions) {
+void SortedPositions::erase_batch(const Token* text, std::span<const Position> positions) {
   std::array<Search, kBatch> searches;
   for (std::size_t i = 0; i < positions.size(); ++i) {
     searches[i] = Search(*this, text, Query::of_position(text, positions[i], kShallow));
@@ -123,7 +123,7 @@ void ContextOrder::erase_batch(const Token* text, std::span<const Position> posi
   }
 }
 
-void ContextOrder::erase(const Token* text, Place place) {
+void SortedPositions::erase(const Token* text, Place place) {
   Chunk& chunk = chunk_at(place.chunk);
   Position* const leaf = leaf_at(place);
   std::uint8_t& count = chunk.counts[place.leaf];
@@ -135,7 +135,7 @@ void ContextOrder::erase(const Token* text, Place place) {
   if (count < kLeaf / 2) merge_leaf(place.chunk, place.leaf);
 }
 
-void ContextOrder::rebase(Position by) {
+void SortedPositions::rebase(Position by) {
   for (std::size_t rank = 0; rank < row_.chunks.size(); ++rank) {
     row_.firsts[rank] -= by;
     Chunk& chunk = chunk_at(static_cast<std::uint32_t>(rank));
@@ -147,7 +147,7 @@ void ContextOrder::rebase(Position by) {
   }
 }
 
-std::uint32_t ContextOrder::new_leaf(std::uint32_t owner) {
+std::uint32_t SortedPositions::new_leaf(std::uint32_t owner) {
   const auto leaf = static_cast<std::uint32_t>(owners_.size());
   owners_.resize(leaf + 1);
   owners_[leaf] = owner;
@@ -156,7 +156,7 @@ std::uint32_t ContextOrder::new_leaf(std::uint32_t owner) {
 }
 
 // The last leaf moves to where `leaf` was.
-void ContextOrder::free_leaf(std::uint32_t leaf) {
+void SortedPositions::free_leaf(std::uint32_t leaf) {
   const auto last = static_cast<std::uint32_t>(owners_.size() - 1);
   if (leaf != last) {
     std::memcpy(&positions_[std::size_t{kLeaf} * leaf], &positions_[std::size_t{kLeaf} * last],
@@ -170,7 +170,7 @@ void ContextOrder::free_leaf(std::uint32_t leaf) {
 }
 
 // The last chunk moves to where `chunk` was.
-void ContextOrder::free_chunk(std::uint32_t chunk) {
+void SortedPositions::free_chunk(std::uint32_t chunk) {
   const auto last = static_cast<std::uint32_t>(chunks_.size() - 1);
   if (chunk != last) {
     std::memcpy(&chunks_[chunk], &chunks_[last], sizeof(Chunk));
@@ -180,7 +180,7 @@ void ContextOrder::free_chunk(std::uint32_t chunk) {
   chunks_.resize(last);
 }
 
-void ContextOrder::put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32_t leaf, std::uint32_t count) {
+void SortedPositions::put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32_t leaf, std::uint32_t count) {
   Chunk& c = chunk_at(chunk);
   open_gap(c.keys, rank, c.size);
   open_gap(c.firsts, rank, c.size);
@@ -191,7 +191,7 @@ void ContextOrder::put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32
   ++c.size;
 }
 
-void ContextOrder::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
+void SortedPositions::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
   Chunk& c = chunk_at(chunk);
   const std::uint32_t leaf = c.leaves[rank];
   close_gap(c.keys, rank, c.size);
@@ -202,7 +202,7 @@ void ContextOrder::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
   free_leaf(leaf);
 }
 
-void ContextOrder::split_leaf(const Token* text, Place& place) {
+void SortedPositions::split_leaf(const Token* text, Place& place) {
   if (chunk_at(place.chunk).size == kChunk) split_chunk(place);
   const std::uint32_t fresh = new_leaf(row_.chunks[place.chunk]);
   constexpr std::uint32_t kept = kLeaf / 2;
@@ -216,7 +216,7 @@ void ContextOrder::split_leaf(const Token* text, Place& place) {
   }
 }
 
-void ContextOrder::split_chunk(Place& place) {
+void SortedPositions::split_chunk(Place& place) {
   const auto fresh = static_cast<std::uint32_t>(chunks_.size());
   chunks_.resize(fresh + 1);
   Chunk& from = chunk_at(place.chunk);
@@ -244,7 +244,7 @@ void ContextOrder::split_chunk(Place& place) {
   }
 }
 
-void ContextOrder::drop_chunk(std::uint32_t rank) {
+void SortedPositions::drop_chunk(std::uint32_t rank) {
   const std::uint32_t chunk = row_.chunks[rank];
   drop(row_.keys, rank);
   drop(row_.firsts, rank);
@@ -254,7 +254,7 @@ void ContextOrder::drop_chunk(std::uint32_t rank) {
 }
 
 // Joins a leaf that lost positions with a neighbour in its chunk, where both fit with room to spare.
-void ContextOrder::merge_leaf(std::uint32_t rank, std::uint32_t leaf) {
+void SortedPositions::merge_leaf(std::uint32_t rank, std::uint32_t leaf) {
   Chunk& chunk = chunk_at(rank);
   if (chunk.counts[leaf] == 0) {
     drop_leaf(rank, leaf);
@@ -274,7 +274,7 @@ void ContextOrder::merge_leaf(std::uint32_t rank, std::uint32_t leaf) {
   }
 }
 
-void ContextOrder::merge_chunk(std::uint32_t rank) {
+void SortedPositions::merge_chunk(std::uint32_t rank) {
   if (chunk_at(rank).size == 0) return drop_chunk(rank);
   if (chunk_at(rank).size >= kChunk / 2) return;
   for (std::uint32_t left = rank > 0 ? rank - 1 : rank; left <= rank && left + 1 < row_.chunks.size(); ++left) {

@@ -1,4 +1,4 @@
-#include "text_index.hpp"
+#include "index/suffix_index.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -6,7 +6,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "stopwatch.hpp"
+#include "index/stopwatch.hpp"
 
 namespace agentspec {
 namespace {
@@ -19,7 +19,7 @@ constexpr Position kRebase = Position{1} << 31;  // released positions from whic
 
 }  // namespace
 
-void TextIndex::append(std::span<const Token> tokens, bool findable) {
+void SuffixIndex::append(std::span<const Token> tokens, bool findable) {
   if (tokens.empty()) return;
   if (tokens.size() > kLargest - size()) throw std::length_error("an index holds fewer than 2^32 tokens");
   if (text_.empty()) {
@@ -39,22 +39,22 @@ void TextIndex::append(std::span<const Token> tokens, bool findable) {
   pending_count_ += tokens.size();
 }
 
-void TextIndex::append_boundary() { append(std::span<const Token>(&kBoundary, 1), false); }
+void SuffixIndex::append_boundary() { append(std::span<const Token>(&kBoundary, 1), false); }
 
-void TextIndex::clear() {
+void SuffixIndex::clear() {
   const std::uint64_t next = version_ + 1;
-  *this = TextIndex();
+  *this = SuffixIndex();
   version_ = next;
 }
 
-std::size_t TextIndex::advance(std::size_t budget) {
+std::size_t SuffixIndex::advance(std::size_t budget) {
   const Token* const text = text_.data() + kPad;
   std::size_t done = 0, deep = 0;
   std::optional<Stopwatch> stopwatch;
   while (done < budget && !pending_.empty()) {
     Range& range = pending_.front();
     const std::size_t left = std::min<std::size_t>(budget - done, range.end - range.begin);
-    auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, ContextOrder::kBatch));
+    auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, SortedPositions::kBatch));
     if (trail_next_ == range.begin && std::max(trail_.left_common, trail_.right_common) >= kDeep) {
       if (!stopwatch) stopwatch.emplace();
       if (++deep % kDeepSome == 0 && stopwatch->over(kDeepTime)) break;
@@ -77,7 +77,7 @@ std::size_t TextIndex::advance(std::size_t budget) {
 // Indexes the position after the last one. Where the neighbours there were followed by the same token, what follows
 // them are the neighbours here, and share one token more: no need to compare long contexts once more. Without this a
 // text that repeats itself would take quadratic time.
-void TextIndex::insert_next(Position position) {
+void SuffixIndex::insert_next(Position position) {
   const Token* const text = text_.data() + kPad;
   const Query query = Query::of_position(text, position);
   auto follows = [&](Position neighbour, std::uint32_t common) {
@@ -114,7 +114,7 @@ void TextIndex::insert_next(Position position) {
   order_.insert(text, found.place, position);
 }
 
-void TextIndex::look_up(std::span<const Token> context, Match& match) const {
+void SuffixIndex::look_up(std::span<const Token> context, Match& match) const {
   match.clear();
   if (context.empty() || order_.size() == 0) return;
   const Token* const text = text_.data() + kPad;
@@ -124,7 +124,7 @@ void TextIndex::look_up(std::span<const Token> context, Match& match) const {
   list(order_.extent(text, context, length, found), length, match);
 }
 
-void TextIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
+void SuffixIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
   match.clear();
   if (length == 0 || length > context.size() || order_.size() == 0) return;
   const Token* const text = text_.data() + kPad;
@@ -132,7 +132,7 @@ void TextIndex::look_up(std::span<const Token> context, std::size_t length, Matc
 }
 
 // Fills `match` with the positions of an extent.
-void TextIndex::list(const Extent& extent, std::size_t length, Match& match) const {
+void SuffixIndex::list(const Extent& extent, std::size_t length, Match& match) const {
   const std::size_t count = order_.distance(extent.low, extent.high);
   if (count == 0) return;
   match.length = static_cast<std::uint32_t>(length);
@@ -142,7 +142,7 @@ void TextIndex::list(const Extent& extent, std::size_t length, Match& match) con
   if (match.complete()) std::sort(match.positions.begin(), match.positions.begin() + count, std::greater<>());
 }
 
-bool TextIndex::follow(Token token, Match& match) const {
+bool SuffixIndex::follow(Token token, Match& match) const {
   if (!match.complete()) return false;
   std::uint32_t kept = 0;
   for (std::uint32_t k = 0; k < match.count; ++k) {
@@ -154,7 +154,7 @@ bool TextIndex::follow(Token token, Match& match) const {
   return true;
 }
 
-std::size_t TextIndex::remove(Position begin, Position& end, std::size_t budget) {
+std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budget) {
   begin = std::max(begin, released_);
   end = std::min(end, static_cast<Position>(size()));
   if (begin >= end) return 0;
@@ -162,7 +162,7 @@ std::size_t TextIndex::remove(Position begin, Position& end, std::size_t budget)
   Token* const text = text_.data() + kPad;
   std::size_t done = 0;
   while (done < budget) {
-    std::array<Position, ContextOrder::kBatch> batch;
+    std::array<Position, SortedPositions::kBatch> batch;
     std::size_t count = 0;
     Position first = end;
     for (const std::size_t most = std::min<std::size_t>(batch.size(), budget - done); count < most; ++count) {
@@ -187,7 +187,7 @@ std::size_t TextIndex::remove(Position begin, Position& end, std::size_t budget)
 }
 
 // The last indexed position of [begin, end), or `end` if there is none.
-Position TextIndex::last_indexed(Position begin, Position end) const {
+Position SuffixIndex::last_indexed(Position begin, Position end) const {
   std::size_t word = std::min<std::size_t>((end + kMarks - 1) / kMarks, marks_.size());
   while (word-- > begin / kMarks) {
     std::uint64_t bits = marks_[word];
@@ -199,7 +199,7 @@ Position TextIndex::last_indexed(Position begin, Position end) const {
   return end;
 }
 
-void TextIndex::forget_pending(Position begin, Position end) {
+void SuffixIndex::forget_pending(Position begin, Position end) {
   auto range = std::partition_point(pending_.begin(), pending_.end(), [&](const Range& r) { return r.end <= begin; });
   while (range != pending_.end() && range->begin < end) {
     const Range before{range->begin, std::max(range->begin, begin)}, after{std::min(range->end, end), range->end};
@@ -210,7 +210,7 @@ void TextIndex::forget_pending(Position begin, Position end) {
   }
 }
 
-Position TextIndex::release_before(Position position) {
+Position SuffixIndex::release_before(Position position) {
   position = std::min(position, static_cast<Position>(size()));
   if (position > released_) {
     Token* const text = text_.data() + kPad;
@@ -225,7 +225,7 @@ Position TextIndex::release_before(Position position) {
   return by;
 }
 
-void TextIndex::rebase(Position by) {
+void SuffixIndex::rebase(Position by) {
   Buffer<Token> text;
   text.resize(text_.size() - by);
   std::copy_n(text_.data() + by, text.size(), text.data());
@@ -244,11 +244,11 @@ void TextIndex::rebase(Position by) {
   ++version_;
 }
 
-bool TextIndex::is_indexed(Position position) const {
+bool SuffixIndex::is_indexed(Position position) const {
   return position / kMarks < marks_.size() && (marks_[position / kMarks] >> position % kMarks & 1) != 0;
 }
 
-void TextIndex::mark(Position position, bool indexed) {
+void SuffixIndex::mark(Position position, bool indexed) {
   const std::size_t word = position / kMarks;
   if (const std::size_t size = marks_.size(); word >= size) {
     marks_.resize(word + 1);
@@ -258,7 +258,7 @@ void TextIndex::mark(Position position, bool indexed) {
   marks_[word] = indexed ? marks_[word] | bit : marks_[word] & ~bit;
 }
 
-std::size_t TextIndex::bytes() const {
+std::size_t SuffixIndex::bytes() const {
   return sizeof(*this) + text_.bytes() + marks_.bytes() + order_.bytes() + pending_.size() * sizeof(Range);
 }
 

@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "judge.hpp"
-#include "odds.hpp"
-#include "text_index.hpp"
+#include "drafting/reranker.hpp"
+#include "drafting/acceptance_table.hpp"
+#include "index/suffix_index.hpp"
 
 namespace agentspec {
 
@@ -42,8 +42,8 @@ struct PolicySettings {
 
 // What acceptance taught: one for each tenant, for each session that keeps to itself, for each request with neither.
 struct Learned {
-  Odds table;
-  Judge judge;
+  AcceptanceTable table;
+  Reranker judge;
 
   Learned(const PolicySettings& settings, unsigned judge_bits)
       : table(settings.prior_weight, settings.memory), judge(judge_bits) {}
@@ -64,7 +64,7 @@ struct Candidate {
 struct Scored {
   struct Proposal {  // what the table learns from: every successor of every source
     Token token;
-    Odds::Cell cell;
+    AcceptanceTable::Cell cell;
   };
   std::array<Candidate, kCandidates> candidates;
   std::array<Position, kCandidates> places;  // where each was found in its source
@@ -96,7 +96,7 @@ struct DraftPath {
 };
 
 // Tokens that another drafter gives for one request, and of each the chance to be accepted if those before it are.
-struct Given {
+struct ExternalDraft {
   std::span<const Token> tokens;
   std::span<const double> chances;
 
@@ -104,7 +104,7 @@ struct Given {
 };
 
 // A place that was being copied when the copy went wrong once: text often goes on there after a replaced token.
-struct Trail {
+struct ResumePoint {
   std::uint8_t source = kSources;  // kSources: none
   Position place = 0;              // of the token that it proposes
   std::uint32_t hits = 0;          // tokens that agreed since the last that did not
@@ -118,7 +118,7 @@ struct Trail {
 struct MatchState {
   std::array<Match, kSources> matches;
   std::array<std::uint64_t, kSources> versions{};  // of the sources that the matches are of
-  Trail trail;
+  ResumePoint trail;
   std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
   std::size_t begin = 0;     // length of the context when the response began
   std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
@@ -126,7 +126,7 @@ struct MatchState {
   bool fresh = false;  // the matches were brought up to date and no token has come since
 };
 
-using Sources = std::array<const TextIndex*, kSources>;  // null where a source is not to be used
+using Sources = std::array<const SuffixIndex*, kSources>;  // null where a source is not to be used
 
 // Drafts at most `room` tokens after `context`, the request's whole text; policy.py explains the rule.
 void draft(const PolicySettings& settings, const Learned& learned, const Sources& sources,
@@ -136,7 +136,7 @@ void draft(const PolicySettings& settings, const Learned& learned, const Sources
 // with what the trees add behind them, cut where it pays. Where both begin alike, the given chances hold for the draft
 // too, which is cut anew (but not under the fixed rule, which also adds nothing). `scratch` is memory to work in.
 void take_offer(const PolicySettings& settings, const Learned& learned, const Sources& sources,
-                std::span<const Token> context, const Given& given, std::size_t room, double cost, MatchState& state,
+                std::span<const Token> context, const ExternalDraft& given, std::size_t room, double cost, MatchState& state,
                 DraftPath& scratch, DraftPath& drafted);
 
 // Learns from the verified tokens, every position whose predecessors were all right, and follows the matches with

@@ -1,4 +1,4 @@
-#include "judge.hpp"
+#include "drafting/reranker.hpp"
 
 #include <cmath>
 #include <cstring>
@@ -11,19 +11,19 @@ constexpr double kCalm = 2;  // keeps the first steps of a weight short
 
 }  // namespace
 
-Judge::Judge(unsigned bits) : shift_(64 - bits) {
+Reranker::Reranker(unsigned bits) : shift_(64 - bits) {
   // calloc gives untouched zero pages for large sizes: allocating them costs no time here.
   weights_.reset(static_cast<Weight*>(std::calloc(slots(), sizeof(Weight))));
   if (!weights_) throw std::bad_alloc();
 }
 
-double Judge::correction(const FeatureSlots& features) const {
+double Reranker::correction(const FeatureSlots& features) const {
   double sum = 0;
   for (const std::uint32_t slot : features) sum += weights_[slot].value;
   return sum;
 }
 
-void Judge::learn(const FeatureSlots& features, double error, double rate) {
+void Reranker::learn(const FeatureSlots& features, double error, double rate) {
   for (const std::uint32_t slot : features) {
     Weight& weight = weights_[slot];
     weight.squares = static_cast<float>(weight.squares + error * error);
@@ -31,9 +31,9 @@ void Judge::learn(const FeatureSlots& features, double error, double rate) {
   }
 }
 
-std::span<const std::byte> Judge::bytes() const { return std::as_bytes(std::span(weights_.get(), slots())); }
+std::span<const std::byte> Reranker::bytes() const { return std::as_bytes(std::span(weights_.get(), slots())); }
 
-bool Judge::load(std::span<const std::byte> bytes) {
+bool Reranker::load(std::span<const std::byte> bytes) {
   if (bytes.size() != slots() * sizeof(Weight)) return false;
   std::memcpy(weights_.get(), bytes.data(), bytes.size());
   return true;

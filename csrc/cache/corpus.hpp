@@ -6,8 +6,8 @@
 #include <span>
 #include <string>
 
-#include "snapshot.hpp"
-#include "text_index.hpp"
+#include "storage/snapshot.hpp"
+#include "index/suffix_index.hpp"
 
 namespace agentspec {
 
@@ -40,7 +40,7 @@ class Corpus {
   std::size_t advance(std::size_t budget) { return index_.advance(budget); }
   std::size_t sweep(std::size_t budget);
 
-  const TextIndex& index() const { return index_; }
+  const SuffixIndex& index() const { return index_; }
   bool empty() const { return documents_.empty(); }
   bool swept() const { return dropped_.empty(); }
   std::size_t tokens() const { return tokens_; }
@@ -52,7 +52,7 @@ class Corpus {
  private:
   void release();
 
-  TextIndex index_;
+  SuffixIndex index_;
   std::deque<Document> documents_;
   std::deque<Document> dropped_;  // those of erased sessions first, then the oldest first
   std::size_t erased_ = 0;        // how many of dropped_ are of erased sessions

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "buffer.hpp"
+#include "storage/buffer.hpp"
 
 namespace agentspec {
 

@@ -1,5 +1,5 @@
 // Finding things among the sorted positions.
-#include "context_search.hpp"
+#include "index/sorted_positions.hpp"
 
 #include <algorithm>
 
@@ -10,7 +10,7 @@ constexpr std::size_t kScan = 16;  // leaves that are looked through for a posit
 
 }  // namespace
 
-Found ContextOrder::search(const Token* text, const Query& query) const {
+Found SortedPositions::search(const Token* text, const Query& query) const {
   if (size_ == 0) return {};
   std::array<Search, 1> search{Search(*this, text, query)};
   SearchTogether<1>::run(search);
@@ -19,7 +19,7 @@ Found ContextOrder::search(const Token* text, const Query& query) const {
 
 // Most contexts share little with any other. Where many share much, the query is probably longer than all of them, as
 // in a text that repeats itself: then a comparison with the last or the first of them decides.
-Found ContextOrder::search_deep(const Token* text, std::span<const Token> context) const {
+Found SortedPositions::search_deep(const Token* text, std::span<const Token> context) const {
   const std::size_t shallow = std::min(context.size(), kShallow);
   Found found = search(text, Query::of_context(context, shallow, Query::Tie::kFirst));
   if (found.right < shallow || shallow == context.size()) return found;
@@ -47,7 +47,7 @@ Found ContextOrder::search_deep(const Token* text, std::span<const Token> contex
   return found;
 }
 
-Extent ContextOrder::extent(const Token* text, std::span<const Token> context, std::size_t length) const {
+Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::size_t length) const {
   std::array<Search, 2> searches{Search(*this, text, Query::of_context(context, length, Query::Tie::kFirst)),
                                  Search(*this, text, Query::of_context(context, length, Query::Tie::kLast))};
   SearchTogether<2>::run(searches);
@@ -56,7 +56,7 @@ Extent ContextOrder::extent(const Token* text, std::span<const Token> context, s
 
 // Mostly few share so much, and all in one leaf. Where its edge is reached, a search finds the end: for both ends side
 // by side.
-Extent ContextOrder::extent(const Token* text, std::span<const Token> context, std::uint32_t length,
+Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::uint32_t length,
                             const Found& found) const {
   const std::array<Query, 2> queries{Query::of_context(context, length, Query::Tie::kFirst),
                                      Query::of_context(context, length, Query::Tie::kLast)};
@@ -78,7 +78,7 @@ Extent ContextOrder::extent(const Token* text, std::span<const Token> context, s
 }
 
 // Moves `place` to the first position in its leaf that shares the whole query; false if there may be more before.
-bool ContextOrder::first_in_leaf(const Token* text, const Query& query, Place& place) const {
+bool SortedPositions::first_in_leaf(const Token* text, const Query& query, Place& place) const {
   const Position* const leaf = leaf_at(place);
   const std::uint32_t behind = place.slot;
   std::uint32_t low = 0, high = behind;
@@ -95,7 +95,7 @@ bool ContextOrder::first_in_leaf(const Token* text, const Query& query, Place& p
 }
 
 // Moves `place` behind the last position in its leaf that shares the whole query; false if there may be more behind.
-bool ContextOrder::last_in_leaf(const Token* text, const Query& query, Place& place) const {
+bool SortedPositions::last_in_leaf(const Token* text, const Query& query, Place& place) const {
   if (!normalise(place)) return true;
   const Position* const leaf = leaf_at(place);
   const std::uint32_t count = chunk_at(place.chunk).counts[place.leaf];
@@ -113,7 +113,7 @@ bool ContextOrder::last_in_leaf(const Token* text, const Query& query, Place& pl
   return low < count;
 }
 
-Neighbours ContextOrder::neighbours(const Found& found) const {
+Neighbours SortedPositions::neighbours(const Found& found) const {
   Neighbours result;
   if (size_ == 0) return result;
   Place place = found.place;
@@ -129,7 +129,7 @@ Neighbours ContextOrder::neighbours(const Found& found) const {
   return result;
 }
 
-bool ContextOrder::find_in_leaf(Place& place, Position position) const {
+bool SortedPositions::find_in_leaf(Place& place, Position position) const {
   const Position* const leaf = leaf_at(place);
   const std::uint32_t count = chunk_at(place.chunk).counts[place.leaf];
   std::uint32_t slot = count;
@@ -139,7 +139,7 @@ bool ContextOrder::find_in_leaf(Place& place, Position position) const {
 }
 
 // Looks for a position in the leaf of a place that may be out of date, and in the leaf behind it.
-bool ContextOrder::find_near(Place& place, Position position) const {
+bool SortedPositions::find_near(Place& place, Position position) const {
   if (place.chunk >= row_.chunks.size() || place.leaf >= chunk_at(place.chunk).size) return false;
   if (find_in_leaf(place, position)) return true;
   place.slot = kLeaf;
@@ -147,7 +147,7 @@ bool ContextOrder::find_near(Place& place, Position position) const {
 }
 
 // Looks for a position in the leaves from `low` to `high`, from both ends, not too far.
-bool ContextOrder::find_between(Place low, Place high, Position position, Place& place) const {
+bool SortedPositions::find_between(Place low, Place high, Position position, Place& place) const {
   for (std::size_t i = 0; i < kScan; ++i) {
     place = low;
     if (find_in_leaf(place, position)) return true;
@@ -161,7 +161,7 @@ bool ContextOrder::find_between(Place low, Place high, Position position, Place&
   return false;
 }
 
-bool ContextOrder::locate(const Token* text, Position position, Place& place) const {
+bool SortedPositions::locate(const Token* text, Position position, Place& place) const {
   if (size_ == 0) return false;
   for (std::size_t length = kShallow;; length *= 8) {
     const bool whole = length >= position;
@@ -175,7 +175,7 @@ bool ContextOrder::locate(const Token* text, Position position, Place& place) co
   }
 }
 
-bool ContextOrder::previous(Place& place) const {
+bool SortedPositions::previous(Place& place) const {
   if (place.slot == 0) {
     if (place.leaf == 0) {
       if (place.chunk == 0) return false;
@@ -189,7 +189,7 @@ bool ContextOrder::previous(Place& place) const {
   return true;
 }
 
-bool ContextOrder::normalise(Place& place) const {
+bool SortedPositions::normalise(Place& place) const {
   if (size_ == 0) return false;
   const Chunk& chunk = chunk_at(place.chunk);
   if (place.slot < chunk.counts[place.leaf]) return true;
@@ -202,14 +202,14 @@ bool ContextOrder::normalise(Place& place) const {
   return true;
 }
 
-std::size_t ContextOrder::rank_in_chunk(const Place& place) const {
+std::size_t SortedPositions::rank_in_chunk(const Place& place) const {
   const Chunk& chunk = chunk_at(place.chunk);
   std::size_t count = place.slot;
   for (std::uint32_t i = 0; i < place.leaf; ++i) count += chunk.counts[i];
   return count;
 }
 
-std::size_t ContextOrder::distance(const Place& low, const Place& high) const {
+std::size_t SortedPositions::distance(const Place& low, const Place& high) const {
   if (low.chunk == high.chunk && low.leaf == high.leaf) return high.slot - low.slot;
   __builtin_prefetch(chunk_at(high.chunk).counts.data());
   std::size_t sum = 0;
@@ -217,21 +217,21 @@ std::size_t ContextOrder::distance(const Place& low, const Place& high) const {
   return sum + rank_in_chunk(high) - rank_in_chunk(low);
 }
 
-void ContextOrder::skip(Place& place, std::size_t count) const {
+void SortedPositions::skip(Place& place, std::size_t count) const {
   count += rank_in_chunk(place);
   while (count >= row_.counts[place.chunk]) count -= row_.counts[place.chunk++];
   enter(place, count);
 }
 
 // The place with the given rank within its chunk.
-void ContextOrder::enter(Place& place, std::size_t rank) const {
+void SortedPositions::enter(Place& place, std::size_t rank) const {
   const Chunk& chunk = chunk_at(place.chunk);
   for (place.leaf = 0; rank >= chunk.counts[place.leaf]; ++place.leaf) rank -= chunk.counts[place.leaf];
   place.slot = static_cast<std::uint32_t>(rank);
 }
 
 // In rounds, so that the chunks, then the leaves, then the text that the caller will read are waited for together.
-void ContextOrder::pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const {
+void SortedPositions::pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const {
   if (low.slot + count <= chunk_at(low.chunk).counts[low.leaf]) {
     const Position* const leaf = leaf_at(low) + low.slot;
     for (std::size_t k = 0; k < picked.size(); ++k) picked[k] = leaf[k * count / picked.size()];

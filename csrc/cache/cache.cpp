@@ -1,9 +1,9 @@
-#include "cache.hpp"
+#include "cache/cache.hpp"
 
 #include <algorithm>
 #include <utility>
 
-#include "fixed_rule.hpp"
+#include "drafting/arctic_suffix_rule.hpp"
 
 namespace agentspec {
 namespace {
@@ -100,7 +100,7 @@ std::shared_ptr<Group> Cache::group(Names names, const std::shared_ptr<Tenant>& 
   return names.session ? holding<Group>("o" + *names.session, tenant) : nullptr;
 }
 
-void Cache::touch(Holding& holding) {
+void Cache::touch(CacheEntry& holding) {
   by_use_.erase(holding.used);
   holding.used = ++tick_;
   by_use_[holding.used] = holdings_.at(holding.key);
@@ -177,7 +177,7 @@ void Cache::release(std::size_t slot) {
   if (const auto& tenant = request(slot).tenant) --tenant->running;
   requests_[slot].reset();
   --running_;
-  for (const std::shared_ptr<Holding>& holding : {std::shared_ptr<Holding>(session), std::shared_ptr<Holding>(group)}) {
+  for (const std::shared_ptr<CacheEntry>& holding : {std::shared_ptr<CacheEntry>(session), std::shared_ptr<CacheEntry>(group)}) {
     if (!holding) continue;
     --holding->running;
     forget_if_empty(holding);
@@ -273,7 +273,7 @@ std::size_t Cache::advance(Request& request, std::size_t budget) {
   return budget - left;
 }
 
-std::size_t Cache::advance(Holding& holding, std::size_t budget) {
+std::size_t Cache::advance(CacheEntry& holding, std::size_t budget) {
   if (holding.gone) return 0;
   std::size_t left = budget;
   left -= holding.advance(left);
@@ -371,7 +371,7 @@ Drafts Cache::offer(std::span<const std::int32_t> slots, Offers offers, std::spa
     Request& current = request(static_cast<std::size_t>(slots[i]));
     const std::size_t begin = i * offers.columns, length = count_of(lengths[i]);
     if (current.draft.open) {
-      const Given given{{offers.tokens + begin, length}, {offers.chances + begin, length}};
+      const ExternalDraft given{{offers.tokens + begin, length}, {offers.chances + begin, length}};
       take_offer(settings_, *current.learned, current.sources(), current.index.text(), given, count_of(room[i]),
                        cost, current.state, scratch_, current.draft);
     } else {

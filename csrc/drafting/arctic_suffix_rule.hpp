@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <span>
 
-#include "drafter.hpp"
+#include "drafting/drafter.hpp"
 
 namespace agentspec {
 

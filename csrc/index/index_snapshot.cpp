@@ -1,13 +1,13 @@
-// Saving and loading of TextIndex and ContextOrder: their arrays as they are, so that loading is mapping.
+// Saving and loading of SuffixIndex and SortedPositions: their arrays as they are, so that loading is mapping.
 #include <algorithm>
 #include <vector>
 
-#include "snapshot.hpp"
-#include "text_index.hpp"
+#include "storage/snapshot.hpp"
+#include "index/suffix_index.hpp"
 
 namespace agentspec {
 
-void TextIndex::save(SnapshotWriter& writer) const {
+void SuffixIndex::save(SnapshotWriter& writer) const {
   const Position by = save_offset();
   const std::size_t kept = size() - by;
   writer.number(kept);
@@ -26,7 +26,7 @@ void TextIndex::save(SnapshotWriter& writer) const {
   order_.save(writer, by);
 }
 
-void TextIndex::load(SnapshotReader& reader) {
+void SuffixIndex::load(SnapshotReader& reader) {
   const std::size_t kept = reader.number();
   const std::size_t released = reader.number();
   version_ = reader.number() + 1;
@@ -49,7 +49,7 @@ void TextIndex::load(SnapshotReader& reader) {
   order_.load(reader, kept);
 }
 
-void ContextOrder::save(SnapshotWriter& writer, Position by) const {
+void SortedPositions::save(SnapshotWriter& writer, Position by) const {
   writer.number(size_);
   std::vector<std::uint8_t> counts(owners_.size());
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
@@ -80,7 +80,7 @@ void ContextOrder::save(SnapshotWriter& writer, Position by) const {
   writer.array(std::span<const std::uint32_t>(row_.chunks));
 }
 
-void ContextOrder::load(SnapshotReader& reader, std::size_t end) {
+void SortedPositions::load(SnapshotReader& reader, std::size_t end) {
   size_ = reader.number();
   reader.array(positions_);
   reader.array(owners_);
@@ -100,7 +100,7 @@ void ContextOrder::load(SnapshotReader& reader, std::size_t end) {
 }
 
 // The arrays must refer to each other, and to the text, as they do in an index.
-void ContextOrder::check(SnapshotReader& reader, std::size_t end) const {
+void SortedPositions::check(SnapshotReader& reader, std::size_t end) const {
   std::vector<bool> seen(chunks_.size());
   for (const std::uint32_t number : row_.chunks) {
     if (number >= chunks_.size() || seen[number]) reader.damaged("row of chunks");

@@ -1,9 +1,9 @@
-#include "fixed_rule.hpp"
+#include "drafting/arctic_suffix_rule.hpp"
 
 #include <algorithm>
 #include <array>
 
-#include "fixed_draft.hpp"
+#include "drafting/fixed_draft.hpp"
 
 namespace agentspec {
 namespace {
@@ -32,7 +32,7 @@ struct Best {
 
 // The running response, which counts as one of all responses: the request's text from `begin` on.
 struct Running {
-  const TextIndex* index = nullptr;
+  const SuffixIndex* index = nullptr;
   std::size_t begin = 0;
 };
 
@@ -41,7 +41,7 @@ struct Running {
 class Search {
  public:
   // `open`: up to this length of context, its own end counts as an occurrence, one that nothing followed yet.
-  Search(const FixedSettings& settings, const Rooms& rooms, const TextIndex* index, Running running,
+  Search(const FixedSettings& settings, const Rooms& rooms, const SuffixIndex* index, Running running,
          std::span<const Token> context, std::size_t open, std::uint8_t source, Best& best)
       : rooms_(rooms), index_(index), running_(running), context_(context), open_(open), source_(source),
         growth_(settings.min_token_prob, {index ? end_of(index->text()) : nullptr,
@@ -250,7 +250,7 @@ class Search {
   }
 
   const Rooms& rooms_;
-  const TextIndex* const index_;
+  const SuffixIndex* const index_;
   const Running running_;
   const std::span<const Token> context_;
   const std::size_t open_;
@@ -285,7 +285,7 @@ void draft_fixed(const FixedSettings& settings, const Sources& sources, std::spa
   if (limit == 0) return;
   const std::span<const Token> tail = context.last(std::min({settings.max_depth, kMaxDepth, context.size()}));
   const Rooms rooms(settings, tail.size(), limit);
-  const TextIndex *request = sources[kRequest], *global = sources[kGlobal];
+  const SuffixIndex *request = sources[kRequest], *global = sources[kGlobal];
   Best best;
   Search own(settings, rooms, request, {}, tail, tail.size(), kRequest, best);
   Search all(settings, rooms, global, {request, begin}, tail, context.size() - begin, kGlobal, best);

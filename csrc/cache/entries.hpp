@@ -8,9 +8,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "corpus.hpp"
-#include "drafter.hpp"
-#include "text_index.hpp"
+#include "cache/corpus.hpp"
+#include "drafting/drafter.hpp"
+#include "index/suffix_index.hpp"
 
 namespace agentspec {
 
@@ -26,7 +26,7 @@ struct Size {
   Size& operator-=(Size other) { return tokens -= other.tokens, bytes -= other.bytes, *this; }
 };
 
-struct Holding;
+struct CacheEntry;
 
 // What all sessions of one tenant share: finished responses and what was learned about drafts.
 struct Tenant {
@@ -37,11 +37,11 @@ struct Tenant {
   std::size_t running = 0;           // requests that draft from it: then it stays
   Size counted;                      // of the corpus
   Size held;                         // of the corpus and of its sessions and groups
-  std::unordered_set<Holding*> holdings;
+  std::unordered_set<CacheEntry*> holdings;
 };
 
 // What can be evicted as a whole: a session or a group.
-struct Holding {
+struct CacheEntry {
   std::string key;
   std::shared_ptr<Tenant> tenant;
   std::size_t running = 0;         // requests that draft from it: then it stays
@@ -49,10 +49,10 @@ struct Holding {
   bool gone = false;  // erased or evicted; running requests may still know it
   Size counted;
 
-  virtual ~Holding() = default;
+  virtual ~CacheEntry() = default;
   virtual Size size() const = 0;          // as budgets count it
   virtual std::size_t bytes() const = 0;  // held now
-  virtual const TextIndex& index() const = 0;
+  virtual const SuffixIndex& index() const = 0;
   virtual std::size_t advance(std::size_t budget) = 0;
   virtual std::size_t sweep(std::size_t budget) = 0;
   virtual void save(SnapshotWriter& writer) const = 0;
@@ -60,8 +60,8 @@ struct Holding {
 };
 
 // What one conversation leaves behind: its turns as one growing text.
-struct Session final : Holding {
-  TextIndex text;
+struct Session final : CacheEntry {
+  SuffixIndex text;
   std::vector<Token> last;           // full text of the last finished request
   std::shared_ptr<Learned> learned;  // from requests that keep to their session; null where there were none
 
@@ -72,7 +72,7 @@ struct Session final : Holding {
 
   Size size() const override;
   std::size_t bytes() const override;
-  const TextIndex& index() const override { return text; }
+  const SuffixIndex& index() const override { return text; }
   std::size_t advance(std::size_t budget) override { return text.advance(budget); }
   std::size_t sweep(std::size_t) override { return 0; }
   void save(SnapshotWriter& writer) const override;
@@ -80,12 +80,12 @@ struct Session final : Holding {
 };
 
 // Responses to one problem, from all sessions of a tenant that worked on it; or those of one session.
-struct Group final : Holding {
+struct Group final : CacheEntry {
   Corpus corpus;
 
   Size size() const override { return {corpus.tokens(), kBytesPerToken * corpus.tokens()}; }
   std::size_t bytes() const override { return corpus.bytes(); }
-  const TextIndex& index() const override { return corpus.index(); }
+  const SuffixIndex& index() const override { return corpus.index(); }
   std::size_t advance(std::size_t budget) override { return corpus.advance(budget); }
   std::size_t sweep(std::size_t budget) override { return corpus.sweep(budget); }
   void save(SnapshotWriter& writer) const override { corpus.save(writer); }
@@ -97,7 +97,7 @@ struct Request {
   std::shared_ptr<Group> group;
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
-  TextIndex index;  // the whole text; findable is what the session does not already hold
+  SuffixIndex index;  // the whole text; findable is what the session does not already hold
   bool shared = false;     // draws on its tenant and gives to it
   bool own_group = false;  // the group is the session's own, not one that was named
   std::size_t prompt_length = 0;

@@ -6,9 +6,9 @@
 #include <deque>
 #include <span>
 
-#include "buffer.hpp"
-#include "context.hpp"
-#include "context_order.hpp"
+#include "storage/buffer.hpp"
+#include "index/context.hpp"
+#include "index/position_tree.hpp"
 
 namespace agentspec {
 
@@ -16,7 +16,7 @@ class SnapshotWriter;
 class SnapshotReader;
 
 inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
-static_assert(kWindow <= ContextOrder::kMostPicked);
+static_assert(kWindow <= SortedPositions::kMostPicked);
 inline constexpr std::size_t kMarks = 64;   // bits in a word of marks
 
 // Where the end of a context occurred before.
@@ -37,7 +37,7 @@ struct Match {
 // depth. So the occurrences of any text are neighbours, the longest match of a context is next to where it would be
 // inserted, and counts are exact. Appending is a copy; positions become findable when `advance` reaches them.
 // tests/oracle/index.py specifies the answers.
-class TextIndex {
+class SuffixIndex {
  public:
   // Appends tokens; with `findable` false they are context only and never a look-up's answer.
   void append(std::span<const Token> tokens, bool findable = true);
@@ -102,7 +102,7 @@ class TextIndex {
 
   Buffer<Token> text_;            // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;   // one bit a position: indexed
-  ContextOrder order_;
+  SortedPositions order_;
   std::deque<Range> pending_;     // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;
   Neighbours trail_;           // of the position that was indexed last, which is followed by

@@ -1,4 +1,4 @@
-#include "snapshot.hpp"
+#include "storage/snapshot.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "holdings.hpp"
+#include "cache/entries.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -7,7 +7,7 @@ namespace agentspec {
 namespace {
 
 // Appends a piece of another index' text with its boundaries as such.
-void append_text(TextIndex& index, std::span<const Token> text) {
+void append_text(SuffixIndex& index, std::span<const Token> text) {
   std::size_t begin = 0;
   for (std::size_t i = 0; i <= text.size(); ++i) {
     if (i < text.size() && text[i] != kBoundary) continue;

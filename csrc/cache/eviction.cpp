@@ -1,7 +1,7 @@
 // What leaves the cache: budgets, erasure, and the work that is put off so that no step waits for it.
 #include <algorithm>
 
-#include "cache.hpp"
+#include "cache/cache.hpp"
 
 namespace agentspec {
 namespace {
@@ -13,7 +13,7 @@ bool over(Size size, Size limit) {
 }  // namespace
 
 // Brings the sums up to what a holding has now.
-void Cache::count(Holding& holding) {
+void Cache::count(CacheEntry& holding) {
   const Size now = holding.size();
   held_ -= holding.counted;
   held_ += now;
@@ -33,7 +33,7 @@ void Cache::count(Tenant& tenant) {
   tenant.counted = now;
 }
 
-void Cache::drop(const std::shared_ptr<Holding>& holding) {
+void Cache::drop(const std::shared_ptr<CacheEntry>& holding) {
   held_ -= holding->counted;
   holding->tenant->held -= holding->counted;
   holding->tenant->holdings.erase(holding.get());
@@ -43,7 +43,7 @@ void Cache::drop(const std::shared_ptr<Holding>& holding) {
   holdings_.erase(holding->key);
 }
 
-void Cache::forget_if_empty(const std::shared_ptr<Holding>& holding) {
+void Cache::forget_if_empty(const std::shared_ptr<CacheEntry>& holding) {
   if (!holding->gone && holding->running == 0 && holding->size().tokens == 0) drop(holding);
 }
 
@@ -72,11 +72,11 @@ bool Cache::evict_one(Tenant* only) {
   const std::size_t all = only ? only->held.tokens : held_.tokens;
   if (shared.tokens == 0 || 2 * shared.tokens <= all) {
     const auto idle = std::find_if(by_use_.begin(), by_use_.end(), [&](const auto& entry) {
-      const Holding& holding = *entry.second;
+      const CacheEntry& holding = *entry.second;
       return holding.running == 0 && holding.counted.tokens > 0 && (!only || holding.tenant.get() == only);
     });
     if (idle != by_use_.end()) {
-      drop(std::shared_ptr<Holding>(idle->second));
+      drop(std::shared_ptr<CacheEntry>(idle->second));
       return true;
     }
   }
@@ -111,14 +111,14 @@ void Cache::remove_session(const std::string& session_key, const std::string* te
   std::shared_ptr<Tenant> tenant;
   {
     std::lock_guard lock(mutex_);
-    if (const auto found = holdings_.find(key); found != holdings_.end()) drop(std::shared_ptr<Holding>(found->second));
+    if (const auto found = holdings_.find(key); found != holdings_.end()) drop(std::shared_ptr<CacheEntry>(found->second));
     if (!tenant_key) return;
     const auto found = tenants_.find(*tenant_key);
     if (found == tenants_.end()) return;
     tenant = found->second;
     tenant->corpus.drop_session(key);
     count(*tenant);
-    for (const Holding* holding : tenant->holdings) {
+    for (const CacheEntry* holding : tenant->holdings) {
       if (holding->key.front() != 's') groups.push_back(std::static_pointer_cast<Group>(holdings_.at(holding->key)));
     }
     for (const auto& group : groups) {

@@ -1,4 +1,4 @@
-#include "stopwatch.hpp"
+#include "index/stopwatch.hpp"
 
 #include <atomic>
 #include <ctime>

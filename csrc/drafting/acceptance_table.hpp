@@ -10,11 +10,11 @@ namespace agentspec {
 inline constexpr std::size_t kKinds = 5;  // of proposals: one a source, and the trail's
 
 // Online odds of acceptance by kind, match length, agreement among the occurrences, rank of the successor and depth.
-class Odds {
+class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
 
-  Odds(double prior_weight, double memory);
+  AcceptanceTable(double prior_weight, double memory);
 
   // `winner` of `count` occurrences are followed by the token; `second`: another token follows more often.
   static Cell cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,

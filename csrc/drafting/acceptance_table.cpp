@@ -1,4 +1,4 @@
-#include "odds.hpp"
+#include "drafting/acceptance_table.hpp"
 
 #include <algorithm>
 #include <array>
@@ -43,31 +43,31 @@ std::vector<double> make_priors() {
 
 }  // namespace
 
-Odds::Odds(double prior_weight, double memory) : memory_(memory) {
+AcceptanceTable::AcceptanceTable(double prior_weight, double memory) : memory_(memory) {
   static const std::vector<double> priors = make_priors();
   table_.reserve(priors.size());
   for (const double prior : priors) table_.push_back({prior * prior_weight, prior_weight});
 }
 
-std::size_t Odds::length_bucket(std::size_t length) {
+std::size_t AcceptanceTable::length_bucket(std::size_t length) {
   constexpr std::array<std::size_t, kLengths - 1> bounds{1, 2, 3, 4, 6, 9, 15, 31};
   std::size_t bucket = 0;
   for (const std::size_t bound : bounds) bucket += length > bound;
   return bucket;
 }
 
-Odds::Cell Odds::cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
+AcceptanceTable::Cell AcceptanceTable::cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
                       std::size_t depth) {
   const std::size_t row = (kind * kLengths + length_bucket(length)) * kShapes + shape_bucket(count, winner);
   return static_cast<Cell>((row * kRanks + second) * kDepths + std::min(depth, kDepths - 1));
 }
 
-double Odds::log_odds(Cell cell) const {
+double AcceptanceTable::log_odds(Cell cell) const {
   const Tally& tally = table_[cell];
   return std::log(std::max(tally.hits, kLeast) / std::max(tally.total - tally.hits, kLeast));
 }
 
-void Odds::learn(Cell cell, bool hit) {
+void AcceptanceTable::learn(Cell cell, bool hit) {
   Tally& tally = table_[cell];
   if (tally.total >= memory_) {
     tally.hits *= 0.5;
@@ -77,7 +77,7 @@ void Odds::learn(Cell cell, bool hit) {
   if (hit) tally.hits += 1;
 }
 
-bool Odds::load(std::span<const std::byte> bytes) {
+bool AcceptanceTable::load(std::span<const std::byte> bytes) {
   if (bytes.size() != table_.size() * sizeof(Tally)) return false;
   std::memcpy(table_.data(), bytes.data(), bytes.size());
   return true;

@@ -5,7 +5,7 @@
 //   group    key, tenant, tick, corpus                                             recently used first)
 #include <stdexcept>
 
-#include "cache.hpp"
+#include "cache/cache.hpp"
 
 namespace agentspec {
 namespace {
@@ -139,7 +139,7 @@ void Cache::load_holding(SnapshotReader& reader) {
   if (!tenants_.contains(owner)) reader.damaged("a session or group belongs to an unknown tenant");
   const auto of = tenants_.at(owner);
   const std::string name = key.substr(1);
-  std::shared_ptr<Holding> loaded;
+  std::shared_ptr<CacheEntry> loaded;
   if (is_session) {
     loaded = session(&name, of);
   } else {

@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "buffer.hpp"
-#include "context.hpp"
+#include "storage/buffer.hpp"
+#include "index/context.hpp"
 
 namespace agentspec {
 
@@ -45,7 +45,7 @@ struct Neighbours {
 // of chunks. Leaves and chunks lie in two dense arrays: the last one fills the hole that a removed one leaves. With
 // every leaf and chunk go its first position and the last four tokens, so that a descent reads little text.
 // The text is the caller's; all functions but `insert` need it as it was when the positions came.
-class ContextOrder {
+class SortedPositions {
  public:
   class Search;
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <span>
 
-#include "context_order.hpp"
+#include "index/position_tree.hpp"
 
 namespace agentspec {
 
@@ -21,10 +21,10 @@ inline std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key&
 
 // One descent in small moves, so that several searches can take turns: each asks for memory, and the others' moves pass
 // while it comes.
-class ContextOrder::Search {
+class SortedPositions::Search {
  public:
   Search() = default;
-  Search(const ContextOrder& order, const Token* text, const Query& query)
+  Search(const SortedPositions& order, const Token* text, const Query& query)
       : order_(&order), text_(text), query_(query) {
     narrow(order.row_.keys.data(), order.row_.firsts.data(), 0, static_cast<std::uint32_t>(order.row_.keys.size()));
   }
@@ -97,7 +97,7 @@ class ContextOrder::Search {
 
   std::size_t skip() const { return std::max<std::size_t>(known_, std::min(found_.left, found_.right)); }
 
-  const ContextOrder* order_ = nullptr;
+  const SortedPositions* order_ = nullptr;
   const Token* text_ = nullptr;
   Query query_;
   Found found_;
@@ -112,7 +112,7 @@ class ContextOrder::Search {
 template <std::size_t kMost>
 class SearchTogether {
  public:
-  using Search = ContextOrder::Search;
+  using Search = SortedPositions::Search;
 
   static void run(std::span<Search> searches) {
     step_all(searches);
