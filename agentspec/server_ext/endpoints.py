@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from agentspec import __version__
 from agentspec.server_ext.identity import who_shares
 from agentspec.server_ext.settings import load_settings
-from agentspec.server_ext.vllm_adapter import RPC_METHOD, uses_agentspec
+from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix="/v1/agentspec")
@@ -65,5 +65,4 @@ async def _ask(request: Request, *args: str) -> list[dict[str, Any]]:
     engine = request.app.state.agentspec_engine
     if engine is None or not uses_agentspec(engine.vllm_config):
         raise HTTPException(status_code=404, detail="this engine does not draft with agentspec")
-    answers = await engine.collective_rpc(RPC_METHOD, timeout=5.0, args=args)
-    return [answer for answer in answers if answer is not None]
+    return await ask_engines(engine, *args)

@@ -1,6 +1,5 @@
 """Counters of one engine, and the figures of each request: plain numbers, no locks, updated once a step."""
 
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +8,6 @@ from typing import Any
 from agentspec.cache import SOURCES
 
 _KEPT_REQUESTS = 4_096
-_CHILD_PREFIX = re.compile(r"^\d+_")
-_ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_PROMPT_NUMBER = re.compile(r"^(cmpl-.+)-\d+$")
 
 
 @dataclass(slots=True)
@@ -46,11 +42,10 @@ class Metrics:
         self.counters: Counter[str] = Counter()
         self._requests: OrderedDict[str, RequestFigures] = OrderedDict()
 
-    def begin(self, engine_request_id: str, session: str | None) -> RequestFigures:
-        """The figures that a new engine request adds to; samples of one API request share theirs."""
-        key = api_request_id(engine_request_id)
-        figures = self._requests.setdefault(key, RequestFigures(session))
-        self._requests.move_to_end(key)
+    def begin(self, api_id: str, session: str | None) -> RequestFigures:
+        """Return the figures that a new engine request adds to. The samples of one API request share theirs."""
+        figures = self._requests.setdefault(api_id, RequestFigures(session))
+        self._requests.move_to_end(api_id)
         if len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
         return figures
@@ -77,10 +72,3 @@ class Metrics:
         """Figures of one API request, or None when it is not known (any more)."""
         figures = self._requests.get(request_id)
         return None if figures is None else figures.as_dict(request_id)
-
-
-def api_request_id(engine_request_id: str) -> str:
-    """The id that the API returned: without the engine's random suffix, a sample's number in front (n > 1), and
-    the prompt's number behind (a completions request may hold several prompts)."""
-    plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
-    return _PROMPT_NUMBER.sub(r"\1", plain)

@@ -36,12 +36,16 @@ _MODEL_FAILURES = 5
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request seen for the first time. ``prompt``: token ids [P]. ``end_tokens``: those that end its response."""
+    """A request seen for the first time. ``prompt``: token ids [P]. ``end_tokens``: those that end its response.
+
+    ``api_id``: the id in the API's response, None where it is the engine's.
+    """
 
     request_id: str
     prompt: Sequence[int]
     identity: Identity
     end_tokens: Sequence[int] = ()
+    api_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -288,7 +292,7 @@ class Proposer:
             self._given_up.add(new.request_id)
             return
         self._running[new.request_id] = _Running(
-            identity, self.metrics.begin(new.request_id, identity.session_name), len(new.prompt)
+            identity, self.metrics.begin(new.api_id or new.request_id, identity.session_name), len(new.prompt)
         )
         self.metrics.counters["started"] += 1
         self._persistence.want(self.cache, identity)

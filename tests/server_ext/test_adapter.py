@@ -64,6 +64,11 @@ def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
     assert whole.tolist() == [3, 3, 4, 4, 4]
 
 
+def test_api_ids_lose_the_engines_decoration() -> None:
+    assert vllm_adapter.api_request_id("chatcmpl-abc-12345678") == "chatcmpl-abc"
+    assert vllm_adapter.api_request_id("1_cmpl-abc-0-deadbeef") == "cmpl-abc"
+
+
 def test_pipeline_parallel_is_refused_with_the_remedy() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
     with pytest.raises(UnsupportedEngineError, match="tensor parallelism"):

@@ -71,6 +71,7 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
         ("a", 10, Identity("t", "of-a", session_name="of-a")),
         ("b", 10, Identity("t", "of-b", session_name="of-b")),
     ]
+    assert [new.api_id for new in step.started] == ["a", "b"]
     assert [new.end_tokens for new in step.started] == [[7], [7]]
     assert step.request_ids == ("a", "b")
     assert step.rows.tolist() == [0, 1]

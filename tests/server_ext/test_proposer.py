@@ -13,7 +13,6 @@ from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import TurnRecord, encode, open_store
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.metrics import api_request_id
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings
@@ -342,8 +341,3 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
         engine.run(f"r{i}", [1, 2, 3], TEXT[:5], session=f"s{i}")
     assert time.monotonic() - start < 0.2
     engine.proposer.close()
-
-
-def test_api_ids_lose_the_engines_decoration() -> None:
-    assert api_request_id("chatcmpl-abc-12345678") == "chatcmpl-abc"
-    assert api_request_id("1_cmpl-abc-0-deadbeef") == "cmpl-abc"

@@ -16,7 +16,8 @@
 ``native_drafters``  vLLM's own drafters beside the trees: n-gram and Medusa
 ``callers``       who sent a request, and its session, on their way from the API server to the worker
 ``structured_output``  the bitmask of allowed tokens, sized by the drafts that there are
-``rpc``           the way from the HTTP routes to the drafter
+``frontend``      request ids of the API, and the HTTP routes' questions to the engines
+``rpc``           the worker's answers to them
 ``cpu_sampling``  a defect of vLLM's CPU build, mended
 """
 
@@ -24,6 +25,7 @@ from agentspec.server_ext.vllm_adapter.callers import carry_callers, uses_agents
 from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
 from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
 from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
+from agentspec.server_ext.vllm_adapter.frontend import api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.graphs import patch_graph_sizes
 from agentspec.server_ext.vllm_adapter.methods import take_over_methods
 from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
@@ -33,6 +35,8 @@ __all__ = [
     "RPC_METHOD",
     "AgentSpecProposer",
     "add_worker_rpc",
+    "api_request_id",
+    "ask_engines",
     "carry_callers",
     "check_engine",
     "check_version",

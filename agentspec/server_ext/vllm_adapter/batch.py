@@ -14,6 +14,7 @@ import numpy as np
 from agentspec.cache import Scope
 from agentspec.server_ext.identity import identify
 from agentspec.server_ext.proposer import Int32, NewRequest, Step
+from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 
 @dataclass(slots=True)
@@ -127,7 +128,9 @@ class BatchReader:
                 extra = params.extra_args if params else None
                 adapter = _adapter_name(state.lora_request)
                 identity = identify(extra, tenant=self._tenant, scope=self._scope, adapter=adapter)
-                started.append(NewRequest(request_id, state.prompt_token_ids, identity, sorted(end_tokens(params))))
+                ends = sorted(end_tokens(params))
+                api_id = api_request_id(request_id)
+                started.append(NewRequest(request_id, state.prompt_token_ids, identity, ends, api_id))
         return started
 
     def _room(self, kept: _Batch, limit: int) -> Int32:

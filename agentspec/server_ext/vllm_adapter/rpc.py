@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
-
 RPC_METHOD = "agentspec_rpc"
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     """Answer of one worker to the HTTP routes: ``stats``, or ``request`` with an id. None where no trees live."""
+    from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
+
     runner = getattr(worker, "model_runner", None)
     drafter = getattr(runner, "drafter", None)
     if not isinstance(drafter, AgentSpecProposer) or drafter.engine is None:
