@@ -3,7 +3,9 @@
 ``plugin``        vLLM's entry points (a general plugin, loaded in every process of vLLM)
 ``vllm_adapter``  the one package that knows vLLM's internals: its hooks, engine state -> Step, drafts -> engine
 ``vllm_launch``   ``agentspec serve`` -> ``vllm serve`` with the right options and environment
-``proposer``      Step -> drafts; needs neither vLLM nor torch
+``step``          plain data that passes between the adapter, the drafting engine and fusion
+``engine``        DraftingEngine: one step from verified tokens to drafts; needs neither vLLM nor torch
+``fusion``        the suffix indexes and a draft model together
 ``step_cost``     what verifying one more token costs, measured while serving
 ``persistence``   what a finished turn becomes in the store, and stored turns in the trees
 ``model_key``     what tells one model's tokens from another's in the store

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from agentspec.server_ext.identity import Identity, tag_request
-from agentspec.server_ext.proposer import Step
+from agentspec.server_ext.step import Step
 from agentspec.server_ext.vllm_adapter.batch import BatchReader
 
 LONGEST = 100
@@ -55,7 +55,7 @@ class Runner:
         )
         self.input_batch.num_tokens_no_spec[: len(given)] += np.array(given, dtype=np.int32)
         step = self.reader.read(self, output, [[7] * count for count in given])
-        self.known.update(step.request_ids)
+        self.known.update(step.batch.request_ids)
         return step
 
 
@@ -73,44 +73,44 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     ]
     assert [new.api_id for new in step.started] == ["a", "b"]
     assert [new.end_tokens for new in step.started] == [[7], [7]]
-    assert step.request_ids == ("a", "b")
-    assert step.rows.tolist() == [0, 1]
+    assert step.batch.request_ids == ("a", "b")
+    assert step.batch.rows.tolist() == [0, 1]
     assert step.lengths.tolist() == [11, 11]
-    assert step.scheduled.tolist() == [0, 0]
-    assert step.room.tolist() == [4, 4]
-    assert (step.drafted, step.seconds) == (0, None)
+    assert step.num_verified_draft_tokens.tolist() == [0, 0]
+    assert step.max_draft_tokens.tolist() == [4, 4]
+    assert (step.num_draft_tokens, step.seconds) == (0, None)
     assert step.tokens is runner.input_batch.token_ids_cpu
 
 
 def test_while_the_rows_stay_only_what_moves_is_new(runner: Runner) -> None:
     runner.add("a", "b")
-    ids = runner.step(1, 1, new=True, prefilled=18).request_ids
+    batch = runner.step(1, 1, new=True, prefilled=18).batch
     step = runner.step(1, 1)
-    assert step.request_ids is ids
+    assert step.batch is batch
     assert list(step.started) == []
     assert step.lengths.tolist() == [12, 12]
     assert step.seconds is not None and 0 < step.seconds < 1
     step = runner.step(3, 1, drafts={"a": [5, 6, 7, -1]})
-    assert step.request_ids is ids
+    assert step.batch is batch
     assert step.lengths.tolist() == [15, 13]
-    assert step.scheduled.tolist() == [3, 0]
-    assert step.drafted == 4
-    assert runner.step(1, 1).scheduled.tolist() == [0, 0]
+    assert step.num_verified_draft_tokens.tolist() == [3, 0]
+    assert step.num_draft_tokens == 4
+    assert runner.step(1, 1).num_verified_draft_tokens.tolist() == [0, 0]
 
 
 def test_the_room_shrinks_towards_the_end_of_each_row(runner: Runner) -> None:
     runner.add("short", max_tokens=8)
     runner.add("long")
     runner.step(1, 1, new=True, prefilled=18)
-    rooms = [runner.step(1, 1).room.tolist() for _ in range(8)]
+    rooms = [runner.step(1, 1).max_draft_tokens.tolist() for _ in range(8)]
     assert rooms == [[4, 4], [4, 4], [3, 4], [2, 4], [1, 4], [0, 4], [0, 4], [0, 4]]
 
 
 def test_drafts_that_were_taken_count_for_the_room(runner: Runner) -> None:
     runner.add("a", max_tokens=12)
     runner.step(1, new=True, prefilled=9)
-    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).room.tolist() == [4]  # 6 of 12
-    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).room.tolist() == [0]  # 11 of 12
+    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).max_draft_tokens.tolist() == [4]  # 6 of 12
+    assert runner.step(5, drafts={"a": [1, 2, 3, 4]}).max_draft_tokens.tolist() == [0]  # 11 of 12
 
 
 def test_no_draft_may_pass_the_longest_context(runner: Runner) -> None:
@@ -119,15 +119,15 @@ def test_no_draft_may_pass_the_longest_context(runner: Runner) -> None:
     runner.input_batch.num_tokens_no_spec[0] = LONGEST - 4
     runner.input_batch.req_ids = ["a"]
     runner.reader._kept = None
-    assert [runner.step(1).room.tolist() for _ in range(3)] == [[2], [1], [0]]
+    assert [runner.step(1).max_draft_tokens.tolist() for _ in range(3)] == [[2], [1], [0]]
 
 
 def test_fewer_drafts_than_usual_may_be_asked_for(runner: Runner) -> None:
     runner.add("a")
     runner.step(1, new=True, prefilled=9)
-    assert runner.step(1, limit=2).room.tolist() == [2]
-    assert runner.step(1, limit=0).room.tolist() == [4]  # 0: not set
-    assert runner.step(1, limit=9).room.tolist() == [4]
+    assert runner.step(1, limit=2).max_draft_tokens.tolist() == [2]
+    assert runner.step(1, limit=0).max_draft_tokens.tolist() == [4]  # 0: not set
+    assert runner.step(1, limit=9).max_draft_tokens.tolist() == [4]
 
 
 def test_a_row_that_leaves_moves_the_others(runner: Runner) -> None:
@@ -137,7 +137,7 @@ def test_a_row_that_leaves_moves_the_others(runner: Runner) -> None:
     runner.input_batch.req_ids[:] = ["c", "b"]  # vLLM fills the hole with the last row
     runner.input_batch.num_tokens_no_spec[:2] = [14, 13]
     step = runner.step(1, 1)
-    assert step.request_ids == ("c", "b")
+    assert step.batch.request_ids == ("c", "b")
     assert step.lengths.tolist() == [15, 14]
     assert list(step.started) == []
     assert step.seconds is not None  # the engine went on without a gap
@@ -147,12 +147,12 @@ def test_a_prompt_that_is_still_read_is_left_out(runner: Runner) -> None:
     runner.add("a", "b")
     for _ in range(2):
         step = runner.step(1, 0, prefilled=50)
-        assert step.request_ids == ("a",)
-        assert step.rows.tolist() == [0]
+        assert step.batch.request_ids == ("a",)
+        assert step.batch.rows.tolist() == [0]
         assert step.seconds is None
     step = runner.step(1, 1, prefilled=9)
     assert [new.request_id for new in step.started] == ["b"]
-    assert step.rows.tolist() == [0, 1]
+    assert step.batch.rows.tolist() == [0, 1]
     assert step.seconds is None
     assert runner.step(1, 1).seconds is not None
 
@@ -163,8 +163,8 @@ def test_a_prompt_of_embeddings_gets_no_drafts(runner: Runner) -> None:
     runner.add("b")
     for number in range(2):
         step = runner.step(1, 1, 1, new=number == 0)
-        assert step.request_ids == ("a", "b")
-        assert step.rows.tolist() == [0, 2]
+        assert step.batch.request_ids == ("a", "b")
+        assert step.batch.rows.tolist() == [0, 2]
         assert step.lengths.tolist() == [11 + number] * 2
 
 
@@ -188,4 +188,4 @@ def test_an_id_that_is_used_again_is_another_request(runner: Runner) -> None:
     runner.add("a", max_tokens=3)
     step = runner.step(1, new=True, prefilled=9)
     assert [new.request_id for new in step.started] == ["a"]
-    assert step.room.tolist() == [1]
+    assert step.max_draft_tokens.tolist() == [1]

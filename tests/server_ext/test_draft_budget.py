@@ -13,12 +13,13 @@ from agentspec.cache.store import open_store
 from agentspec.cache.types import SOURCES
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits, kept_lengths
-from agentspec.server_ext.hybrid import ModelDraft
-from agentspec.server_ext.hybrid.model import FREE
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.fusion import ModelDraft
+from agentspec.server_ext.fusion.draft_model import FREE
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings, load_settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
 
 
 def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
@@ -170,14 +171,15 @@ class TestProposer:
 
     ROWS = 4
 
-    def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], Proposer]:
+    def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], DraftingEngine]:
         given = Settings(store="memory://", cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
-        proposer = Proposer(given, Persistence(open_store("memory://"), "ns", None, 0), 1000, 128, limits)
+        proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", None, 0), 1000, 128, limits)
         proposer.step_cost.row_seconds = lambda rows: 1.0  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)
         ids, length, drafts = tuple("abcd"), 100, [[0][:0]] * self.ROWS
+        batch = Batch(ids, np.arange(self.ROWS, dtype=np.int32))
         lengths = np.full(self.ROWS, length, np.int32)
         steps = []
         for number in range(4):
@@ -186,13 +188,12 @@ class TestProposer:
             started = [NewRequest(name, row[:length], Identity()) for name, row in zip(ids, text, strict=True)]
             step = Step(
                 started=[] if number else started,
-                request_ids=ids,
+                batch=batch,
                 tokens=table,
-                rows=np.arange(self.ROWS, dtype=np.int32),
                 lengths=lengths,
-                room=np.full(self.ROWS, 128, np.int32),
-                scheduled=scheduled,
-                drafted=int(scheduled.sum()),
+                max_draft_tokens=np.full(self.ROWS, 128, np.int32),
+                num_verified_draft_tokens=scheduled,
+                num_draft_tokens=int(scheduled.sum()),
             )
             drafts = proposer.propose(step, model)
             for row, draft in enumerate(drafts):

@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError, SpeculatorError
-from agentspec.server_ext.proposer import draft_policy
+from agentspec.server_ext.engine import draft_policy
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.speculative_methods import translate
 from agentspec.server_ext.vllm_adapter import methods

@@ -24,7 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
-from agentspec.server_ext.hybrid.model import FREE, ModelDraft
+from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft
 from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.native_drafters import MedusaDrafter, NgramDrafter
 

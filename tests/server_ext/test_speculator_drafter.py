@@ -10,12 +10,13 @@ import torch
 
 from agentspec.cache.store import open_store
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext.hybrid import FREE
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.fusion import FREE
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
+from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import speculator as adapter
 from agentspec.server_ext.vllm_adapter.forward import ForwardPass
 from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
@@ -100,7 +101,7 @@ class Server:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
         given = Settings(store="memory://", speculator=str(folder), cost=0.02, **settings)
-        self.proposer = Proposer(given, Persistence(open_store("memory://"), "ns", None, 0), VOCABULARY, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", None, 0), VOCABULARY, 16)
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def text(self, length: int) -> list[int]:
@@ -115,7 +116,7 @@ class Server:
         """(steps, drafted) for the text after its first two tokens."""
         tokens = np.zeros((1, len(text) + 32), np.int32)
         length, draft, steps, drafted = 2, [0][:0], 0, 0
-        ids = (request_id,)
+        batch = Batch((request_id,), np.zeros(1, np.int32))
         while length < len(text) - 20:
             accepted = 0
             while accepted < len(draft) and draft[accepted] == text[length + accepted]:
@@ -130,11 +131,9 @@ class Server:
             )
             length += len(new)
             tokens[0, :length] = text[:length]
-            rows, lengths, room, scheduled = (np.array([value], np.int32) for value in (0, length, 16, len(draft)))
+            lengths, room, verified = (np.array([value], np.int32) for value in (length, 16, len(draft)))
             started = [] if steps else [NewRequest(request_id, text[:2], Identity(None, "s"))]
-            step = Step(
-                started, ids, tokens, rows, lengths, room, scheduled, len(draft), seconds=1.0 if steps else None
-            )
+            step = Step(batch, started, tokens, lengths, room, verified, len(draft), seconds=1.0 if steps else None)
             bound = self.drafter.bind(given)
             (draft,) = self.proposer.propose(step, bound)
             bound.close()
@@ -191,6 +190,7 @@ def test_steps_of_many_rows_may_be_left_without_drafts(folder: Path) -> None:
     assert server.decode("a", text)[1] > 0
     server.proposer.settings = Settings(store="memory://", disable_by_batch_size=1)
     tokens = np.tile(np.arange(40, dtype=np.int32), (2, 1)) % VOCABULARY
-    rows, lengths, room, scheduled = (np.array(two, np.int32) for two in ([0, 1], [30, 30], [8, 8], [0, 0]))
+    rows, lengths, room, verified = (np.array(two, np.int32) for two in ([0, 1], [30, 30], [8, 8], [0, 0]))
     started = [NewRequest(name, [*range(10), *range(20)], Identity()) for name in ("x", "y")]
-    assert server.proposer.propose(Step(started, ("x", "y"), tokens, rows, lengths, room, scheduled, 0)) == [[], []]
+    step = Step(Batch(("x", "y"), rows), started, tokens, lengths, room, verified, 0)
+    assert server.proposer.propose(step) == [[], []]

@@ -13,7 +13,7 @@ import numpy as np
 
 from agentspec.cache import Scope
 from agentspec.server_ext.identity import identify
-from agentspec.server_ext.proposer import Int32, NewRequest, Step
+from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 
@@ -71,19 +71,19 @@ class BatchReader:
             or not all(sampled)
         ):
             kept = self._pick(runner, sampled)
-            kept.step.started = self._started(runner, kept.step.request_ids)
+            kept.step.started = self._started(runner, kept.step.batch.request_ids)
         else:
             kept.step.started = ()
         step = kept.step
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        step.drafted = sum(map(len, drafts.values())) if drafts else 0
-        step.scheduled = _verified(step.request_ids, drafts) if drafts else kept.nothing
-        step.room = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
+        step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
+        step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.nothing
+        step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
         # Without new requests, and with nothing but one token and the draft of each row, the step before was one of
         # the same requests: the engine was not idle in between, and what has passed is the time of this step.
         steady = (
             not scheduler_output.scheduled_new_reqs
-            and scheduler_output.total_num_scheduled_tokens == len(ids) + step.drafted
+            and scheduler_output.total_num_scheduled_tokens == len(ids) + step.num_draft_tokens
         )
         step.seconds = now - self._last if steady and self._last else None
         self._last = now
@@ -100,13 +100,12 @@ class BatchReader:
         rows = np.array(picked, dtype=np.int32)
         step = Step(
             started=(),
-            request_ids=tuple(batch.req_ids[i] for i in picked),
+            batch=Batch(tuple(batch.req_ids[i] for i in picked), rows),
             tokens=batch.token_ids_cpu,
-            rows=rows,
             lengths=batch.num_tokens_no_spec[: len(rows)] if whole else batch.num_tokens_no_spec[rows],
-            room=nothing,
-            scheduled=nothing,
-            drafted=0,
+            max_draft_tokens=nothing,
+            num_verified_draft_tokens=nothing,
+            num_draft_tokens=0,
         )
         kept = _Batch(
             engine_batch=batch,
@@ -135,7 +134,7 @@ class BatchReader:
 
     def _room(self, kept: _Batch, limit: int) -> Int32:
         """[n] how many tokens each row may draft; counted only where a row may be near its end."""
-        kept.free -= kept.step.drafted + 1  # no row can have grown by more
+        kept.free -= kept.step.num_draft_tokens + 1  # no row can have grown by more
         if kept.free >= limit == self._max_draft:
             return kept.full
         room: Int32 = np.maximum(kept.most - kept.step.lengths, 0)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from agentspec.server_ext.proposer import Proposer
+from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter.batch import BatchReader, end_tokens
 from agentspec.server_ext.vllm_adapter.engine import build_engine, check_engine, draft_model, is_first_rank
@@ -59,7 +59,7 @@ class AgentSpecProposer(RunnerDrafter):
                 self._report()
         return [[] for _ in forward.sampled]
 
-    def _drafts(self, engine: Proposer, runner: Any, forward: ForwardPass) -> list[list[int]]:
+    def _drafts(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
         bound = None if self.draft_model is None else self.draft_model.bind(forward)
         try:
             step = self._reader.read(runner, forward.scheduler_output, forward.sampled)
@@ -70,7 +70,7 @@ class AgentSpecProposer(RunnerDrafter):
         self.idle = not any(drafts)
         if len(drafts) == len(forward.sampled):
             return drafts
-        return _spread(drafts, step.rows.tolist(), len(forward.sampled))
+        return _spread(drafts, step.batch.rows.tolist(), len(forward.sampled))
 
     def _report(self) -> None:
         if self.engine is not None:

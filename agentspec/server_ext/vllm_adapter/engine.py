@@ -7,9 +7,9 @@ from agentspec.cache.store import namespace, open_store
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
+from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.proposer import Proposer
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.forward import ModelDrafter
 from agentspec.server_ext.vllm_adapter.native_drafters import MedusaDrafter, NgramDrafter
@@ -60,7 +60,7 @@ def is_first_rank() -> bool:
     return int(get_tensor_model_parallel_rank()) == 0
 
 
-def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Proposer:
+def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
     """The proposer of this model and tenant, on the store of the settings."""
     model = vllm_config.model_config
     key = namespace(
@@ -69,7 +69,7 @@ def build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Propos
         settings.tenant,
     )
     persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
-    return Proposer(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
+    return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
 
 
 def engine_limits(vllm_config: Any) -> EngineLimits:

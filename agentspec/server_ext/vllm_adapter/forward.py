@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.server_ext.hybrid import ModelDraft
-from agentspec.server_ext.hybrid.model import Int64
+from agentspec.server_ext.fusion import ModelDraft
+from agentspec.server_ext.fusion.draft_model import Int64
 
 
 @dataclass(slots=True)

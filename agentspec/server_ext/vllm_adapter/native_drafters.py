@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
-from agentspec.server_ext.hybrid.model import FREE, Int64, ModelDraft
+from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft
 from agentspec.server_ext.vllm_adapter.forward import BoundModel, ForwardPass, ModelDrafter
 from agentspec.server_ext.vllm_adapter.ranks import RankLink, tensor_parallel_group
 from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.server_ext.hybrid.model import Int64
+from agentspec.server_ext.fusion.draft_model import Int64
 
 
 def tensor_parallel_group() -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.server_ext.hybrid import ModelDraft
-from agentspec.server_ext.hybrid.model import FREE, Int64
+from agentspec.server_ext.fusion import ModelDraft
+from agentspec.server_ext.fusion.draft_model import FREE, Int64
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.forward import BoundModel, ForwardPass, ModelDrafter
 from agentspec.server_ext.vllm_adapter.ranks import RankLink, tensor_parallel_group

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
-from agentspec.server_ext.hybrid import FREE, Hybrid, ModelDraft
-from agentspec.server_ext.hybrid.arbiter import Arbiter, LoopTime, Prices
-from agentspec.server_ext.hybrid.chains import LoopRow, opinions, pack
-from agentspec.server_ext.hybrid.chances import Chances
-from agentspec.server_ext.hybrid.model import Int64
-from agentspec.server_ext.proposer import Step
+from agentspec.server_ext.fusion import FREE, DraftFusion, ModelDraft
+from agentspec.server_ext.fusion.alternatives import LoopRow, opinions, pack
+from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
+from agentspec.server_ext.fusion.draft_model import Int64
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, LoopTime, Prices
+from agentspec.server_ext.step import Batch, Step
 
 VOCABULARY = 1000
 
 
 class TestChances:
     def test_a_model_that_is_too_sure_is_believed_less(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         assert chances.own(5, 0, 0.9).chance == pytest.approx(0.9)
         for number in range(300):
             chances.learn(chances.own(5, 0, 0.9), accepted=number % 2 == 0)
@@ -27,13 +27,13 @@ class TestChances:
         assert chances.own(5, 1, 0.9).chance == pytest.approx(0.9), "another position is another matter"
 
     def test_what_it_is_not_sure_of_may_be_right_more_often(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         for number in range(300):
             chances.learn(chances.own(5, 0, 0.2), accepted=number % 10 != 0)
         assert chances.own(5, 0, 0.2).chance == pytest.approx(0.9, abs=0.05)
 
     def test_old_observations_are_forgotten(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         for accepted in (True, False):
             for _ in range(3000):
                 chances.learn(chances.own(5, 0, 0.5), accepted)
@@ -41,7 +41,7 @@ class TestChances:
 
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
         """The model is right where they differ: the trees' tokens lose, the model's gain, agreement stays."""
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         before = chances.judged(7, 0, 0.8, 0.1, 0.7), chances.rival(8, 0, 0.7, 0.8)
         for _ in range(400):
             chances.learn(chances.judged(7, 0, 0.8, 0.1, 0.7), accepted=False)
@@ -52,7 +52,7 @@ class TestChances:
         assert chances.agreed(9, 0, 0.8, 0.7).chance > 0.9
 
     def test_stronger_evidence_gives_higher_chances(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         agreed = [chances.agreed(1, 0, tree, 0.6).chance for tree in (0.2, 0.5, 0.9)]
         assert agreed == sorted(agreed)
         judged = [chances.judged(1, 0, tree, 0.1, 0.6).chance for tree in (0.2, 0.5, 0.9)]
@@ -60,7 +60,7 @@ class TestChances:
 
     @pytest.mark.parametrize("probability", [0.0, 1.0])
     def test_certainty_stays_finite(self, probability: float) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         for scored in (
             chances.own(1, 0, probability),
             chances.agreed(1, 5, probability, probability),
@@ -83,23 +83,25 @@ def tokens_of(offers: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
 
 class TestChains:
     def test_without_a_draft_of_the_trees_the_model_has_its_own(self) -> None:
-        chains = opinions(Chances(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
+        chains = opinions(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
         assert tokens_of(chains.offers()) == [[1, 2, 3]]
 
     def test_the_model_goes_on_behind_a_short_draft(self) -> None:
         same = row([1, 2, 3], [1, 2, 3])
-        chains = opinions(Chances(), 10, [1, 2], [0.9, 0.9], same, same, 8)
+        chains = opinions(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, same, 8)
         assert tokens_of(chains.offers()) == [[1, 2, 3]]
-        assert tokens_of(opinions(Chances(), 10, [1, 2], [0.9, 0.9], same, None, 8).offers()) == [[1, 2, 3]]
+        assert tokens_of(opinions(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).offers()) == [
+            [1, 2, 3]
+        ]
 
     def test_where_they_part_both_ways_are_offered(self) -> None:
         chains = opinions(
-            Chances(), 10, [1, 2, 3, 4], [0.9] * 4, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8
+            AcceptanceCalibrator(), 10, [1, 2, 3, 4], [0.9] * 4, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8
         )
         assert tokens_of(chains.offers()) == [[1, 2, 3], [1, 7, 8]]
 
     def test_a_token_the_model_prefers_later_takes_the_place_of_the_trees(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         for _ in range(300):  # where they differ the model is right
             chances.learn(chances.judged(3, 2, 0.5, 0.01, 0.9), accepted=False)
             chances.learn(chances.rival(9, 2, 0.9, 0.5), accepted=True)
@@ -108,24 +110,26 @@ class TestChains:
         assert [1, 2, 9] in tokens_of(chains.offers())
 
     def test_a_doubted_draft_is_offered_with_its_lower_chance(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         along = row([1, 2, 3], [7, 8, 9], probability=0.9, own=0.001)
         offers = opinions(chances, 10, [1, 2, 3], [0.6, 0.6, 0.6], along, None, 8).offers()
         assert offers[0][0][0] == 1
         assert offers[0][0][1] < 0.6
 
     def test_no_more_than_there_is_room_for(self) -> None:
-        chains = opinions(Chances(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
+        chains = opinions(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
         assert tokens_of(chains.offers()) == [[1, 2]]
 
     def test_a_free_row_that_went_another_way_is_not_mixed_in(self) -> None:
         """Two rows of one batch may differ in the last bit, and so in a token."""
-        chains = opinions(Chances(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8)
+        chains = opinions(
+            AcceptanceCalibrator(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8
+        )
         assert [5] in tokens_of(chains.offers())
         assert not any(7 in offer for offer in tokens_of(chains.offers()))
 
     def test_only_what_the_text_reveals_is_learned(self) -> None:
-        chances = Chances()
+        chances = AcceptanceCalibrator()
         chains = opinions(chances, 10, [1, 2, 3], [0.9] * 3, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8)
         chains.learn(chances, [1, 2])
         assert (chances.seen, chances.accepted) == ([0, 1, 1, 1], [0, 1, 0, 1])
@@ -163,8 +167,8 @@ class TestLoopTime:
 
 class TestArbiter:
     @staticmethod
-    def taught(gain: float, seconds: float = 0.001, promised: float = 0.0) -> Arbiter:
-        arbiter = Arbiter()
+    def taught(gain: float, seconds: float = 0.001, promised: float = 0.0) -> DraftModelScheduler:
+        arbiter = DraftModelScheduler()
         for rows in (1, 2, 4, 8):
             arbiter.time.observe(rows, seconds)
         for number in range(400):
@@ -172,10 +176,10 @@ class TestArbiter:
         return arbiter
 
     def test_it_runs_before_anything_is_known(self) -> None:
-        assert Arbiter().choose(["a", "b"], [0.0, 3.0], [1, 2], Prices(0.02, 1.0, None)) == [0, 1]
+        assert DraftModelScheduler().choose(["a", "b"], [0.0, 3.0], [1, 2], Prices(0.02, 1.0, None)) == [0, 1]
 
     def test_rows_without_room_are_left_out(self) -> None:
-        assert Arbiter().choose(["a", "b"], [0.0, 3.0], [0, 1], Prices(0.02, 1.0, 0.01)) == [1]
+        assert DraftModelScheduler().choose(["a", "b"], [0.0, 3.0], [0, 1], Prices(0.02, 1.0, 0.01)) == [1]
         assert self.taught(0.5).choose(["a", "b"], [0.0, 3.0], [0, 0], Prices(0.02, 1.0, 0.01)) == []
 
     def test_it_runs_where_the_gain_is_worth_the_time(self) -> None:
@@ -255,7 +259,7 @@ class Decoded:
 
 
 def decode(
-    hybrid: Hybrid,
+    hybrid: DraftFusion,
     cache: SuffixCache,
     prompt: list[int],
     text: list[int],
@@ -267,6 +271,7 @@ def decode(
     full = [*prompt, *text]
     tokens = np.zeros((1, len(full) + 40), dtype=np.int32)
     cache.start("r", prompt, tenant="t")
+    batch = Batch(("r",), np.zeros(1, np.int32))
     length, draft, result = len(prompt), [0][:0], Decoded()
     while length < len(full) - 8:
         accepted = 0
@@ -274,11 +279,11 @@ def decode(
             accepted += 1
         length += accepted + 1
         tokens[0, :length] = full[:length]
-        rows, lengths, room, scheduled = (np.array([value], np.int32) for value in (0, length, 8, len(draft)))
-        step = Step((), ("r",), tokens, rows, lengths, room, scheduled, len(draft))
+        lengths, room, verified = (np.array([value], np.int32) for value in (length, 8, len(draft)))
+        step = Step(batch, (), tokens, lengths, room, verified, len(draft))
         oracle.length = length - len(prompt)
         asked = hybrid.begin(step, oracle, cost, unit)
-        drafts = cache.step(step.request_ids, tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost)
+        drafts = cache.step(("r",), tokens, batch.rows, lengths, room, verified, cost=cost)
         improved = hybrid.improve(step, drafts, oracle, asked, cost, unit)
         draft = improved.tokens[0]
         assert len(improved.chances[0]) == len(draft)
@@ -298,19 +303,19 @@ class TestHybrid:
     @pytest.mark.parametrize("overlaps", [False, True])
     def test_a_good_model_makes_new_text_quick(self, cache: SuffixCache, overlaps: bool) -> None:
         text = TEXT[:400]
-        result = decode(Hybrid(cache), cache, [1, 2, 3], text, Oracle(text, 0.95, overlaps=overlaps))
+        result = decode(DraftFusion(cache), cache, [1, 2, 3], text, Oracle(text, 0.95, overlaps=overlaps))
         assert result.steps < len(text) / 2.5
 
     def test_a_useless_model_is_left_alone_and_drafts_nothing(self, cache: SuffixCache) -> None:
         text = TEXT[:600]
-        hybrid = Hybrid(cache)
+        hybrid = DraftFusion(cache)
         oracle = Oracle(text, 0.0)
         assert decode(hybrid, cache, [1, 2, 3], text, oracle, unit=1e-5).steps >= len(text) - 8
         assert len(oracle.launched) < 100
 
     def test_repeated_text_is_copied_in_long_drafts_whatever_the_model_says(self, cache: SuffixCache) -> None:
         text = TEXT[:300]
-        hybrid = Hybrid(cache)
+        hybrid = DraftFusion(cache)
         oracle = Oracle(text, 0.2)
         decode(hybrid, cache, [1, 2, 3], text, oracle)
         assert decode(hybrid, cache, [1, 2, 3], text, oracle).steps < len(text) / 4
@@ -320,7 +325,7 @@ class TestHybrid:
 
         def throughput(judge: bool) -> float:
             cache = SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
-            hybrid, random = Hybrid(cache, judge=judge), np.random.default_rng(2)
+            hybrid, random = DraftFusion(cache, judge=judge), np.random.default_rng(2)
             steps = drafted = 0
             for _ in range(12):
                 text = [token if random.random() < 0.7 else int(random.integers(10, 1000)) for token in TEXT[:200]]
@@ -333,10 +338,10 @@ class TestHybrid:
 
     def test_rows_are_the_engines_and_proposals_the_trees(self, cache: SuffixCache) -> None:
         text = TEXT[:60]
-        hybrid = Hybrid(cache)
+        hybrid = DraftFusion(cache)
         decode(hybrid, cache, [1, 2, 3], text, Oracle(text, 1.0))
         oracle = Oracle(text, 1.0)
-        hybrid = Hybrid(cache)
+        hybrid = DraftFusion(cache)
         decode(hybrid, cache, [1, 2, 3], text, oracle)
         asked = [proposals for _, proposals in oracle.launched if len(proposals) == 2]
         assert asked, "the trees had drafts, and the model was asked about them"
@@ -346,7 +351,7 @@ class TestHybrid:
 
     def test_figures(self, cache: SuffixCache) -> None:
         text = TEXT[:200]
-        hybrid = Hybrid(cache)
+        hybrid = DraftFusion(cache)
         oracle = Oracle(text, 0.9)
         decode(hybrid, cache, [1, 2, 3], text, oracle)
         figures = hybrid.stats()

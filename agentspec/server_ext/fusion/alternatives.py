@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.server_ext.hybrid.chances import Chances, Scored
-from agentspec.server_ext.hybrid.model import ModelDraft
+from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, Scored
+from agentspec.server_ext.fusion.draft_model import ModelDraft
 
 Offer = list[tuple[int, float]]
 """Tokens, each with the chance that it is accepted if those before it are."""
@@ -39,7 +39,7 @@ class LoopRow:
 
 
 @dataclass(slots=True)
-class Chains:
+class DraftAlternatives:
     """The opinions on one request. ``length``: tokens of its text then."""
 
     length: int
@@ -66,7 +66,7 @@ class Chains:
                 break
         return [offer for offer in result if offer]
 
-    def learn(self, chances: Chances, verified: Sequence[int]) -> None:
+    def learn(self, chances: AcceptanceCalibrator, verified: Sequence[int]) -> None:
         """``verified``: the text as it went on, as far as it is known."""
         for at, scored in enumerate(self.shared):
             if at == len(verified):
@@ -92,19 +92,19 @@ class Chains:
 
 
 def opinions(
-    chances: Chances,
+    chances: AcceptanceCalibrator,
     length: int,
     trees: Sequence[int],
     tree_chances: Sequence[float],
     along: LoopRow | None,
     free: LoopRow | None,
     room: int,
-) -> Chains:
+) -> DraftAlternatives:
     """Both opinions on one request's text of ``length`` tokens, at most ``room`` tokens further.
 
     trees, tree_chances: their draft. along: the model's row that was made to follow it; free: the one that was not.
     """
-    chains = Chains(length)
+    chains = DraftAlternatives(length)
     row = along or free
     if row is None:
         return chains
@@ -124,7 +124,12 @@ def opinions(
 
 
 def _agree(
-    chains: Chains, chances: Chances, trees: Sequence[int], given: Sequence[float], row: LoopRow, limit: int
+    chains: DraftAlternatives,
+    chances: AcceptanceCalibrator,
+    trees: Sequence[int],
+    given: Sequence[float],
+    row: LoopRow,
+    limit: int,
 ) -> int:
     """Fill in what both would take; returns the position where that ends."""
     for at in range(min(limit, len(trees))):
@@ -135,7 +140,12 @@ def _agree(
 
 
 def _part(
-    chains: Chains, chances: Chances, trees: Sequence[int], given: Sequence[float], row: LoopRow, at: int
+    chains: DraftAlternatives,
+    chances: AcceptanceCalibrator,
+    trees: Sequence[int],
+    given: Sequence[float],
+    row: LoopRow,
+    at: int,
 ) -> None:
     """The position where the model would take another token than the trees."""
     top = row.top_probabilities[at]
@@ -146,8 +156,8 @@ def _part(
 
 
 def _follow(
-    chains: Chains,
-    chances: Chances,
+    chains: DraftAlternatives,
+    chances: AcceptanceCalibrator,
     trees: Sequence[int],
     given: Sequence[float],
     along: LoopRow,
@@ -165,7 +175,7 @@ def _follow(
     chains.trees += [(scored, None) for scored in _own(chances, along, max(begin, len(trees)), limit)]
 
 
-def _own(chances: Chances, row: LoopRow, begin: int, limit: int) -> list[Scored]:
+def _own(chances: AcceptanceCalibrator, row: LoopRow, begin: int, limit: int) -> list[Scored]:
     """The model's tokens where the trees say nothing."""
     return [chances.own(row.tokens[at], at, row.probabilities[at]) for at in range(begin, limit)]
 

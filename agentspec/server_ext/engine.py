@@ -5,26 +5,25 @@ One call a step for the whole batch. Whatever fails here costs drafts and is cou
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
 from agentspec.server_ext.draft_budget import AIMED_MULTIPLE, STEP_MULTIPLE, DraftBudget, EngineLimits
-from agentspec.server_ext.hybrid import Hybrid, StepModel, TreeDrafts
+from agentspec.server_ext.fusion import DraftFusion, StepModel, TreeDrafts
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import Metrics, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.recorder import Recorder
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-Int32 = NDArray[np.int32]
 T = TypeVar("T")
 
 _LEAST_SHARED = 2
@@ -32,43 +31,6 @@ _LEAST_SHARED = 2
 
 _MODEL_FAILURES = 5
 """So many errors of the draft model, and it is not asked again."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request seen for the first time. ``prompt``: token ids [P]. ``end_tokens``: those that end its response.
-
-    ``api_id``: the id in the API's response, None where it is the engine's.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    identity: Identity
-    end_tokens: Sequence[int] = ()
-    api_id: str | None = None
-
-
-@dataclass(slots=True)
-class Step:
-    """One decode step: ``n`` rows that have just been given verified tokens. Good for one call of ``propose``."""
-
-    started: Sequence[NewRequest]
-    request_ids: tuple[str, ...]
-    """[n]; the same object as in the step before while the rows stay the same, which saves work"""
-    tokens: Int32
-    """[R, L] the engine's token array, prompt and verified output of each row; read in place"""
-    rows: Int32
-    """[n] which row of ``tokens``"""
-    lengths: Int32
-    """[n] how many tokens of it are valid"""
-    room: Int32
-    """[n] how many tokens may be drafted"""
-    scheduled: Int32
-    """[n] how many tokens of the previous draft were really verified"""
-    drafted: int
-    """draft tokens that were in the step's forward pass, of all rows; not less than the sum of ``scheduled``"""
-    seconds: float | None = None
-    """how long the step took, if it was one of decoding only, else None"""
 
 
 @dataclass(slots=True)
@@ -80,7 +42,7 @@ class _Running:
     ns: int = 0
 
 
-class Proposer:
+class DraftingEngine:
     """Feeds the trees with verified tokens, asks them for drafts, keeps figures, hands finished turns on."""
 
     def __init__(
@@ -102,14 +64,14 @@ class Proposer:
         )
         self.step_cost = StepCost()
         self.budget = DraftBudget(settings.step_draft_tokens, limits)
-        self.hybrid = Hybrid(self.cache, judge=settings.judge)
+        self.hybrid = DraftFusion(self.cache, judge=settings.judge)
         self._model_failures = 0
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
         self._running: dict[str, _Running] = {}
         self._given_up: set[str] = set()  # running requests that failed here once: no more drafts for them
         self._steps = 0
-        self._batch: tuple[str, ...] | None = None  # the latest step's requests, if all of them run here
+        self._batch: Batch | None = None  # the latest step's requests, if all of them run here
         self._quiet = 0  # steps of that batch without drafts that its figures don't have yet
         self._logged: set[str] = set()
 
@@ -127,14 +89,14 @@ class Proposer:
         ``model``: a draft model that may be asked in this step.
         """
         if not self.settings.enabled:
-            return [[] for _ in step.request_ids]
+            return [[] for _ in step.batch.request_ids]
         try:
             return self._propose(step, model)
         except Exception as error:  # drafts are optional, the request is not
             self._count_error("propose", error)
-            for request_id in step.request_ids:
+            for request_id in step.batch.request_ids:
                 self._forget(request_id)
-            return [[] for _ in step.request_ids]
+            return [[] for _ in step.batch.request_ids]
 
     def finish(self, request_id: str, output_limit: int | None = None) -> None:
         """The engine is done with the request: its response stays in the trees and goes to the store.
@@ -187,24 +149,24 @@ class Proposer:
         self._persistence.deliver(self.cache)
         for new in step.started:
             self._start(new)
-        ids = step.request_ids
+        ids = step.batch.request_ids
         if not ids:
             return []
-        if ids is not self._batch:
+        if step.batch is not self._batch:
             if not all(request_id in self._running for request_id in ids):
                 return self._propose_known(step, model)
             self._leave_batch()
-            self._batch = ids
+            self._batch = step.batch
         cost = self._cost(step, model is not None)
         limit = self.settings.disable_by_batch_size
         if limit is not None and len(ids) > limit:
-            step.room, model = np.zeros_like(step.room), None
+            step.max_draft_tokens, model = np.zeros_like(step.max_draft_tokens), None
         budget = self.budget.tokens(len(ids), self._cautious_cost(len(ids)))
-        step.room = self.budget.room(step.room, budget)
+        step.max_draft_tokens = self.budget.room(step.max_draft_tokens, budget)
         begin = time.perf_counter_ns()
         drafts, improved = self._draft(step, model, cost)
         self._steps += 1
-        if step.drafted or self._recorder is not None:
+        if step.num_draft_tokens or self._recorder is not None:
             self._account(step, drafts, improved, (time.perf_counter_ns() - begin) // len(ids))
         else:
             self._quiet += 1
@@ -216,10 +178,16 @@ class Proposer:
         """The trees' drafts, and what they became where a draft model was heard."""
         asked = unit = None
         if model is not None:
-            unit = self.step_cost.row_seconds(len(step.request_ids))
+            unit = self.step_cost.row_seconds(len(step.batch.request_ids))
             asked = self._with_model(lambda: self.hybrid.begin(step, model, cost, unit))
         drafts = self.cache.step(
-            step.request_ids, step.tokens, step.rows, step.lengths, step.room, step.scheduled, cost=cost
+            step.batch.request_ids,
+            step.tokens,
+            step.batch.rows,
+            step.lengths,
+            step.max_draft_tokens,
+            step.num_verified_draft_tokens,
+            cost=cost,
         )
         if model is None:
             return drafts, None
@@ -244,9 +212,9 @@ class Proposer:
         measure: take the step's duration into account even where the price is set. What was spent with the draft
         model after the step before is no part of it.
         """
-        rows = len(step.request_ids)
+        rows = len(step.batch.request_ids)
         if step.seconds is not None and (measure or self.settings.cost is None):
-            self.step_cost.observe(rows, step.drafted, step.seconds - self.hybrid.seconds)
+            self.step_cost.observe(rows, step.num_draft_tokens, step.seconds - self.hybrid.seconds)
         self.hybrid.seconds = 0.0
         return self.step_cost.cost(rows) if self.settings.cost is None else self.settings.cost
 
@@ -258,19 +226,18 @@ class Proposer:
 
     def _propose_known(self, step: Step, model: StepModel | None) -> list[list[int]]:
         """The same for a batch with rows that were given up after an error: those get no draft."""
-        known = [i for i, request_id in enumerate(step.request_ids) if request_id in self._running]
+        known = [i for i, request_id in enumerate(step.batch.request_ids) if request_id in self._running]
         pick = np.asarray(known, dtype=np.int64)
         some = Step(
             started=(),
-            request_ids=tuple(step.request_ids[i] for i in known),
+            batch=Batch(tuple(step.batch.request_ids[i] for i in known), step.batch.rows[pick]),
             tokens=step.tokens,
-            rows=step.rows[pick],
             lengths=step.lengths[pick],
-            room=step.room[pick],
-            scheduled=step.scheduled[pick],
-            drafted=step.drafted,
+            max_draft_tokens=step.max_draft_tokens[pick],
+            num_verified_draft_tokens=step.num_verified_draft_tokens[pick],
+            num_draft_tokens=step.num_draft_tokens,
         )
-        result: list[list[int]] = [[] for _ in step.request_ids]
+        result: list[list[int]] = [[] for _ in step.batch.request_ids]
         for i, draft in zip(known, self._propose(some, model), strict=True):
             result[i] = draft
         return result
@@ -301,7 +268,7 @@ class Proposer:
         self._settle()
         lengths = step.lengths.tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
-        for i, request_id in enumerate(step.request_ids):
+        for i, request_id in enumerate(step.batch.request_ids):
             running = self._running[request_id]
             added = lengths[i] - running.length
             drafted, accepted = self.metrics.judged(running.figures, added, drafted_by_source[i], accepted_by_source[i])
@@ -330,7 +297,7 @@ class Proposer:
         quiet, self._quiet = self._quiet, 0
         if not quiet or self._batch is None:
             return
-        for request_id in self._batch:
+        for request_id in self._batch.request_ids:
             running = self._running[request_id]
             running.figures.tokens += quiet
             running.figures.steps += quiet

@@ -1,4 +1,4 @@
-"""Chances: how likely a token is accepted, given what the draft model and the trees say of it. Learned while serving.
+"""Calibrate how likely a token is accepted, given what the draft model and the trees say of it. Learned while serving.
 
 The trees' chances are calibrated by themselves. A draft model's probability is not: it is an argmax of a small model,
 read after tokens that were guessed. Four situations are told apart:
@@ -45,7 +45,7 @@ class Scored:
     """OWN: the model's probability; else the inputs of the regression"""
 
 
-class Chances:
+class AcceptanceCalibrator:
     """Gives chances and learns from what verification reveals. Plain arithmetic."""
 
     def __init__(self) -> None:

@@ -12,10 +12,11 @@ import pytest
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import TurnRecord, encode, open_store
+from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.proposer import NewRequest, Proposer, Step
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
 
 TEXT = list(range(100, 160))
 NONE = np.zeros(0, dtype=np.int32)
@@ -33,7 +34,7 @@ class Engine:
     ) -> None:
         settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
         self.store = open_store(url)
-        self.proposer = Proposer(settings, Persistence(self.store, "ns", tenant, 100), 1000, 16)
+        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", tenant, 100), 1000, 16)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -49,7 +50,7 @@ class Engine:
         tokens = np.zeros((1, len(prompt) + len(output) + 32), dtype=np.int32)
         full = [*prompt, *output]
         length, draft, steps = len(prompt), [0][:0], 0
-        ids = (request_id,)
+        batch = Batch((request_id,), np.zeros(1, np.int32))
         while length < len(full):
             accepted = 0
             while accepted < len(draft) and length + accepted < len(full) - 1:
@@ -63,13 +64,12 @@ class Engine:
             )
             step = Step(
                 started=started,
-                request_ids=ids,
+                batch=batch,
                 tokens=tokens,
-                rows=np.array([0], np.int32),
                 lengths=np.array([new], np.int32),
-                room=np.array([max(0, len(full) - new - 1)], np.int32),
-                scheduled=np.array([len(draft)], np.int32),
-                drafted=len(draft),
+                max_draft_tokens=np.array([max(0, len(full) - new - 1)], np.int32),
+                num_verified_draft_tokens=np.array([len(draft)], np.int32),
+                num_draft_tokens=len(draft),
             )
             (draft,) = self.proposer.propose(step)
             length, steps = new, steps + 1
@@ -168,12 +168,11 @@ def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
 def test_switched_off_never_drafts() -> None:
     settings = Settings(store="memory://", enabled=False)
     store = open_store("memory://")
-    proposer = Proposer(settings, Persistence(store, "ns", None, 0), 1000, 16)
+    proposer = DraftingEngine(settings, Persistence(store, "ns", None, 0), 1000, 16)
     step = Step(
+        Batch(("x",), np.zeros(1, np.int32)),
         [],
-        ("x",),
         np.ones((1, 8), np.int32),
-        np.array([0], np.int32),
         np.array([8], np.int32),
         np.array([4], np.int32),
         np.array([0], np.int32),
@@ -200,15 +199,16 @@ def test_the_record_has_a_line_a_step_and_adds_up(tmp_path: Path) -> None:
     assert figures["accepted"] == sum(figures["accepted_by_source"].values()) == len(TEXT) - 2 - steps
 
 
-class Batch:
+class Rows:
     """Rows whose tokens never repeat or always do, stepped by hand."""
 
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
-        self.proposer = Proposer(given, Persistence(open_store("memory://"), "ns", given.tenant, 0), 1000, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", given.tenant, 0), 1000, 16)
         self.tokens = np.zeros((3, 400), dtype=np.int32)
         self.lengths = np.zeros(3, dtype=np.int32)
         self.costs: list[float | None] = []
+        self.batch = Batch((), np.zeros(0, np.int32))
         step = self.proposer.cache.step
 
         def noted(*args: Any, cost: float | None = None) -> Any:
@@ -220,6 +220,8 @@ class Batch:
     def step(self, ids: tuple[str, ...], drafted: int = 0, seconds: float | None = None) -> list[list[int]]:
         """Every row is given one token more, and the tokens of ``drafted`` where that is not 0."""
         rows = [int(request_id) for request_id in ids]
+        if self.batch.request_ids != ids:
+            self.batch = Batch(ids, np.array(rows, np.int32))
         started = []
         for row, request_id in zip(rows, ids, strict=True):
             if not self.proposer.knows(request_id):
@@ -232,13 +234,12 @@ class Batch:
         return self.proposer.propose(
             Step(
                 started=started,
-                request_ids=ids,
+                batch=self.batch,
                 tokens=self.tokens,
-                rows=np.array(rows, np.int32),
                 lengths=self.lengths[rows],
-                room=np.full(len(rows), 8, np.int32),
-                scheduled=np.full(len(rows), drafted, np.int32),
-                drafted=drafted * len(rows),
+                max_draft_tokens=np.full(len(rows), 8, np.int32),
+                num_verified_draft_tokens=np.full(len(rows), drafted, np.int32),
+                num_draft_tokens=drafted * len(rows),
                 seconds=seconds,
             )
         )
@@ -250,7 +251,7 @@ class Batch:
 
 
 def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:
-    batch = Batch()
+    batch = Rows()
     both, one = ("0", "1"), ("1",)
     for _ in range(5):
         assert batch.step(both) == [[], []]
@@ -272,7 +273,7 @@ def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> Non
 
 
 def test_the_given_price_goes_with_every_step() -> None:
-    batch = Batch(cost=0.07)
+    batch = Rows(cost=0.07)
     for _ in range(40):
         batch.step(("0",), seconds=0.01)
     assert batch.costs == [0.07] * 40
@@ -281,7 +282,7 @@ def test_the_given_price_goes_with_every_step() -> None:
 
 
 def test_the_price_is_measured_where_none_is_given() -> None:
-    batch = Batch()
+    batch = Rows()
     for number in range(150):
         drafted = number % 3
         batch.step(("0",), drafted=drafted, seconds=0.01 + 0.001 * drafted)
@@ -294,7 +295,7 @@ def test_the_price_is_measured_where_none_is_given() -> None:
 
 
 def test_steps_of_unknown_duration_are_not_measured() -> None:
-    batch = Batch()
+    batch = Rows()
     for number in range(60):
         batch.step(("0",), drafted=number % 2)
     assert batch.proposer.stats()["verify_cost"]["steps"] == 0

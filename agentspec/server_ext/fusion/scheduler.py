@@ -1,4 +1,4 @@
-"""Arbiter: for which rows of a step the draft model is worth its time.
+"""DraftModelScheduler: for which rows of a step the draft model is worth its time.
 
 Everything is weighed in expected tokens. ``unit`` is the time that stands for one row in a step without drafts; a step
 of B rows with d draft tokens takes B + cost * d units, and brings B tokens and those accepted: ``rate`` tokens a unit.
@@ -91,7 +91,7 @@ class LoopTime:
         return low + (high - low) * (rows - below) / (above - below)
 
 
-class Arbiter:
+class DraftModelScheduler:
     """Decides for which rows the model runs, and learns what that brings. Plain arithmetic, no I/O."""
 
     def __init__(self) -> None:

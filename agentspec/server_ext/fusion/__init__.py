@@ -9,7 +9,7 @@
 Plain Python and numpy: neither torch nor vLLM.
 """
 
-from agentspec.server_ext.hybrid.hybrid import Hybrid, TreeDrafts
-from agentspec.server_ext.hybrid.model import FREE, ModelDraft, StepModel
+from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft, StepModel
+from agentspec.server_ext.fusion.fusion import DraftFusion, TreeDrafts
 
-__all__ = ["FREE", "Hybrid", "ModelDraft", "StepModel", "TreeDrafts"]
+__all__ = ["FREE", "DraftFusion", "ModelDraft", "StepModel", "TreeDrafts"]

@@ -1,4 +1,4 @@
-"""Hybrid: a step's drafts from the trees, made better with a draft model where that is worth its time.
+"""DraftFusion: a step's drafts from the trees, made better with a draft model where that is worth its time.
 
 On a machine where the model runs on the host, the trees are asked first, and the model only where they leave something
 to gain. A model on a GPU works beside the host: it is launched first, for the rows that the last step makes look worth
@@ -9,18 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agentspec.cache import SOURCES, StepDrafts, SuffixCache
-from agentspec.server_ext.hybrid.arbiter import Arbiter, Prices
-from agentspec.server_ext.hybrid.chains import Chains, LoopRow, Offer, opinions, pack
-from agentspec.server_ext.hybrid.chances import Chances
-from agentspec.server_ext.hybrid.model import FREE, Int64, ModelDraft, StepModel
-
-if TYPE_CHECKING:
-    from agentspec.server_ext.proposer import Step
+from agentspec.server_ext.fusion.alternatives import DraftAlternatives, LoopRow, Offer, opinions, pack
+from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
+from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft, StepModel
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Prices
+from agentspec.server_ext.step import Step
 
 
 @dataclass(slots=True)
@@ -60,25 +58,25 @@ class _Asked:
     """spent on asking"""
 
 
-class Hybrid:
+class DraftFusion:
     """Combines the trees of ``cache`` with a draft model.
 
     judge: let the model score the trees' draft, and change, cut or drop it. Without that it only offers its own.
     """
 
     def __init__(self, cache: SuffixCache, *, judge: bool = True) -> None:
-        self.arbiter = Arbiter()
-        self.chances = Chances()
+        self.arbiter = DraftModelScheduler()
+        self.chances = AcceptanceCalibrator()
         self.runs = self.rows = 0
         self.seconds = 0.0
         """spent with the model in the latest step"""
         self._total_seconds = 0.0
         self._cache = cache
         self._judge = judge
-        self._pending: dict[str, Chains] = {}
+        self._pending: dict[str, DraftAlternatives] = {}
         self._promised: dict[str, float] = {}
 
-    def begin(self, step: "Step", model: StepModel, cost: float, unit: float | None) -> _Asked | None:
+    def begin(self, step: Step, model: StepModel, cost: float, unit: float | None) -> _Asked | None:
         """Before the trees are asked: learn what this step reveals, and launch a model that works beside the host.
 
         cost: of verifying one more token, as a share of a step. unit: seconds that stand for one row of a step, None
@@ -87,15 +85,15 @@ class Hybrid:
         self._learn(step)
         if not model.overlaps:
             return None
-        promised = [self._promised.get(request_id, 0.0) for request_id in step.request_ids]
-        widths = np.minimum(step.room, 1).tolist()
+        promised = [self._promised.get(request_id, 0.0) for request_id in step.batch.request_ids]
+        widths = np.minimum(step.max_draft_tokens, 1).tolist()
         prices = Prices(cost, 1.0 + sum(promised) / max(1, len(promised)), unit)
-        rows = self.arbiter.choose(step.request_ids, promised, widths, prices)
+        rows = self.arbiter.choose(step.batch.request_ids, promised, widths, prices)
         return self._ask(step, model, rows, None) if rows else None
 
     def improve(
         self,
-        step: "Step",
+        step: Step,
         drafts: StepDrafts,
         model: StepModel,
         asked: _Asked | None,
@@ -105,16 +103,16 @@ class Hybrid:
         """The drafts of this step after the model was heard. asked: what ``begin`` returned."""
         result = TreeDrafts.of(drafts)
         tokens = sum(map(len, result.tokens))
-        count = len(step.request_ids)
+        count = len(step.batch.request_ids)
         prices = Prices(cost, (count + sum(result.expected)) / (count + cost * tokens), unit)
         if model.overlaps:
-            self._promised = dict(zip(step.request_ids, result.expected, strict=True))
+            self._promised = dict(zip(step.batch.request_ids, result.expected, strict=True))
         else:
             widths = [
                 0 if room == 0 else 2 if draft and self._judge else 1
-                for room, draft in zip(step.room.tolist(), result.tokens, strict=True)
+                for room, draft in zip(step.max_draft_tokens.tolist(), result.tokens, strict=True)
             ]
-            rows = self.arbiter.choose(step.request_ids, result.expected, widths, prices)
+            rows = self.arbiter.choose(step.batch.request_ids, result.expected, widths, prices)
             asked = self._ask(step, model, rows, result) if rows else None
         if asked is not None:
             self._hear(step, result, asked, prices, model.positions)
@@ -136,23 +134,23 @@ class Hybrid:
             "tokens": self.chances.stats(),
         }
 
-    def _learn(self, step: "Step") -> None:
+    def _learn(self, step: Step) -> None:
         if not self._pending:
             return
-        for i, request_id in enumerate(step.request_ids):
+        for i, request_id in enumerate(step.batch.request_ids):
             chains = self._pending.pop(request_id, None)
             if chains is not None:
-                verified = step.tokens[step.rows[i], chains.length : step.lengths[i]].tolist()
+                verified = step.tokens[step.batch.rows[i], chains.length : step.lengths[i]].tolist()
                 chains.learn(self.chances, verified)
 
-    def _ask(self, step: "Step", model: StepModel, rows: list[int], trees: TreeDrafts | None) -> _Asked:
+    def _ask(self, step: Step, model: StepModel, rows: list[int], trees: TreeDrafts | None) -> _Asked:
         begin = time.perf_counter()
         engine_rows: list[int] = []
         proposals: list[list[int]] = []
         along, free = [-1] * len(rows), [-1] * len(rows)
         length = model.positions
         for j, i in enumerate(rows):
-            row = int(step.rows[i])
+            row = int(step.batch.rows[i])
             if trees is not None and self._judge and trees.tokens[i]:
                 proposal = trees.tokens[i][:length]
                 along[j] = len(engine_rows)
@@ -165,10 +163,10 @@ class Hybrid:
         answer = model.launch(engine_rows, wanted)
         return _Asked(rows, along, free, answer, time.perf_counter() - begin)
 
-    def _hear(self, step: "Step", drafts: TreeDrafts, asked: _Asked, prices: Prices, width: int) -> None:
+    def _hear(self, step: Step, drafts: TreeDrafts, asked: _Asked, prices: Prices, width: int) -> None:
         begin = time.perf_counter()
         answer = asked.answer()
-        rooms = step.room.tolist()
+        rooms = step.max_draft_tokens.tolist()
         offers: list[Offer] = []
         offered: list[int] = []
         for i, along, free in zip(asked.rows, asked.along, asked.free, strict=True):
@@ -182,7 +180,7 @@ class Hybrid:
                 LoopRow.of(answer, free) if free >= 0 else None,
                 rooms[i],
             )
-            self._pending[step.request_ids[i]] = chains
+            self._pending[step.batch.request_ids[i]] = chains
             for offer in chains.offers():
                 offers.append(offer)
                 offered.append(i)
@@ -192,13 +190,13 @@ class Hybrid:
             self._offer(step, drafts, offers, offered, prices.cost, width)
         for i in asked.rows:
             gain = prices.worth(drafts.expected[i], len(drafts.tokens[i])) - before[i]
-            self.arbiter.learn(step.request_ids[i], promised[i], gain)
+            self.arbiter.learn(step.batch.request_ids[i], promised[i], gain)
         self.seconds = asked.seconds + time.perf_counter() - begin
         self._note(len(answer.tokens))
 
     def _offer(
         self,
-        step: "Step",
+        step: Step,
         drafts: TreeDrafts,
         offers: list[Offer],
         rows: list[int],
@@ -206,8 +204,8 @@ class Hybrid:
         width: int,
     ) -> None:
         """Let the trees take what pays; each row's last answer is its draft."""
-        ids = [step.request_ids[i] for i in rows]
-        taken = self._cache.offer(ids, *pack(offers, width), step.room[rows], cost=cost)
+        ids = [step.batch.request_ids[i] for i in rows]
+        taken = self._cache.offer(ids, *pack(offers, width), step.max_draft_tokens[rows], cost=cost)
         tokens, expected = taken.lists(), taken.expected()
         offsets, sources, chances = taken.offsets.tolist(), taken.sources.tolist(), taken.probabilities.tolist()
         for at, i in enumerate(rows):
