@@ -8,14 +8,20 @@ the call it happened in goes on.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from agentspec.cache.store import BackgroundWriter, MessageRecord, Store, decode, namespace, open_store
+from agentspec.cache.store import (
+    BackgroundWriter,
+    MessageRecord,
+    Store,
+    decode,
+    default_store_url,
+    namespace,
+    open_store,
+)
 from agentspec.errors import RecordError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -143,15 +149,7 @@ def open_log(store: str | Store | None) -> NoLog | StoreLog:
     if store is None:
         return NoLog()
     if store == "auto":
-        return StoreLog(lambda: open_store(default_store_url()))
+        return StoreLog(lambda: open_store(default_store_url("sessions.db")))
     if not isinstance(store, str):
         return StoreLog(store, owned=False)
     return StoreLog(open_store(store))
-
-
-def default_store_url() -> str:
-    """sessions.db in agentspec's folder of the user's data directory (XDG_DATA_HOME), made if need be."""
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    folder = Path(base) / "agentspec"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are nobody else's business
-    return f"sqlite:///{folder / 'sessions.db'}"

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from agentspec.cache.store import Entry, MemoryStore, TurnRecord, encode
-from agentspec.cache.store.records import Int32
+from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 
 NS = "0123abcd"
 
 
-def tokens(*values: int) -> Int32:
+def tokens(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache.store import MessageRecord, Record, TurnRecord, decode, encode, encode_message, encode_turn
-from agentspec.cache.store.codec import _checksum, _seal
+from agentspec.cache.store import MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store.records import _checksum, _seal
 from agentspec.errors import (
     CorruptRecordError,
     InvalidInputError,
@@ -48,7 +48,7 @@ MESSAGES = st.builds(MessageRecord, SESSIONS, st.dictionaries(TEXT, JSON, max_si
 @settings(deadline=None)
 @given(TURNS)
 def test_turns_come_back_equal(record: TurnRecord) -> None:
-    back = decode(encode_turn(record))
+    back = decode(encode(record))
     assert isinstance(back, TurnRecord)
     assert back == record
     assert back.prompt_tail.dtype == back.response.dtype == np.int32
@@ -57,7 +57,7 @@ def test_turns_come_back_equal(record: TurnRecord) -> None:
 @settings(deadline=None)
 @given(MESSAGES)
 def test_messages_come_back_equal(record: MessageRecord) -> None:
-    assert decode(encode_message(record)) == record
+    assert decode(encode(record)) == record
 
 
 @settings(deadline=None)

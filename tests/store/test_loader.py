@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache.store import BackgroundLoader, CircuitBreaker, MessageRecord, TurnRecord, encode
-from agentspec.cache.store.chain import Chain
+from agentspec.cache.store import BackgroundLoader, Chain, CircuitBreaker, MessageRecord, TurnRecord, encode
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, tokens, turn, wait_until
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
 from agentspec.cache.store import namespace
-from agentspec.cache.store.base import check_namespace
-from agentspec.cache.store.naming import frame
+from agentspec.cache.store.base import check_namespace, frame
 from agentspec.errors import ConfigurationError, InvalidSessionError
 
 PARTS = st.lists(st.none() | st.text(st.sampled_from("ab\x00\x01\x02é"), max_size=4), max_size=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import RecordReader, SQLiteStore, encode
+from agentspec.cache.store import MemoryStore, RecordReader, SQLiteStore, encode
 from agentspec.cache.store.sqlite import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from tests.store.helpers import NS, entry_of, number_of, turn
@@ -166,3 +166,15 @@ def test_processes_share_a_file_even_a_new_one(tmp_path: Path) -> None:
         expected = [b"p%d %d" % (number, index // 2) for index in range(120)]
         assert [entry.payload for entry in store.read(NS, session=f"p{number}")] == expected
     assert len(list(store.read(NS))) == 240
+
+
+def test_a_full_memory_store_drops_its_oldest_entries() -> None:
+    store = MemoryStore(max_bytes=1 << 20)
+    for number in range(40):
+        store.append(NS, [("s", bytes([number]) * 100_000)])
+    kept = [entry.payload[0] for entry in store.read(NS)]
+    assert 8 <= len(kept) <= 10
+    assert kept == list(range(40 - len(kept), 40))
+    store.append(NS, [("s", bytes(2 << 20))])  # larger than all of it
+    store.append(NS, [("s", b"small")])
+    assert [entry.payload for entry in store.read(NS)] == [b"small"]

@@ -1,69 +1,99 @@
-"""The small interface behind which every database stands."""
+"""The interface of every store, and the names of the logs in it."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentspec.errors import InvalidInputError
+from agentspec.cache.identifiers import check_ids
+from agentspec.errors import ConfigurationError, InvalidInputError
+
+SCHEMA = "agentspec-log-1"
+"""Part of every namespace: a change of what records mean starts new logs."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored record with its place in the log."""
+    """One stored record with its place in the log.
+
+    sequence: opaque cursor; within a namespace, string order is log order.
+    """
 
     sequence: str
-    """Opaque cursor; within a namespace, string order is log order."""
     session: str
     payload: bytes
 
 
 class Store(Protocol):
-    """Append-only token logs, one a namespace. Thread-safe; every call may block, so none belongs on a decode path.
+    """Append-only token logs, one a namespace. Thread-safe. Every call may block, so none belongs on a decode path.
 
     Raises StoreUnavailableError where trying again later may help, StoreError where it will not.
     """
 
     def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Add ``(session, payload)`` pairs in this order, all or none; stored when the call returns."""
+        """Add ``(session, payload)`` pairs in this order, all or none. They are stored when the call returns."""
         ...
 
     def read(
-        self,
-        namespace: str,
-        *,
-        session: str | None = None,
-        after: str | None = None,
-        newest: int | None = None,
+        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
     ) -> Iterator[Entry]:
-        """Entries, oldest first, up to what was stored when the iteration began.
+        """Return entries, oldest first, up to what was stored when the iteration began.
 
-        ``session``: only that session's. ``after``: only those behind this cursor (an ``Entry.sequence``).
-        ``newest``: of these, only the last so many. Reads in pages, so a long log takes little memory.
+        session: only this session's. after: only those behind this cursor (an ``Entry.sequence``). newest: only the
+        last so many of these. Reads in pages, so a long log takes little memory.
         """
         ...
 
     def sessions(self, namespace: str) -> list[str]:
-        """Ids of the sessions with entries, sorted; the empty one, if there, holds entries of no session."""
+        """Return the ids of the sessions with entries, sorted; "" stands for the entries of no session."""
         ...
 
     def remove_session(self, namespace: str, session: str) -> int:
-        """Erase every entry of ``session``; returns how many there were."""
+        """Erase every entry of ``session``. Returns how many there were."""
         ...
 
     def ping(self) -> None:
-        """Return if the store answers; raises StoreUnavailableError or StoreError if not."""
+        """Return if the store answers. Raises StoreUnavailableError or StoreError if not."""
         ...
 
     def close(self) -> None:
-        """Let go of files and connections; later calls raise StoreError."""
+        """Close files and connections. Later calls raise StoreError."""
         ...
 
 
+def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
+    """Return the name of a log: 40 hexadecimal digits for a model, a tokenizer and the tenant of a server.
+
+    tokenizer: identifies the vocabulary itself (a digest of its files, not its path), so that nobody drafts from tokens
+    of another tokenizer. tenant: None differs from every named tenant; the records then say whose they are
+    (``TurnRecord.tenant``).
+
+    Raises ConfigurationError for an empty model or tokenizer, InvalidSessionError for an unusable tenant.
+    """
+    for field, value in (("model", model), ("tokenizer", tokenizer)):
+        if not value:
+            raise ConfigurationError(f"{field}: must not be empty; it keeps the logs of different models apart")
+    check_ids(tenant=tenant)
+    return hashlib.blake2b(frame([SCHEMA, model, tokenizer, tenant]), digest_size=20).hexdigest()
+
+
+def frame(parts: Sequence[str | None]) -> bytes:
+    """Return ``parts`` as bytes that no other sequence gives: presence, length and UTF-8 of each."""
+    framed = bytearray()
+    for part in parts:
+        if part is None:
+            framed += b"\x00"
+            continue
+        raw = part.encode("utf-8", "surrogatepass")
+        framed += b"\x01" + len(raw).to_bytes(8, "big") + raw
+    return bytes(framed)
+
+
 def check_namespace(namespace: str) -> str:
-    """``namespace`` if it can be part of a key. Raises InvalidInputError."""
+    """Return ``namespace`` if it can be part of a key. Raises InvalidInputError."""
     if not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
             f"namespace: 1 to 128 of letters, digits and . _ : - expected, got {namespace[:140]!r}; "
@@ -73,21 +103,12 @@ def check_namespace(namespace: str) -> str:
 
 
 def check_newest(newest: int | None) -> int | None:
-    """``newest`` if it is a count. Raises InvalidInputError."""
+    """Return ``newest`` if it is a count or None. Raises InvalidInputError."""
     if newest is not None and newest < 0:
         raise InvalidInputError(f"newest: a count of at least 0 expected, got {newest}")
     return newest
 
 
-def format_cursor(number: int) -> str:
-    """A row number as a cursor whose string order is the numeric order."""
-    return f"{number:020d}"
-
-
-def parse_cursor(cursor: str | None) -> int:
-    """The row number of ``cursor``; 0, which is before every row, for None. Raises InvalidInputError."""
-    if cursor is None:
-        return 0
-    if not (cursor.isascii() and cursor.isdigit()):
-        raise InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")
-    return int(cursor)
+def bad_cursor(cursor: str) -> InvalidInputError:
+    """Return the error for an ``after`` that is no cursor."""
+    return InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")

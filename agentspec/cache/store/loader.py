@@ -1,49 +1,122 @@
-"""Stored turns on their way into the trees, read in the background."""
+"""Reading stored records: one after the other, linked to contexts, and in the background for a running server."""
 
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 from agentspec.cache.store.base import Entry, Store, check_namespace, check_newest
 from agentspec.cache.store.breaker import CircuitBreaker, State
-from agentspec.cache.store.chain import Chain
-from agentspec.cache.store.reader import RecordReader
-from agentspec.cache.store.records import Record, TurnRecord
-from agentspec.errors import StoreUnavailableError
+from agentspec.cache.store.records import Record, TurnRecord, decode
+from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records handed over together, and entries of the preload between two looks at the requests
 _BATCH_BYTES = 1 << 20
 _MAX_CHAINS = 100_000
-_OVERHEAD = 256
+_ALL = sys.maxsize
+
+
+class RecordReader:
+    """Decodes the entries of a store. One damaged record costs itself and nothing else.
+
+    damaged, unknown: how many records were skipped because of their bytes, and because of their version or kind. The
+    first of either kind is logged.
+    """
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        self.unknown = 0
+
+    def read(
+        self,
+        store: Store,
+        namespace: str,
+        *,
+        session: str | None = None,
+        after: str | None = None,
+        newest: int | None = None,
+    ) -> Iterator[tuple[Entry, Record | None]]:
+        """Read as Store.read does. Returns each entry with its record, or with None if that cannot be used."""
+        for entry in store.read(namespace, session=session, after=after, newest=newest):
+            yield entry, self._decode(entry)
+
+    def _decode(self, entry: Entry) -> Record | None:
+        try:
+            record = decode(entry.payload)
+            if record.session != entry.session:
+                raise CorruptRecordError("damaged record: it belongs to another session than its entry")
+        except RecordError as error:
+            if isinstance(error, CorruptRecordError):
+                first, self.damaged = self.damaged == 0, self.damaged + 1
+            else:
+                first, self.unknown = self.unknown == 0, self.unknown + 1
+            if first:
+                logger.warning(
+                    "agentspec: stored record %s is skipped: %s; further ones of the kind are only counted",
+                    entry.sequence,
+                    error,
+                )
+            return None
+        return record
+
+
+@dataclass(slots=True)
+class Chain:
+    """Links a session's records into a context that can be rebuilt, although some of its turns may be missing.
+
+    A record repeats the first ``kept`` tokens of the turn before it. If that turn was not read (damaged, lost, or
+    older than what is read), the record still holds a piece of text without a hole: its own prompt tail and response.
+    It is then linked with ``kept`` 0, and the records after it with ``kept`` less what their context lacks in front.
+
+    cursor: sequence of the last entry seen. missing: how many tokens the context so far lacks in front; sys.maxsize
+    before the first record. length: tokens of the context so far.
+    """
+
+    cursor: str | None = None
+    missing: int = _ALL
+    length: int = 0
+
+    def lose(self) -> None:
+        """Forget the context: a turn could not be read."""
+        self.missing, self.length = _ALL, 0
+
+    def link(self, record: TurnRecord) -> TurnRecord:
+        """Return the session's next record with a ``kept`` that fits the context so far."""
+        if record.gap:
+            self.lose()
+        kept = record.kept - self.missing
+        if kept < 0 or kept > self.length:
+            kept, self.missing = 0, record.kept
+        self.length = kept + len(record.prompt_tail) + len(record.response)
+        return record if kept == record.kept and not record.gap else replace(record, kept=kept, gap=False)
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Counts since the start."""
+    """Counts since the start.
+
+    delivered: records that ``poll`` returned. damaged, unknown: as in RecordReader. failed: reads that failed; they
+    are tried again where that may help. refused: requests turned away because too many were waiting. pending: sessions
+    requested and not yet delivered. state: the breaker's.
+    """
 
     delivered: int
-    """Records handed out by ``poll``."""
     damaged: int
-    """Records skipped because their bytes do not hold."""
     unknown: int
-    """Records skipped because this release does not know their version or kind."""
     failed: int
-    """Reads that failed; tried again where that may help."""
     refused: int
-    """Requests turned away because too many were waiting."""
     pending: int
-    """Sessions requested and not yet delivered."""
     preloading: bool
     state: State
 
     def as_dict(self) -> dict[str, int | str]:
-        """As JSON."""
+        """Return the counts as JSON."""
         return asdict(self)
 
 
@@ -61,12 +134,16 @@ class _Preload:
     entries: Iterator[tuple[Entry, Record | None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+_Job = _Request | _Preload
+
+
+@dataclass(slots=True)
 class _Batch:
+    """Records to hand over together; ``finishes`` is the job that ends with them."""
+
     records: list[TurnRecord]
-    size: int
-    finishes: _Request | _Preload | None
-    """The job that ends with this batch."""
+    size: int = 0
+    finishes: _Job | None = None
 
 
 class BackgroundLoader:
@@ -74,7 +151,7 @@ class BackgroundLoader:
 
     No call blocks or raises because of the store. A session's records come in log order and each at most once, however
     preload and requests overlap. Records written after the request for them are left out: they are of turns that this
-    process, or another replica, has run since. The store stays the caller's, to be closed after this.
+    process, or another replica, has run since. The caller closes the store, after this.
     """
 
     def __init__(
@@ -99,8 +176,7 @@ class BackgroundLoader:
         self._preload: _Preload | None = None
         self._preloading = False
         self._chains: OrderedDict[str, Chain] = OrderedDict()
-        self._batch: list[TurnRecord] = []  # of the thread alone
-        self._batch_bytes = 0
+        self._batch = _Batch([])  # of the thread alone
         self._ready: deque[_Batch] = deque()
         self._ready_bytes = 0
         self._delivered = self._failed = self._refused = 0
@@ -110,7 +186,7 @@ class BackgroundLoader:
         self._thread.start()
 
     def request(self, session: str) -> None:
-        """Have the session's records read that were not delivered before. Repeating a pending request does nothing."""
+        """Ask for the session's records that were not delivered before. Repeating a pending request does nothing."""
         with self._wake:
             if session in self._pending or self._closed:
                 return
@@ -122,7 +198,7 @@ class BackgroundLoader:
             self._wake.notify()
 
     def preload(self, newest: int) -> None:
-        """Have the ``newest`` records of the log read, and what their sessions said before. Once, at the start."""
+        """Ask for the ``newest`` records of the log and what their sessions said before. Call it once, at the start."""
         check_newest(newest)
         with self._wake:
             if self._preloading or self._closed:
@@ -132,7 +208,7 @@ class BackgroundLoader:
             self._wake.notify()
 
     def poll(self) -> list[list[TurnRecord]]:
-        """Batches read since the last call, in the order in which to restore them; at once empty if there are none."""
+        """Return the batches read since the last call, in the order in which to restore them. Never waits."""
         if not self._ready:
             return []
         with self._wake:
@@ -149,23 +225,23 @@ class BackgroundLoader:
         return [batch.records for batch in batches if batch.records]
 
     def is_pending(self, session: str | None) -> bool:
-        """Whether ``poll`` may yet give records because of a request for ``session``; None: because of the preload."""
+        """Return whether ``poll`` may yet give records of a request for ``session``; None: of the preload."""
         return self._preloading if session is None else session in self._pending
 
     def forget(self, session: str) -> None:
-        """The session has left the trees: a later request delivers all of its records again."""
+        """Let a later request deliver all records of the session again, because the cache has evicted it."""
         with self._wake:
             self._forgotten.add(session)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Stop reading; what is ready can still be polled."""
+        """Stop reading. What is ready can still be polled."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         self._thread.join(timeout)
 
     def stats(self) -> LoaderStats:
-        """Figures of this moment."""
+        """Return the figures of this moment."""
         with self._wake:
             return LoaderStats(
                 delivered=self._delivered,
@@ -181,11 +257,7 @@ class BackgroundLoader:
     def _run(self) -> None:
         while job := self._next_job():
             try:
-                if isinstance(job, _Request):
-                    self._load_session(job.session, job.asked)
-                    finished = True
-                else:
-                    finished = self._advance(job)
+                finished = self._load(job)
             except Exception as error:  # whatever a store may raise: this thread must live
                 self._put_off(job, error)
                 continue
@@ -193,8 +265,8 @@ class BackgroundLoader:
                 logger.warning("agentspec: the store can be read again")
             self._publish(job if finished else None)
 
-    def _next_job(self) -> _Request | _Preload | None:
-        """Wait for something to do and for the breaker; requests go before the preload. None: closed."""
+    def _next_job(self) -> _Job | None:
+        """Wait for something to do and for the breaker. Requests go before the preload. Returns None when closed."""
         with self._wake:
             while not self._closed:
                 if not (self._requests or self._preload):
@@ -205,15 +277,11 @@ class BackgroundLoader:
                     return self._requests.popleft() if self._requests else self._preload
             return None
 
-    def _load_session(self, session: str, asked: float) -> None:
-        chain = self._chain(session)
-        for entry, record in self._reader.read(self._store, self._namespace, session=session, after=chain.cursor):
-            self._deliver(chain, entry, record, asked)
-        if chain.cursor is None:
-            self._chains.pop(session, None)  # the store has nothing of it
-
-    def _advance(self, job: _Preload) -> bool:
-        """Deliver one slice of the preload. Returns whether it was the last."""
+    def _load(self, job: _Job) -> bool:
+        """Deliver a session, or one slice of the preload. Returns whether the job is done."""
+        if isinstance(job, _Request):
+            self._load_session(job.session, job.asked)
+            return True
         if job.entries is None:
             job.entries = self._reader.read(self._store, self._namespace, after=job.after, newest=job.newest)
         seen = 0
@@ -227,14 +295,21 @@ class BackgroundLoader:
             job.after, job.newest = entry.sequence, job.newest - 1
         return seen < _SLICE
 
+    def _load_session(self, session: str, asked: float) -> None:
+        chain = self._chain(session)
+        for entry, record in self._reader.read(self._store, self._namespace, session=session, after=chain.cursor):
+            self._deliver(chain, entry, record, asked)
+        if chain.cursor is None:
+            self._chains.pop(session, None)  # the store has nothing of it
+
     def _deliver(self, chain: Chain, entry: Entry, record: Record | None, asked: float) -> None:
         chain.cursor = entry.sequence
         if not isinstance(record, TurnRecord) or record.created >= asked:
             chain.lose()
             return
-        self._batch.append(chain.link(record))
-        self._batch_bytes += _OVERHEAD + record.prompt_tail.nbytes + record.response.nbytes
-        if len(self._batch) >= _SLICE or self._batch_bytes >= _BATCH_BYTES:
+        self._batch.records.append(chain.link(record))
+        self._batch.size += record.size
+        if len(self._batch.records) >= _SLICE or self._batch.size >= _BATCH_BYTES:
             self._publish(None)
 
     def _chain(self, session: str) -> Chain:
@@ -249,12 +324,12 @@ class BackgroundLoader:
                 self._chains.popitem(last=False)
         return chain
 
-    def _publish(self, finishes: _Request | _Preload | None) -> None:
-        """Hand the batch to the caller; waits while too much is ready and nobody polls."""
-        if not self._batch and finishes is None:
+    def _publish(self, finishes: _Job | None) -> None:
+        """Hand the batch to the caller. Waits while too much is ready and nobody polls."""
+        if not self._batch.records and finishes is None:
             return
-        batch = _Batch(self._batch, self._batch_bytes, finishes)
-        self._batch, self._batch_bytes = [], 0
+        batch, self._batch = self._batch, _Batch([])
+        batch.finishes = finishes
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._ready_bytes < self._max_ready_bytes)
             self._ready.append(batch)
@@ -262,8 +337,8 @@ class BackgroundLoader:
             if isinstance(finishes, _Preload):
                 self._preload = None
 
-    def _put_off(self, job: _Request | _Preload, error: Exception) -> None:
-        """Keep a job for later if that may help; it then goes on behind the last entry that it has seen."""
+    def _put_off(self, job: _Job, error: Exception) -> None:
+        """Keep a job for later if that may help. It then goes on behind the last entry that it has seen."""
         passing = isinstance(error, StoreUnavailableError)
         self._publish(None if passing else job)
         with self._wake:

@@ -7,10 +7,10 @@ Keys, all with one hash tag, so that a cluster keeps a namespace on one node::
     {prefix:namespace}:sessions     set of session ids
     {prefix:namespace}:w:WRITER     number of the last batch that this writer has appended; expires
 
-The log gives the order and is what another replica follows. Payloads lie in their session's own key, so that a
-session's memory is really returned when it is removed. An append is one script, hence all or nothing, and is
-recognised when it is sent again because its answer was lost. What is stored is as durable as the server is set to be
-(``appendonly yes`` survives the server's kill -9).
+The log gives the order, and other replicas follow it. Payloads lie in their session's own key, so that removing a
+session really frees its memory. An append is one script, hence all or nothing; the script recognises a batch that is
+sent again because its answer was lost. The server's settings decide how durable a record is (``appendonly yes``
+survives the server's kill -9).
 """
 
 import threading
@@ -22,17 +22,11 @@ from typing import Any
 
 import redis
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
-from agentspec.cache.store.base import Entry, check_namespace, check_newest
-from agentspec.errors import InvalidInputError, StoreError, StoreUnavailableError
+from agentspec.cache.store.base import Entry, bad_cursor, check_namespace, check_newest
+from agentspec.errors import StoreError, StoreUnavailableError
 
 SOCKET_TIMEOUT = 0.25
 """Seconds, to connect and to read."""
@@ -77,7 +71,7 @@ end
 return found
 """
 
-# replies that end by themselves or by the operator's hand, while the URL is right
+# errors that end by themselves or by the operator's hand, while the URL is right
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 _Id = tuple[int, int]
@@ -85,9 +79,9 @@ _Row = tuple[bytes, dict[bytes, bytes]]
 
 
 class RedisStore:
-    """A Store on a Redis server. The connection is made by the first call, so the server may come later.
+    """A Store on a Redis server. The first call connects, so the server may start later.
 
-    ``url`` is what redis-py takes; ``shown`` is how errors name it. ``secret`` is blotted out of every message.
+    url: what redis-py takes. shown: how errors name it. secret: is removed from every message.
     """
 
     def __init__(
@@ -100,8 +94,8 @@ class RedisStore:
             url,
             socket_timeout=SOCKET_TIMEOUT,
             socket_connect_timeout=SOCKET_TIMEOUT,
-            # One more try, for pooled connections that died with a restarted server, and for a server that was slow
-            # once. It does no harm: reads and removals can be repeated, and appends are numbered.
+            # Try once more: pooled connections die with a restarted server, and a server can be slow once. That is
+            # safe, because reads and removals can be repeated and appends are numbered.
             retry=Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, (redis.ConnectionError, redis.TimeoutError)),
             **options,
         )
@@ -133,17 +127,12 @@ class RedisStore:
             if self._unsure != (namespace, batch):
                 self._number += 1
             self._unsure = (namespace, batch)
-            with self._explained():
+            with self._store_errors():
                 self._append(keys=keys, args=[self._number, _WRITER_EXPIRY_MS, *arguments])
             self._unsure = None
 
     def read(
-        self,
-        namespace: str,
-        *,
-        session: str | None = None,
-        after: str | None = None,
-        newest: int | None = None,
+        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
     ) -> Iterator[Entry]:
         tag = self._tag(namespace)
         low, limit = _following(_parse_id(after)), check_newest(newest)
@@ -151,7 +140,7 @@ class RedisStore:
 
     def sessions(self, namespace: str) -> list[str]:
         tag = self._tag(namespace)
-        with self._explained():
+        with self._store_errors():
             members: set[bytes] = self._execute("SMEMBERS", f"{tag}:sessions")
         return sorted(member.decode() for member in members)
 
@@ -160,14 +149,14 @@ class RedisStore:
         keys = [f"{tag}:log", f"{tag}:sessions", f"{tag}:s:{session}"]
         removed = 0
         while True:
-            with self._explained():
+            with self._store_errors():
                 page = int(self._remove(keys=keys, args=[session, _PAGE]))
             if page == 0:
                 return removed
             removed += page
 
     def ping(self) -> None:
-        with self._explained():
+        with self._store_errors():
             self._execute("PING")
 
     def close(self) -> None:
@@ -194,7 +183,7 @@ class RedisStore:
             low = _following(_split(rows[-1][0]))
 
     def _follow(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
-        """The records that a page of the log refers to: one range a session, as its entries lie within the page."""
+        """Return the records that a page of the log refers to, in one call: one range for each session in it."""
         spans: dict[bytes, list[bytes]] = {}
         for number, fields in references:
             spans.setdefault(fields[b"s"], []).append(number)
@@ -202,15 +191,15 @@ class RedisStore:
             return
         keys = [f"{tag}:s:{session.decode()}" for session in spans]
         bounds = [number for numbers in spans.values() for number in (numbers[0], numbers[-1])]
-        with self._explained():
+        with self._store_errors():
             found: list[bytes] = self._gather(keys=keys, args=bounds)
         payloads = dict(zip(found[::2], found[1::2], strict=True))
         for number, fields in references:
-            if number in payloads:  # else the session has been removed or has expired
+            if number in payloads:  # otherwise the session was removed or has expired
                 yield Entry(_cursor(number), fields[b"s"].decode(), payloads[number])
 
     def _start_of(self, newest: int, key: str, high: str, low: _Id) -> _Id:
-        """The id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
+        """Return the id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
         left, end = newest, high
         while True:
             rows = self._command("XREVRANGE", key, end, _id(low), "COUNT", min(left, _PAGE))
@@ -222,7 +211,7 @@ class RedisStore:
             end = "(" + rows[-1][0].decode()
 
     def _command(self, *command: str | int) -> list[_Row]:
-        with self._explained():
+        with self._store_errors():
             rows: list[_Row] = self._execute(*command)
             return rows
 
@@ -230,8 +219,8 @@ class RedisStore:
         return f"{{{self._prefix}:{check_namespace(namespace)}}}"
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """redis-py's errors as ours, without the password (a server may quote the command that it refused)."""
+    def _store_errors(self) -> Iterator[None]:
+        """Raise redis-py's errors as store errors, without the password: a server may quote the command it refused."""
         if self._closed:
             raise StoreError(f"{self._shown}: the store is closed")
         try:
@@ -272,5 +261,5 @@ def _parse_id(cursor: str | None) -> _Id:
         return 0, 0
     milliseconds, _, count = cursor.partition("-")
     if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
-        raise InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")
+        raise bad_cursor(cursor)
     return int(milliseconds), int(count)

@@ -1,8 +1,8 @@
-"""The embedded default: one SQLite file, which several processes may share.
+"""The embedded stores, on SQLite: one file, which several processes may share, or this process's memory.
 
-Write-ahead log with ``synchronous=NORMAL``: what an append has returned for survives the death of the process at any
-moment (kill -9); a power cut or kernel crash can take the last moments with it, never the file's consistency.
-Erased sessions are overwritten, in the log as well. The file must not lie on a network file system.
+A file has a write-ahead log with ``synchronous=NORMAL``: what an append has returned for survives the death of the
+process at any moment (kill -9). A power cut or kernel crash can take the last moments with it, never the file's
+consistency. Erased sessions are overwritten, in the log as well. The file must not lie on a network file system.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentspec.cache.store.base import Entry, check_namespace, check_newest, format_cursor, parse_cursor
+from agentspec.cache.store.base import Entry, bad_cursor, check_namespace, check_newest
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
 APPLICATION_ID = 0x41675370
@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 """PRAGMA user_version."""
 
 _BUSY_SECONDS = 5.0
-_PAGE = 64  # entries a read takes at once
+_PAGE = 64  # entries that a read takes at once
 _MAGIC = b"SQLite format 3\x00"
 
 # AUTOINCREMENT: numbers of erased entries are never used again, so cursors stay valid
@@ -34,65 +34,49 @@ _SCHEMA = (
 )
 
 
-class SQLiteStore:
-    """A Store in one file. One connection reads and one writes, so neither waits for the other.
+class _Database:
+    """A Store on two connections to one database: one writes and one reads, so neither waits for the other.
 
-    Raises StoreVersionError for a file of another schema version and StoreError for a file that is something else;
-    such a file is left as it is.
+    name: how errors call it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, name: str, writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
+        self._name = name
+        self._writer: sqlite3.Connection | None = writer
+        self._reader: sqlite3.Connection | None = reader
         self._write_lock = threading.Lock()
-        self._read_lock = threading.Lock()
-        with self._explained():
-            _prepare_file(path)
-            self._writer: sqlite3.Connection | None = _connect(path)
-            try:
-                _create_schema(self._writer, path)
-                _enter_wal(self._writer)
-                self._reader: sqlite3.Connection | None = _connect(path)
-            except BaseException:
-                self._writer.close()
-                raise
+        self._read_lock = self._write_lock if reader is writer else threading.Lock()
 
     def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
         check_namespace(namespace)
         rows = [(namespace, session, payload) for session, payload in entries]
-        with self._write() as connection:
+        with self._write() as connection, _transaction(connection):
             connection.executemany("INSERT INTO entries (namespace, session, payload) VALUES (?, ?, ?)", rows)
+            self._make_room(connection)
 
     def read(
-        self,
-        namespace: str,
-        *,
-        session: str | None = None,
-        after: str | None = None,
-        newest: int | None = None,
+        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
     ) -> Iterator[Entry]:
         where, values = "namespace = ?", [check_namespace(namespace)]
         if session is not None:
             where, values = "namespace = ? AND session = ?", [namespace, session]
-        return self._pages(where, values, parse_cursor(after), check_newest(newest))
+        return self._pages(where, values, _parse_cursor(after), check_newest(newest))
 
     def sessions(self, namespace: str) -> list[str]:
         check_namespace(namespace)
         with self._read() as connection:
-            rows = connection.execute(
-                "SELECT DISTINCT session FROM entries WHERE namespace = ? ORDER BY session", (namespace,)
-            )
-            return [session for (session,) in rows]
+            query = "SELECT DISTINCT session FROM entries WHERE namespace = ? ORDER BY session"
+            return [session for (session,) in connection.execute(query, (namespace,))]
 
     def remove_session(self, namespace: str, session: str) -> int:
         check_namespace(namespace)
         with self._write() as connection:
-            removed = connection.execute(
-                "DELETE FROM entries WHERE namespace = ? AND session = ?", (namespace, session)
-            ).rowcount
-        if removed:
-            with self._write_lock, self._explained():
-                # secure_delete has blanked the pages; this takes the old ones out of the write-ahead log
-                self._opened(self._writer).execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            with _transaction(connection):
+                removed = connection.execute(
+                    "DELETE FROM entries WHERE namespace = ? AND session = ?", (namespace, session)
+                ).rowcount
+            if removed:  # secure_delete has blanked the pages; this takes the old ones out of the write-ahead log
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return removed
 
     def ping(self) -> None:
@@ -100,22 +84,24 @@ class SQLiteStore:
             connection.execute("SELECT 1 FROM entries LIMIT 1").fetchall()
 
     def close(self) -> None:
-        with self._write_lock, self._read_lock:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    connection.close()
-            self._reader = self._writer = None
+        with self._write_lock:
+            writer, self._writer = self._writer, None
+        with self._read_lock:
+            reader, self._reader = self._reader, None
+        for connection in (reader, writer):
+            if connection is not None:
+                connection.close()
+
+    def _make_room(self, connection: sqlite3.Connection) -> None:
+        """Keep within a limit, if there is one. Runs in the transaction of an append."""
 
     def _pages(self, where: str, values: list[str], after: int, newest: int | None) -> Iterator[Entry]:
-        bounds = f"SELECT min(sequence), max(sequence) FROM entries WHERE {where} AND sequence > ?"
-        arguments: list[str | int] = [*values, after]
-        if newest is not None:
-            bounds = (
-                f"SELECT min(sequence), max(sequence) FROM (SELECT sequence FROM entries WHERE {where}"
-                " AND sequence > ? ORDER BY sequence DESC LIMIT ?)"
-            )
-            arguments.append(newest)
+        bounds = (
+            f"SELECT min(sequence), max(sequence) FROM (SELECT sequence FROM entries WHERE {where}"
+            " AND sequence > ? ORDER BY sequence DESC LIMIT ?)"
+        )
         with self._read() as connection:
+            arguments = (*values, after, -1 if newest is None else newest)  # -1: no limit
             low, high = connection.execute(bounds, arguments).fetchone()
         if low is None:
             return
@@ -127,58 +113,114 @@ class SQLiteStore:
             with self._read() as connection:
                 rows = connection.execute(page, (*values, low, high)).fetchall()
             for sequence, session, payload in rows:
-                yield Entry(format_cursor(sequence), session, payload)
+                yield Entry(f"{sequence:020d}", session, payload)  # string order is numeric order
             if len(rows) < _PAGE:
                 return
             low = rows[-1][0] + 1
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock, self._explained():
-            connection = self._opened(self._writer)
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+        with self._write_lock, _store_errors(self._name):
+            yield self._opened(self._writer)
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
-        with self._read_lock, self._explained():
+        with self._read_lock, _store_errors(self._name):
             yield self._opened(self._reader)
 
     def _opened(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
         if connection is None:
-            raise StoreError(f"{self._path}: the store is closed")
+            raise StoreError(f"{self._name}: the store is closed")
         return connection
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """sqlite3's and the system's errors as ours, with the file's name."""
-        try:
-            yield
-        except (sqlite3.OperationalError, OSError) as error:
-            raise StoreUnavailableError(f"{self._path}: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise StoreError(
-                f"{self._path}: {error}; the file may be damaged: move it away to start an empty store"
-            ) from error
-        except sqlite3.Error as error:
-            raise StoreError(f"{self._path}: {error}") from error
+
+class SQLiteStore(_Database):
+    """A Store in one file.
+
+    Raises StoreVersionError for a file of another schema version and StoreError for a file that is something else.
+    Such a file is left as it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with _store_errors(str(path)):
+            _prepare_file(path)
+            writer = _connect(str(path))
+            try:
+                _create_schema(writer, path)
+                _enter_wal(writer)
+                super().__init__(str(path), writer, _connect(str(path)))
+            except BaseException:
+                writer.close()
+                raise
+
+
+class MemoryStore(_Database):
+    """A Store in this process's memory, for tests and for servers that must not write.
+
+    Beyond ``max_bytes`` the oldest entries go.
+    """
+
+    def __init__(self, max_bytes: int = 256 << 20) -> None:
+        self._max_bytes = max_bytes
+        connection = _connect(":memory:")
+        _create_schema(connection, Path(":memory:"))
+        super().__init__("memory://", connection, connection)
+
+    def _make_room(self, connection: sqlite3.Connection) -> None:
+        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+        while True:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+            if (pages - free) * page_size <= self._max_bytes:
+                return
+            oldest = "DELETE FROM entries WHERE sequence = (SELECT min(sequence) FROM entries)"
+            if connection.execute(oldest).rowcount == 0:
+                return
+
+
+@contextmanager
+def _store_errors(name: str) -> Iterator[None]:
+    """Raise errors of sqlite3 and of the system as store errors that name the database."""
+    try:
+        yield
+    except (sqlite3.OperationalError, OSError) as error:
+        raise StoreUnavailableError(f"{name}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error
+    except sqlite3.Error as error:
+        raise StoreError(f"{name}: {error}") from error
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _parse_cursor(cursor: str | None) -> int:
+    """Return the row number of ``cursor``; 0, which is before every row, for None."""
+    if cursor is None:
+        return 0
+    if not (cursor.isascii() and cursor.isdigit()):
+        raise bad_cursor(cursor)
+    return int(cursor)
 
 
 def _prepare_file(path: Path) -> None:
-    """Create the file, readable by its owner alone, or look at the one that is there without opening it as a database.
+    """Create the file and its folder, for their owner alone, or check a file that is there by its header.
 
-    The look comes first because SQLite writes to a file, if only to its journals, once it has opened it.
+    The check does not open the file as a database, because SQLite would then write to it, if only to its journals.
     """
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     with path.open("rb") as file:
         header = file.read(100)
@@ -186,7 +228,7 @@ def _prepare_file(path: Path) -> None:
         return
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise _not_ours(path, "not an SQLite database")
-    # offsets 60 and 68 of the SQLite file format; ours are there before the file ever has a write-ahead log
+    # The file format has both numbers at these offsets. Ours are written before the file has a write-ahead log.
     _check_marks(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
 
 
@@ -204,17 +246,16 @@ def _not_ours(path: Path, what: str) -> StoreError:
     return StoreError(f"{path}: {what}, so not a store of agentspec; it was left as it is: name another file")
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+def _connect(database: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(database, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA secure_delete = ON")
     return connection
 
 
 def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Write the schema into an empty file. Under a lock, for another process may have opened the same new file."""
-    connection.execute("BEGIN EXCLUSIVE" if _is_empty(connection) else "BEGIN")
-    try:
+    """Write the schema into an empty file, under a lock: another process may have opened the same new file."""
+    with _transaction(connection, "EXCLUSIVE" if _is_empty(connection) else ""):
         if _is_empty(connection):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -223,11 +264,6 @@ def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         _check_marks(path, application, version)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

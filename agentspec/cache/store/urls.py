@@ -1,13 +1,13 @@
-"""Store URLs: which database, and nothing of its password in what is shown."""
+"""Store URLs: which database they name, where the default one lies, and how to show them without the password."""
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from agentspec.cache.store.base import Store
-from agentspec.cache.store.memory import MemoryStore
 from agentspec.cache.store.redis_store import RedisStore
-from agentspec.cache.store.sqlite import SQLiteStore
+from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.errors import StoreURLError
 
 FORMS = (
@@ -21,8 +21,14 @@ _OPTIONS = {"redis": frozenset({"prefix"}), "rediss": _TLS_OPTIONS | {"prefix"},
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
+def default_store_url(name: str) -> str:
+    """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME)."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return f"sqlite:///{Path(base).expanduser() / 'agentspec' / name}"
+
+
 def open_store(url: str) -> Store:
-    """The store that ``url`` names; a missing SQLite file and its folders are created, Redis is not contacted yet.
+    """Open the store that ``url`` names. Creates a missing SQLite file and its folders; does not contact Redis yet.
 
     Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
     StoreVersionError, StoreError and StoreUnavailableError.
@@ -40,10 +46,10 @@ def open_store(url: str) -> Store:
 
 
 def redact(url: str) -> str:
-    """``url`` fit to be shown: user and password, and whatever stands in the query, are blotted out."""
+    """Return ``url`` fit to be shown, without user, password and query."""
     if url.lower().startswith("sqlite:"):
         return url  # a path, in which @ and ? mean nothing
-    # to the last @ of all, so that a password with an unescaped / ? or @ in it goes as a whole
+    # Up to the last @ of all, so that a password with an unescaped / ? or @ in it goes as a whole.
     before, found, after = url.rpartition("@")
     if found:
         scheme, slashes, _ = before.partition("//")

@@ -1,4 +1,4 @@
-"""Records on their way to the store, in the background."""
+"""Writing records to the store in the background."""
 
 import atexit
 import logging
@@ -6,40 +6,38 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from agentspec.cache.store.base import Store, check_namespace
 from agentspec.cache.store.breaker import CircuitBreaker, State
-from agentspec.cache.store.codec import encode
-from agentspec.cache.store.records import Record, TurnRecord
+from agentspec.cache.store.records import Record, TurnRecord, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_OVERHEAD = 256  # bytes of a queued record beside its tokens, roughly
 _BATCH_BYTES = 1 << 20  # so that a batch passes well within a socket timeout
-_CLOSING_DELAY = 0.05
+_CLOSING_DELAY = 0.05  # seconds between the attempts while closing
 _MAX_GAPS = 100_000  # sessions remembered to have lost a turn; forgetting them costs some wrong drafts
 
 
 @dataclass(frozen=True, slots=True)
 class WriterStats:
-    """Counts since the start. Every record put is in exactly one of persisted, dropped, refused and queued."""
+    """Counts since the start. Every record put is in exactly one of persisted, dropped, refused and queued.
+
+    persisted: records that the store has acknowledged. dropped: records given up for want of room, or at close.
+    refused: records that could not be encoded, or that the store will never take. failed: appends that failed; their
+    records stay queued. state: the breaker's.
+    """
 
     persisted: int
-    """Records that the store has acknowledged."""
     dropped: int
-    """Records given up for want of room, or at close."""
     refused: int
-    """Records that could not be encoded, or that the store will never take."""
     failed: int
-    """Appends that failed; their records stay queued."""
     queued: int
     queued_bytes: int
     state: State
 
     def as_dict(self) -> dict[str, int | str]:
-        """As JSON."""
+        """Return the counts as JSON."""
         return asdict(self)
 
 
@@ -47,15 +45,15 @@ class WriterStats:
 class _Item:
     number: int
     record: Record
-    size: int
+    size: int  # bytes; taken once, for counting it takes a walk through a message
 
 
 class BackgroundWriter:
     """Appends records to a store from a thread of its own.
 
     ``put`` never blocks and never raises. While the store is away, records wait, up to ``max_entries`` and
-    ``max_bytes``; beyond that the oldest go, and are counted. The loss is logged once, and so is the recovery.
-    The store stays the caller's, to be closed after this.
+    ``max_bytes``; beyond that the oldest are dropped and counted. An outage is logged once, and so is its end.
+    The caller closes the store, after this.
     """
 
     def __init__(
@@ -90,10 +88,10 @@ class BackgroundWriter:
 
     def put(self, record: Record) -> None:
         """Queue ``record``. Its arrays must not change afterwards."""
-        size = _size(record)
+        size = record.size
         with self._work:
             self._number += 1
-            if self._deadline is not None:
+            if self._closing():
                 self._dropped += 1
                 return
             self._queue.append(_Item(self._number, record, size))
@@ -103,10 +101,7 @@ class BackgroundWriter:
                 self._work.notify()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything put before this call has left the queue; False if ``timeout`` seconds were not enough.
-
-        What left it is in ``stats``: written, or counted as dropped or refused.
-        """
+        """Wait until all records put so far are written, dropped or refused. Returns False if ``timeout`` s pass."""
         with self._work:
             target = self._number
             self._hurry = True
@@ -114,7 +109,7 @@ class BackgroundWriter:
             return self._settled.wait_for(lambda: self._oldest() > target, timeout)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Write what is queued, for at most ``timeout`` seconds, and stop. What is left is counted as dropped."""
+        """Write what is queued, for at most ``timeout`` seconds, and stop. The rest is counted as dropped."""
         with self._work:
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeout
@@ -125,7 +120,7 @@ class BackgroundWriter:
         atexit.unregister(self.close)
 
     def stats(self) -> WriterStats:
-        """Figures of this moment."""
+        """Return the figures of this moment."""
         with self._work:
             return WriterStats(
                 persisted=self._persisted,
@@ -149,7 +144,7 @@ class BackgroundWriter:
             logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
 
     def _next_batch(self) -> list[_Item]:
-        """Wait for records, for more of them, and for the breaker. Empty: there is nothing more to do."""
+        """Wait for records, for a batch of them, and for the breaker. Returns an empty batch to end the thread."""
         with self._work:
             self._work.wait_for(lambda: self._queue or self._closing())
             self._work.wait_for(
@@ -175,7 +170,7 @@ class BackgroundWriter:
             if entries:
                 self._store.append(self._namespace, entries)
             else:
-                self._store.ping()  # the breaker may be waiting for an answer
+                self._store.ping()  # the breaker needs an answer to close again
         except Exception as error:  # whatever a store may raise: this thread must live
             self._keep(batch, before, error)
             return
@@ -193,7 +188,7 @@ class BackgroundWriter:
             )
 
     def _encode(self, record: Record, gaps: set[str]) -> tuple[str, bytes] | None:
-        """The record as a store's entry, or None if it cannot be one. ``gaps``: sessions that have just lost a turn."""
+        """Return the record as an entry, or None if it cannot be one. ``gaps``: sessions that have just lost a turn."""
         try:
             if isinstance(record, TurnRecord) and record.session in gaps:
                 record = replace(record, gap=True)
@@ -208,7 +203,7 @@ class BackgroundWriter:
         return record.session, payload
 
     def _keep(self, batch: list[_Item], gaps: set[str], error: Exception) -> None:
-        """Put a batch that failed back. One that will never be taken is narrowed down to the record at fault."""
+        """Put a failed batch back. If the store will never take it, halve it until the record at fault is alone."""
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._failed += 1
@@ -218,7 +213,7 @@ class BackgroundWriter:
                 self._gaps.add(batch[0].record.session)
                 self._leave(batch)
             else:
-                # the same records again, so that a store can tell a batch that it already has
+                # Send the same records again, so that a store can recognise a batch that it already has.
                 self._limit = len(batch) if passing else len(batch) // 2
                 self._queue.extendleft(reversed(batch))
                 self._in_flight.clear()
@@ -239,12 +234,13 @@ class BackgroundWriter:
         self._settled.notify_all()
 
     def _trim(self) -> None:
-        if self._bytes <= self._max_bytes and len(self._queue) + len(self._in_flight) <= self._max_entries:
-            return
+        dropped = self._dropped
         while self._queue and (
             self._bytes > self._max_bytes or len(self._queue) + len(self._in_flight) > self._max_entries
         ):
             self._drop_oldest()
+        if self._dropped == dropped:
+            return
         self._settled.notify_all()
         if not self._overflowing:
             self._overflowing = True
@@ -264,20 +260,3 @@ class BackgroundWriter:
     def _oldest(self) -> int:
         waiting = self._in_flight or self._queue
         return waiting[0].number if waiting else self._number + 1
-
-
-def _size(record: Record) -> int:
-    if isinstance(record, TurnRecord):
-        return _OVERHEAD + record.prompt_tail.nbytes + record.response.nbytes
-    return _OVERHEAD + _rough_size(record.message)
-
-
-def _rough_size(value: Any) -> int:
-    """About the bytes that a JSON-able value takes when packed."""
-    if isinstance(value, str):
-        return 5 + len(value)
-    if isinstance(value, dict):
-        return 5 + sum(_rough_size(key) + _rough_size(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return 5 + sum(map(_rough_size, value))
-    return 9
