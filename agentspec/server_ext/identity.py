@@ -19,7 +19,7 @@ from typing import Any
 
 from agentspec.cache import SCOPES, Scope
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
-from agentspec.cache.store.naming import frame
+from agentspec.cache.store import frame
 from agentspec.errors import InvalidSessionError
 
 SESSION_KEY = "session_id"

@@ -7,7 +7,6 @@ secret (the store URL with its password) can be given by the environment instead
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,21 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, FixedRule
+from agentspec.cache.store import default_store_url
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.drafter_settings import DrafterSettings
 
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 
 
-def data_dir() -> Path:
-    """The user's data folder for agentspec (XDG base directory convention)."""
-    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "agentspec"
-
-
 def default_store() -> str:
-    """The embedded default: one SQLite file in the user's data folder."""
-    return f"sqlite:///{data_dir() / 'server.db'}"
+    """Return the URL of the server's own SQLite file in the user's data folder."""
+    return default_store_url("server.db")
 
 
 class Settings(BaseModel):

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.store import Store, TurnRecord
-from agentspec.cache.store.chain import Chain
-from agentspec.cache.store.reader import RecordReader
+from agentspec.cache.store import Chain, RecordReader, Store, TurnRecord
 from agentspec.simulate.records import Call, read_calls
 from agentspec.simulate.tokenizer import open_tokenizer
 
