@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cache/cache.hpp"
+#include "drafting/draft_value.hpp"
 #include "index/stopwatch.hpp"
 
 namespace nb = nanobind;
@@ -215,6 +216,13 @@ nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> out
   return nb::make_tuple(turn->kept, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
 }
 
+double draft_value(double expected, std::size_t drafted, double cost) {
+  DraftValue value{kCaution * cost};
+  value.expected += expected;
+  value.length = drafted;
+  return value.value();
+}
+
 // The façade's DraftPolicy; its fields have been checked there.
 PolicySettings settings_of(const nb::object& policy) {
   PolicySettings settings;
@@ -253,6 +261,7 @@ NB_MODULE(_native, module) {
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
   module.def("watch_clock", &watch_clock, "watched"_a);
+  module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
   nb::class_<Cache>(module, "Core")
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(

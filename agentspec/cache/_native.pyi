@@ -73,3 +73,7 @@ class Core:
 # Let indexing and evicting end early by the clock (the default), in the whole process. Tests and benchmarks switch it
 # off where answers must not depend on the machine's speed.
 def watch_clock(watched: bool) -> None: ...
+
+# What a draft of so many tokens is worth of which so many should be accepted: the tokens that its step brings per unit
+# of work, 1 without a draft. All drafts are cut and chosen by it. cost: price of verifying one more token.
+def draft_value(expected: float, drafted: int, cost: float) -> float: ...

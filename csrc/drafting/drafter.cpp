@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "drafting/draft_value.hpp"
 #include "drafting/scoring.hpp"
 
 namespace agentspec {
@@ -11,8 +12,6 @@ namespace {
 constexpr std::size_t kTail = 256;          // tokens of context that look-ups within a draft see
 constexpr std::uint32_t kLongEnough = 32;   // one match of so many tokens: the other sources need not be searched
 constexpr std::uint32_t kListedEnough = 4;  // so many listed occurrences may stand for all of them
-// The token taken is the one that looks best of several, so its chances are somewhat overrated; it is made up for here.
-constexpr double kCaution = 1.3;
 
 // Brings the matches up to date with the sources: followed ones are kept, the others searched for.
 void refresh(const Sources& sources, std::span<const Token> context, MatchState& state) {
@@ -59,26 +58,6 @@ void move_on(const Sources& sources, Token token, std::span<const Token> context
   }
   advance_trail(sources, token, front.trail);
 }
-
-// What a draft promises as it grows: its expected tokens, with the one that a step always brings, for its price.
-struct DraftValue {
-  double price;      // of a drafted token, as a share of a step
-  double ratio = 1;  // the best so far; without a draft it is 1
-  double chance = 1, expected = 1;
-  std::size_t size = 0, best = 0;  // tokens up to now, and where the ratio was best
-
-  void add(double probability) {
-    chance *= probability;
-    expected += chance;
-    ++size;
-    if (whole() > ratio) {
-      ratio = whole();
-      best = size;
-    }
-  }
-  double whole() const { return expected / (1 + price * static_cast<double>(size)); }
-  bool can_grow() const { return chance >= price * ratio; }
-};
 
 // The first of the path's tokens become the draft.
 void take(std::size_t drafted, DraftPath& result) {
@@ -140,15 +119,15 @@ void grow(const PolicySettings& settings, const Learned& learned, const Sources&
 void offer_fixed(const ExternalDraft& given, std::size_t limit, double price, DraftPath& scratch, DraftPath& drafted) {
   DraftValue present{price};
   for (const Candidate& taken : drafted.taken) present.add(taken.probability);
-  DraftValue offered{price, std::max(present.whole(), 1.0)};
+  DraftValue offered{price, std::max(present.value(), 1.0)};
   const std::size_t alike = shared(given, drafted.taken);
   for (std::size_t d = 0; d < std::min(limit, given.size()) && offered.can_grow(); ++d) {
     Candidate& taken = scratch.taken.emplace_back(d < alike ? drafted.taken[d] : Candidate{given.tokens[d], kModel});
     taken.probability = given.chances[d];
     offered.add(taken.probability);
   }
-  if (offered.best == 0) return;
-  scratch.taken.resize(offered.best);
+  if (offered.best_length == 0) return;
+  scratch.taken.resize(offered.best_length);
   scratch.match_length = alike > 0 ? drafted.match_length : 0;
   std::swap(drafted, scratch);
 }
@@ -162,7 +141,7 @@ void draft(const PolicySettings& settings, const Learned& learned, const Sources
   if (limit == 0) return;
   DraftValue prospect{kCaution * cost};
   grow(settings, learned, sources, context, {}, limit, state, prospect, result.path);
-  take(prospect.best, result);
+  take(prospect.best_length, result);
 }
 
 void take_offer(const PolicySettings& settings, const Learned& learned, const Sources& sources,
@@ -179,13 +158,13 @@ void take_offer(const PolicySettings& settings, const Learned& learned, const So
     if (d < alike) drafted.taken[d].probability = given.chances[d];
     present.add(drafted.taken[d].probability);
   }
-  drafted.taken.resize(present.best);
-  if (present.best == 0) drafted.match_length = 0;
+  drafted.taken.resize(present.best_length);
+  if (present.best_length == 0) drafted.match_length = 0;
   if (limit == 0 || given.size() == 0) return;
-  DraftValue offered{price, present.ratio};
+  DraftValue offered{price, present.best};
   grow(settings, learned, sources, context, given, limit, state, offered, scratch.path);
-  if (offered.best == 0) return;
-  take(offered.best, scratch);
+  if (offered.best_length == 0) return;
+  take(offered.best_length, scratch);
   std::swap(drafted, scratch);
 }
 
