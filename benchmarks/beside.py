@@ -10,7 +10,6 @@ vLLM (`none`), whose times are what the others' are multiples of.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,8 +19,7 @@ from typing import Any
 
 import engines
 import numpy as np
-from comparison import say
-from engines import positive
+from report import positive, print_json, print_table, say
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import Call, ReplayResult
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rows = [row(method, result, results["none"]) for method, result in results.items()]
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
     else:
         _print_table(rows, options)
     return 0
@@ -144,23 +142,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     mix = f"{options.quiet_rows} rows of {options.quiet} beside {options.copying_rows} of {options.copying}"
-    table = Table(title=f"time between tokens, {mix}: ms (times none)")
-    for name in ("method", "steps", "tokens/step", *QUANTILES, "met"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for item in rows:
-        times, ratios = item["milliseconds"], item["times_none"]
-        table.add_row(
+    columns = ("method", "steps", "tokens/step", *QUANTILES, "met")
+    cells = [
+        (
             item["method"],
             f"{item['steps']:,}",
             f"{item['tokens_per_step']:.2f}",
-            *(f"{times[name]:.1f} ({ratios[name]:.2f})" for name in QUANTILES),
+            *(f"{item['milliseconds'][name]:.1f} ({item['times_none'][name]:.2f})" for name in QUANTILES),
             "yes" if item["met"] else "no",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        for item in rows
+    ]
+    print_table(f"time between tokens, {mix}: ms (times none)", columns, cells, left=("method",), width=120)
 
 
 if __name__ == "__main__":

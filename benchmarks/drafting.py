@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from comparison import Row, add_options, more, pin, say, show
-from contenders import DEPTH, MAX_DRAFT, TENANT
-from rivals import SETTINGS, Counts, Rivals, Setting
+from drafters import ARCTIC_SETTINGS, DEPTH, MAX_DRAFT, TENANT, Counts, OtherDrafters, Setting
+from report import Row, add_options, more, names, pin, say, show
 from trace_files import WORKLOADS, calls
 
 from agentspec.cache import DraftPolicy, SuffixCache, _native
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--workloads",
-        type=lambda text: text.split(","),
+        type=names,
         default=list(WORKLOADS),
         metavar="A,B",
         help="only these (all six; the mean needs them all)",
@@ -64,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pin(options.cpu)
     _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
     try:
-        rivals = Rivals(options.traces, options.peer_dir, options.peer_sweep)
+        others = OtherDrafters(options.traces, options.peer_dir, options.peer_sweep)
         rows = []
         if options.limits != "equal":
-            rows += default_rows(options.traces, options.workloads, rivals)
+            rows += default_rows(options.traces, options.workloads, others)
         if options.limits != "defaults":
-            rows += equal_rows(options.traces, options.workloads, rivals)
+            rows += equal_rows(options.traces, options.workloads, others)
     except AgentSpecError as error:
         say(f"error: {error}")
         return 2
@@ -79,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def default_rows(traces: Path, workloads: Sequence[str], rivals: Rivals) -> list[Row]:
+def default_rows(traces: Path, workloads: Sequence[str], drafters: OtherDrafters) -> list[Row]:
     """Return the rows of ours with its defaults: those against ArcticInference's best setting first."""
     targets: list[Row] = []
     others: list[Row] = []
     for name in workloads:
-        best = best_settings(rivals.settings(name))
-        theirs = rivals.defaults(name)
+        best = best_settings(drafters.settings(name))
+        theirs = drafters.defaults(name)
         plain = default_counts(traces, name, DraftPolicy())
         for cost in TARGET_COSTS:
             setting, bar = best[cost]
@@ -121,14 +120,14 @@ def best_settings(counts: Mapping[str, Counts]) -> dict[float, tuple[Setting, fl
     """Return for each cost the setting with the highest throughput, and that throughput."""
     found = {}
     for cost in COSTS:
-        best = max(SETTINGS, key=lambda setting: counts[str(setting)].throughput(cost))
+        best = max(ARCTIC_SETTINGS, key=lambda setting: counts[str(setting)].throughput(cost))
         found[cost] = best, counts[str(best)].throughput(cost)
     return found
 
 
-def equal_rows(traces: Path, workloads: Sequence[str], rivals: Rivals) -> list[Row]:
+def equal_rows(traces: Path, workloads: Sequence[str], others: OtherDrafters) -> list[Row]:
     """Return the rows of equal limits: the targets first, then every workload and cost."""
-    theirs = {name: rivals.settings(name) for name in workloads}
+    theirs = {name: others.settings(name) for name in workloads}
     rows: list[Row] = []
     ratios: dict[tuple[str, float], float] = {}
     for name in workloads:

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-import peer
+import arctic
+from report import positive
 from trace_files import VOCABULARY, records
 
 from agentspec.testing.replay import METHODS, Call, ModelShape, ReplayEngine, fitting_length
@@ -38,22 +39,11 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
         help="of: none (plain vLLM), ngram (vLLM's own prompt lookup), suffix (vLLM's own, on ArcticInference's "
         "extension), agentspec (%(default)s)",
     )
-    peer.add_option(parser)
+    arctic.add_option(parser)
     add("--hidden", type=positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
     add("--layers", type=positive, default=2, help="its layers (%(default)s)")
     add("--seed", type=int, default=0, help="of its weights (%(default)s)")
     add("--json", action="store_true", help="print a JSON list, one object a method, instead of a table")
-
-
-def positive(text: str) -> int:
-    """Return an option's value as a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
 
 
 def short_calls(options: argparse.Namespace, workload: str) -> Iterator[Call]:
@@ -81,7 +71,7 @@ def start_engines(
 
     `max_draft` (in tokens) and agentspec's `settings`: None leaves them at their defaults.
     """
-    paths = {"suffix": [peer.build(options.peer_dir)]} if "suffix" in options.methods else {}
+    paths = {"suffix": [arctic.build(options.peer_dir)]} if "suffix" in options.methods else {}
     shape = ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))
     return {
         method: stack.enter_context(

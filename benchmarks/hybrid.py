@@ -12,7 +12,6 @@ mixed        both in turn
 """
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison import say, speed_ratio
+from report import machine, print_json, print_table, say, speed_ratio
 
 from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
 from agentspec.testing.replay import compare as take_turns
@@ -57,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         provenance = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": f"{platform.machine()}, {_cores()} cores, no GPU",
+            "machine": machine(),
             "python": platform.python_version(),
             "speculator": options.speculator.name,
             "sessions": options.sessions,
             "batch": options.batch,
         }
-        print(json.dumps({"provenance": provenance, "rows": rows, "ratios": ratios}, indent=1))
+        print_json({"provenance": provenance, "rows": rows, "ratios": ratios})
     else:
         _print(rows, ratios)
     return 0
@@ -179,12 +178,6 @@ def _ratio(load: str, what: str, other_name: str, ours: ReplayResult, other: Rep
     }
 
 
-def _cores() -> int:
-    import os
-
-    return os.cpu_count() or 1
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -197,18 +190,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for title, items in (("Suffix trees, a draft model, and both", rows), ("The hybrid", ratios)):
-        table = Table(title=title)
-        names = [name for name in items[0] if name != "accepted_by_source"]
-        for name in names:
-            table.add_column(name.replace("_", " "))
-        for item in items:
-            table.add_row(*(str(item[name]) for name in names))
-        console.print(table)
+    for title, items in (("Suffix index, a draft model, and both", rows), ("The hybrid", ratios)):
+        columns = [name for name in items[0] if name != "accepted_by_source"]
+        cells = [[str(item[name]) for name in columns] for item in items]
+        headings = [name.replace("_", " ") for name in columns]
+        print_table(title, headings, cells, left=headings, width=120)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from statistics import median
 from time import perf_counter, perf_counter_ns, thread_time_ns
 
 import numpy as np
-from comparison import Row, add_options, at_most, less, pin, say, show
-from contenders import DEPTH, Ours, Peer, take
+from drafters import DEPTH, AgentSpecIndex, ArcticIndex, take
+from report import Row, add_options, at_most, less, pin, say, show
 from trace_files import Tokens, documents, records
 
 from agentspec.cache import DraftPolicy, SuffixCache, _native
@@ -49,9 +49,9 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    fixed: Ours
-    judged: Ours
-    peer: Peer
+    fixed: AgentSpecIndex
+    judged: AgentSpecIndex
+    peer: ArcticIndex
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +75,9 @@ def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
     rows: list[Row] = []
     source = documents(traces)
     held: list[Tokens] = []
-    all_three = Contenders(Ours(DraftPolicy.fixed()), Ours(DraftPolicy(cost=COST)), Peer(peer_dir))
+    all_three = Contenders(
+        AgentSpecIndex(DraftPolicy.fixed()), AgentSpecIndex(DraftPolicy(cost=COST)), ArcticIndex(peer_dir)
+    )
     memory = {"ours": 0, "peer": 0}
     for size in SIZES:
         new = take(source, size - sum(map(len, held)))
@@ -151,7 +153,7 @@ def _run_peer(times: Times, all_three: Contenders, names: list[str], table: Toke
 
 
 @contextmanager
-def _started(contender: Ours | Peer, names: Sequence[str], table: Tokens) -> Iterator[None]:
+def _started(contender: AgentSpecIndex | ArcticIndex, names: Sequence[str], table: Tokens) -> Iterator[None]:
     """Requests with the beginnings of the rows as prompt and response; nothing of them stays."""
     for name, text in zip(names, table, strict=True):
         contender.start(name, text[:DEPTH])
@@ -253,7 +255,7 @@ def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
     try:
         for turn in range(EVICTIONS):
             say(f"evicting half, {turn + 1} of {EVICTIONS}")
-            ours = Ours(DraftPolicy.fixed())
+            ours = AgentSpecIndex(DraftPolicy.fixed())
             ours.fill(held)
             before = _resident()
             runs.append(_evicting_half(ours.cache))
@@ -290,7 +292,7 @@ def _evicting_half(cache: SuffixCache) -> list[float]:
 
 def large_rows(source: Iterator[Tokens]) -> list[Row]:
     """Ours with few and with many more tokens, taking turns."""
-    small, large = Ours(DraftPolicy.fixed()), Ours(DraftPolicy.fixed())
+    small, large = AgentSpecIndex(DraftPolicy.fixed()), AgentSpecIndex(DraftPolicy.fixed())
     few = take(source, SIZES[0])
     small.fill(few)
     many: list[Tokens] = []  # some of the text that is held

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import print_json, print_table, say
 
 from agentspec.cache import Scope
 from agentspec.errors import AgentSpecError, ConfigurationError
@@ -41,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rows = measure(options)
     except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     except AgentSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 1
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
     else:
         _print_table(rows)
     return 0
@@ -65,7 +66,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     scope: Scope = "tenant" if needed <= streams[0].distinct else "session"
     launches = []
     for number in range(options.launches):
-        print(f"launch {number + 1} of {options.launches}: three engines start", file=sys.stderr, flush=True)
+        say(f"launch {number + 1} of {options.launches}: three engines start")
         launches.append(_launch(options, shape, streams[number], scope, number))
     model = "random weights" if options.model is None else str(options.model)
     common = {"model": model, "scope": scope}
@@ -142,7 +143,7 @@ def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", bat
             drafted += result.drafted
             if number:  # the first round warms up
                 medians[name].append(statistics.median(result.decode_seconds))
-    print(f"batch {batch}: {rounds} rounds done", file=sys.stderr, flush=True)
+    say(f"batch {batch}: {rounds} rounds done")
 
     def ratio(a: str, b: str) -> float:
         return round(statistics.median(x / y for x, y in zip(medians[a], medians[b], strict=True)), 4)
@@ -217,25 +218,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"idle extension, ms per decode step ({rows[0]['model']})")
-    for name in ("batch", "with", "without", "default scheduling", "ratio", "control", "target", "met"):
-        table.add_column(name, justify="right")
+    columns = ("batch", "with", "without", "default scheduling", "ratio", "control", "target", "met")
+    cells = []
     for item in rows:
-        table.add_row(
-            str(item["batch"]),
-            f"{item['ms_with']:.3f}",
-            f"{item['ms_without']:.3f}",
-            f"{item['ms_default']:.3f}",
-            f"{item['ratio_to_both']:.3f}"
-            + ("" if item["standard_error"] is None else f" ± {item['standard_error']:.3f}"),
-            f"{item['ratio_of_both_without']:.3f}",
-            f"<= {item['target']:.2f}",
-            "yes" if item["met"] else "no",
+        error = "" if item["standard_error"] is None else f" ± {item['standard_error']:.3f}"
+        cells.append(
+            (
+                str(item["batch"]),
+                *(f"{item[name]:.3f}" for name in ("ms_with", "ms_without", "ms_default")),
+                f"{item['ratio_to_both']:.3f}{error}",
+                f"{item['ratio_of_both_without']:.3f}",
+                f"<= {item['target']:.2f}",
+                "yes" if item["met"] else "no",
+            )
         )
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    print_table(f"idle extension, ms per decode step ({rows[0]['model']})", columns, cells, width=110)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ model.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,8 +22,7 @@ from itertools import islice
 from typing import Any
 
 import engines
-from comparison import say, speed_ratio
-from engines import positive
+from report import positive, print_json, print_table, say, speed_ratio
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import (
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rows = [row(method, result, results.get(OURS)) for method, result in results.items()]
     if options.json:
-        print(json.dumps([{"limits": options.limits, **item} for item in rows], indent=1))
+        print_json([{"limits": options.limits, **item} for item in rows])
     else:
         _print_table(rows, options, len(calls))
     return 0
@@ -186,26 +184,34 @@ def _price(text: str) -> float | str:
 
 
 def _print_table(rows: Sequence[dict[str, Any]], options: argparse.Namespace, calls: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     equal = options.limits == "equal"
     limits = f"at most {options.max_draft} draft tokens" if equal else "defaults"
-    table = Table(title=f"{options.workload}: {calls} calls, batch {options.batch}, {limits}")
-    names = ("method", "tokens", "steps", "drafted", "accepted", "tokens/step", "acceptance", "tokens/s", "agentspec's")
-    for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right")
+    columns = (
+        "method",
+        "tokens",
+        "steps",
+        "drafted",
+        "accepted",
+        "tokens/step",
+        "acceptance",
+        "tokens/s",
+        "agentspec's",
+    )
+    cells = []
     for item in rows:
         compared = "agentspec_speed_ratio" in item
-        table.add_row(
-            item["method"],
-            *(f"{item[name]:,}" for name in ("tokens", "steps", "drafted", "accepted")),
-            f"{item['tokens_per_step']:.2f}",
-            f"{item['acceptance_rate']:.2f}",
-            f"{item['tokens_per_second']:.1f}",
-            f"{item['agentspec_speed_ratio']:.3f} ± {item['noise']:.3f}" if compared else "",
+        cells.append(
+            (
+                item["method"],
+                *(f"{item[name]:,}" for name in ("tokens", "steps", "drafted", "accepted")),
+                f"{item['tokens_per_step']:.2f}",
+                f"{item['acceptance_rate']:.2f}",
+                f"{item['tokens_per_second']:.1f}",
+                f"{item['agentspec_speed_ratio']:.3f} ± {item['noise']:.3f}" if compared else "",
+            )
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    title = f"{options.workload}: {calls} calls, batch {options.batch}, {limits}"
+    print_table(title, columns, cells, left=("method",), width=120)
     print("agentspec's: its tokens/s over this method's, and the standard error of that ratio")
     if any(item["method"] == "ngram" for item in rows):
         ngrams = f"{NGRAM_MIN} to {NGRAM_MAX}" if equal else "5"

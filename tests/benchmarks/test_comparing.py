@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import comparison  # isort: skip
+import report  # isort: skip
 import drafting  # isort: skip
-import peer  # isort: skip
-import rivals  # isort: skip
+import arctic  # isort: skip
+import drafters  # isort: skip
 import trace_files  # isort: skip
 from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError
@@ -20,12 +20,12 @@ from agentspec.testing.replay import ReplayResult
 
 
 def test_a_row_says_how_many_times_better_and_whether_that_meets_the_target() -> None:
-    assert comparison.less("f", 2.0, 30.0, 10) == comparison.Row("f", 2.0, 30.0, 15.0, "at least 10x less", True)
-    assert comparison.less("f", 4.0, 30.0, 10).met is False
-    assert comparison.less("f", 4.0, 30.0).met is None
-    assert comparison.more("f", 2.2, 2.0, 1.1).met is True
-    assert comparison.more("f", 1.9, 2.0, 1.0).met is False
-    assert comparison.at_most("f", 0.2, 0.3, "s").met is True
+    assert report.less("f", 2.0, 30.0, 10) == report.Row("f", 2.0, 30.0, 15.0, "at least 10x less", True)
+    assert report.less("f", 4.0, 30.0, 10).met is False
+    assert report.less("f", 4.0, 30.0).met is None
+    assert report.more("f", 2.2, 2.0, 1.1).met is True
+    assert report.more("f", 1.9, 2.0, 1.0).met is False
+    assert report.at_most("f", 0.2, 0.3, "s").met is True
 
 
 def test_the_noise_of_a_speed_ratio_comes_from_its_turns() -> None:
@@ -33,15 +33,15 @@ def test_the_noise_of_a_speed_ratio_comes_from_its_turns() -> None:
         turns = tuple((10, duration) for duration in seconds)
         return ReplayResult(tokens=10 * len(seconds), seconds=sum(seconds), turns=turns)
 
-    steady = comparison.speed_ratio(result(1.0, 2.0, 3.0), result(2.0, 4.0, 6.0))
+    steady = report.speed_ratio(result(1.0, 2.0, 3.0), result(2.0, 4.0, 6.0))
     assert steady == pytest.approx((2.0, 0.0), abs=1e-9)
-    ratio, noise = comparison.speed_ratio(result(1.0, 1.0, 1.0), result(1.0, 2.0, 3.0))
+    ratio, noise = report.speed_ratio(result(1.0, 1.0, 1.0), result(1.0, 2.0, 3.0))
     assert ratio == pytest.approx(2.0) and 0.3 < noise < 1.0
-    assert comparison.speed_ratio(result(1.0, 2.0), result(2.0, 3.0))[1] == 0.0  # too few turns to say
+    assert report.speed_ratio(result(1.0, 2.0), result(2.0, 3.0))[1] == 0.0  # too few turns to say
 
 
 def test_json_is_a_list_of_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison.show([comparison.less("time", 2.0, 30.0, 10), comparison.Row("alone", 1.23456789)], "title", True)
+    report.show([report.less("time", 2.0, 30.0, 10), report.Row("alone", 1.23456789)], "title", True)
     first, second = json.loads(capsys.readouterr().out)
     assert first == {
         "figure": "time",
@@ -97,47 +97,47 @@ class _Cache:
 def test_the_peers_settings_are_counted_in_one_pass(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
-    counts = rivals.Rivals(traces, tmp_path).settings("chat_mtbench")
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    counts = drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench")
     assert len(counts) == 12
     # The first step has no draft and gives one token; then 3 + 1, then 3 and the one after them.
-    assert counts["1/0.1"] == rivals.Counts(tokens=27, steps=9, drafted=18)
-    assert counts["1/0.5"] == rivals.Counts(tokens=27, steps=27, drafted=0)
+    assert counts["1/0.1"] == drafters.Counts(tokens=27, steps=9, drafted=18)
+    assert counts["1/0.5"] == drafters.Counts(tokens=27, steps=27, drafted=0)
     assert counts["1/0.1"].throughput(0.5) == pytest.approx(27 / 18)
 
-    monkeypatch.setattr(peer, "load", lambda folder: pytest.fail("the counts are kept"))
-    assert rivals.Rivals(traces, tmp_path).settings("chat_mtbench") == counts
+    monkeypatch.setattr(arctic, "load", lambda folder: pytest.fail("the counts are kept"))
+    assert drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench") == counts
 
 
 def test_every_rival_is_counted_with_its_own_defaults(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
-    monkeypatch.setattr(rivals, "ngram_rule", lambda: lambda text: text[-2:].tolist())
-    counts = rivals.Rivals(traces, tmp_path).defaults("chat_mtbench")
-    assert set(counts) == {*rivals.DEFAULTS, rivals.NGRAM}
-    assert counts["vLLM suffix"] == rivals.Counts(tokens=27, steps=9, drafted=18)
-    assert (counts[rivals.NGRAM].tokens, counts[rivals.NGRAM].drafted) == (27, 2 * counts[rivals.NGRAM].steps)
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    monkeypatch.setattr(drafters, "ngram_rule", lambda: lambda text: text[-2:].tolist())
+    counts = drafters.OtherDrafters(traces, tmp_path).defaults("chat_mtbench")
+    assert set(counts) == {*drafters.ARCTIC_DEFAULTS, drafters.NGRAM}
+    assert counts["vLLM suffix"] == drafters.Counts(tokens=27, steps=9, drafted=18)
+    assert (counts[drafters.NGRAM].tokens, counts[drafters.NGRAM].drafted) == (27, 2 * counts[drafters.NGRAM].steps)
 
-    monkeypatch.setattr(rivals, "ngram_rule", lambda: None)  # no vLLM here
-    assert set(rivals.Rivals(traces, tmp_path).defaults("chat_mtbench")) == set(rivals.DEFAULTS)
+    monkeypatch.setattr(drafters, "ngram_rule", lambda: None)  # no vLLM here
+    assert set(drafters.OtherDrafters(traces, tmp_path).defaults("chat_mtbench")) == set(drafters.ARCTIC_DEFAULTS)
 
 
 def test_defaults_have_targets_beside_the_best_setting_and_must_beat_every_default(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rivals:
-        def settings(self, workload: str) -> dict[str, rivals.Counts]:
-            return {str(s): rivals.Counts(100, 50, int(10 * s.factor)) for s in rivals.SETTINGS}
+        def settings(self, workload: str) -> dict[str, drafters.Counts]:
+            return {str(s): drafters.Counts(100, 50, int(10 * s.factor)) for s in drafters.ARCTIC_SETTINGS}
 
-        def defaults(self, workload: str) -> dict[str, rivals.Counts]:
-            return {"vLLM suffix": rivals.Counts(100, 40, 0)}
+        def defaults(self, workload: str) -> dict[str, drafters.Counts]:
+            return {"vLLM suffix": drafters.Counts(100, 40, 0)}
 
     told: list[float | None] = []
 
-    def count(traces: Path, workload: str, policy: DraftPolicy) -> rivals.Counts:
+    def count(traces: Path, workload: str, policy: DraftPolicy) -> drafters.Counts:
         told.append(policy.cost)
-        return rivals.Counts(100, 45, 0)
+        return drafters.Counts(100, 45, 0)
 
     monkeypatch.setattr(drafting, "default_counts", count)
     rows = drafting.default_rows(traces, ["refine_code_ldb", "chat_mtbench"], Rivals())  # type: ignore[arg-type]
@@ -159,8 +159,8 @@ def test_a_peer_that_cannot_be_fetched_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(peer.PeerUnavailableError, match=r"cannot be fetched.*requirements/dev\.txt"):
-        peer.build(tmp_path / "peer")
+    with pytest.raises(arctic.PeerUnavailableError, match=r"cannot be fetched.*requirements/dev\.txt"):
+        arctic.build(tmp_path / "peer")
     assert not [path for path in (tmp_path / "peer").iterdir() if path.is_dir()]
 
 
@@ -168,13 +168,13 @@ def test_another_package_than_the_pinned_one_is_refused(tmp_path: Path, monkeypa
     def fetch(verb: str, command: list[str], environment: dict[str, str]) -> None:
         (Path(command[command.index("--dest") + 1]) / "arctic_inference-0.3.0.tar.gz").write_bytes(b"another")
 
-    monkeypatch.setattr(peer, "_run", fetch)
-    with pytest.raises(peer.PeerUnavailableError, match="sha256"):
-        peer.build(tmp_path)
+    monkeypatch.setattr(arctic, "_run", fetch)
+    with pytest.raises(arctic.PeerUnavailableError, match="sha256"):
+        arctic.build(tmp_path)
 
 
 def test_a_missing_cmake_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(peer.PeerUnavailableError, match="no cmake"):
-        peer._compile(tmp_path, tmp_path, tmp_path)
+    with pytest.raises(arctic.PeerUnavailableError, match="no cmake"):
+        arctic._compile(tmp_path, tmp_path, tmp_path)

@@ -1,7 +1,9 @@
-"""Count what other drafters do with recorded conversations: ArcticInference's suffix decoding and vLLM's n-grams.
+"""Run other drafters beside agentspec: ArcticInference's suffix decoding and vLLM's n-grams.
 
-The counts are those of greedy verification against the record, in file order, one request at a time. They are exact
-and repeatable, so they are kept in a folder and computed only where they are not there yet.
+`AgentSpecIndex` and `ArcticIndex` put both indexes behind the same few calls, so that both do the same timed work.
+`OtherDrafters` counts what the others draft for recorded conversations: greedy verification against the record, in
+file order, one request at a time. Those counts are exact and repeatable, so they are kept in a folder and computed only
+where they are not there yet.
 
 ArcticInference's suffix decoding has three sets of defaults: its library's, its vLLM plugin's, and vLLM's own method
 `suffix`, which calls the library. vLLM's `ngram` has a default for the n-gram's length, and none for the draft's: it
@@ -9,24 +11,111 @@ gets the five tokens of the example in vLLM's documentation.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import arctic
 import numpy as np
-import peer
-from comparison import say
-from contenders import DEPTH, MAX_DRAFT
+from report import say
 from trace_files import Tokens, calls, fingerprint
 
+from agentspec.cache import DraftPolicy, SuffixCache
+
+TENANT = "bench"
+DEPTH = 64
+MAX_DRAFT = 32
 NGRAM_LENGTH = 5
 """vLLM's default for `prompt_lookup_min` and `prompt_lookup_max`."""
 NGRAM_DRAFT = 5
 """Draft tokens of vLLM's `ngram`: what the example in its documentation has; there is no default."""
 
 NGRAM = "vLLM ngram"
+_NOTHING = np.zeros(0, np.int32)
+
+
+class AgentSpecIndex:
+    """SuffixCache, all requests of one tenant. `filled`: seconds it took to take in documents."""
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.cache = SuffixCache(policy=policy)
+        self.filled = 0.0
+
+    def fill(self, documents: Sequence[Tokens]) -> None:
+        """Takes in finished responses."""
+        begin = perf_counter()
+        for document in documents:
+            self.cache.start("fill", _NOTHING, tenant=TENANT)
+            self.cache.extend("fill", document)
+            self.cache.finish("fill")
+        self.cache.catch_up()
+        self.filled += perf_counter() - begin
+
+    def start(self, name: str, prompt: Tokens, session: str | None = None) -> None:
+        self.cache.start(name, prompt, session=session, tenant=TENANT)
+
+    def step(self, names: Sequence[str], table: Tokens, length: int, room: int = MAX_DRAFT) -> None:
+        """A decode step as the engine makes it: row i of the table holds request i, `length` tokens of it."""
+        count = len(names)
+        limits = np.full(count, MAX_DRAFT, np.int32)
+        self.cache.step(names, table, np.arange(count), np.full(count, length), np.full(count, room), limits)
+
+    def propose(self, name: str) -> None:
+        self.cache.propose([name], MAX_DRAFT)
+
+    def extend(self, name: str, tokens: Tokens) -> None:
+        self.cache.extend(name, tokens)
+
+    def stop(self, name: str) -> None:
+        self.cache.finish(name)
+
+    def forget(self, name: str) -> None:
+        """Ends a request of which nothing stays."""
+        self.cache.abort(name)
+
+
+class ArcticIndex:
+    """ArcticInference's SuffixDecodingCache with its defaults, depth 64."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.cache: Any = arctic.load(folder).SuffixDecodingCache(max_tree_depth=DEPTH)
+        self.filled = 0.0
+        self._documents = 0
+
+    def fill(self, documents: Sequence[Tokens]) -> None:
+        begin = perf_counter()
+        for document in documents:
+            self._documents += 1
+            self.cache.start_request(self._documents, _NOTHING)
+            self.cache.add_active_response(self._documents, document)
+            self.cache.stop_request(self._documents)
+        self.filled += perf_counter() - begin
+
+    def start(self, name: str, prompt: Tokens) -> None:
+        self.cache.start_request(name, prompt)
+
+    def speculate(self, name: str, context: Tokens) -> None:
+        """`context`: the last tokens of prompt and response, at most the depth."""
+        self.cache.speculate(name, context, max_spec_tokens=MAX_DRAFT)
+
+    def extend(self, name: str, tokens: Tokens) -> None:
+        self.cache.add_active_response(name, tokens)
+
+    def forget(self, name: str) -> None:
+        self.cache.stop_request(name)
+        self.cache.evict_cached_response(name)
+
+
+def take(documents: Iterator[Tokens], tokens: int) -> list[Tokens]:
+    """The next documents, of that many tokens altogether or a few more."""
+    taken: list[Tokens] = []
+    while tokens > 0:
+        taken.append(next(documents))
+        tokens -= len(taken[-1])
+    return taken
 
 
 @dataclass(slots=True)
@@ -59,10 +148,10 @@ class Setting:
         return f"{self.factor:g}/{self.probability:g}"
 
 
-SETTINGS = [Setting(*pair) for pair in product((1.0, 2.0, 4.0), (0.1, 0.2, 0.3, 0.5))]
+ARCTIC_SETTINGS = [Setting(*pair) for pair in product((1.0, 2.0, 4.0), (0.1, 0.2, 0.3, 0.5))]
 """The settings that ArcticInference's best is taken from, all with the same depth and limit."""
 
-DEFAULTS = {
+ARCTIC_DEFAULTS = {
     "ArcticInference library": Setting(1.0, 0.1, 64, 64),
     "ArcticInference plugin": Setting(1.0, 0.1, 64, 16),
     "vLLM suffix": Setting(1.0, 0.1, 24, 24),
@@ -70,7 +159,7 @@ DEFAULTS = {
 """What each gives a user who sets nothing. How many requests they hold at most (10,000 and more) is never reached."""
 
 
-class Rivals:
+class OtherDrafters:
     """Counts of other drafters, kept in `folder` (default: beside ArcticInference's build).
 
     `traces` holds the recordings. With `again`, what is kept is computed anew.
@@ -82,16 +171,16 @@ class Rivals:
         self._again = again
 
     def settings(self, workload: str) -> dict[str, Counts]:
-        """Return ArcticInference's counts for each of SETTINGS. Raises PeerUnavailableError where it can't be built."""
-        wanted = {str(setting): setting for setting in SETTINGS}
-        return self._kept(f"counts-{peer.VERSION}", workload, lambda: self._suffix(workload, wanted))
+        """Return ArcticInference's counts for ARCTIC_SETTINGS. Raises PeerUnavailableError where it can't be built."""
+        wanted = {str(setting): setting for setting in ARCTIC_SETTINGS}
+        return self._kept(f"counts-{arctic.VERSION}", workload, lambda: self._suffix(workload, wanted))
 
     def defaults(self, workload: str) -> dict[str, Counts]:
         """Return the counts of every rival with its defaults; vLLM's `ngram` only where vLLM is installed.
 
         Raises PeerUnavailableError where ArcticInference can't be built.
         """
-        found = self._kept(f"defaults-{peer.VERSION}", workload, lambda: self._suffix(workload, DEFAULTS))
+        found = self._kept(f"defaults-{arctic.VERSION}", workload, lambda: self._suffix(workload, ARCTIC_DEFAULTS))
         propose = ngram_rule()
         if propose is None:
             say("vLLM is not installed: its ngram is left out")
@@ -102,7 +191,7 @@ class Rivals:
         return {**found, **kept}
 
     def _kept(self, name: str, workload: str, compute: Callable[[], dict[str, Counts]]) -> dict[str, Counts]:
-        folder = self._folder or peer.default_folder()
+        folder = self._folder or arctic.default_folder()
         kept = folder / f"{name}-{workload}-{fingerprint(self._traces, workload)}.json"
         if kept.is_file() and not self._again:
             return {key: Counts(**counts) for key, counts in json.loads(kept.read_text()).items()}
@@ -114,7 +203,7 @@ class Rivals:
 
     def _suffix(self, workload: str, settings: Mapping[str, Setting]) -> dict[str, Counts]:
         """Count all settings at once: what a tree holds at a token of the record doesn't depend on the drafts."""
-        suffix = peer.load(self._folder)
+        suffix = arctic.load(self._folder)
         caches = {
             depth: suffix.SuffixDecodingCache(max_tree_depth=depth) for depth in {s.depth for s in settings.values()}
         }

@@ -1,0 +1,399 @@
+"""Simulate a GPU server: recorded sessions at 1 to 128 at once, drafted for by the code that serves.
+
+    python benchmarks/batch.py --traces DIR [--workloads A,B] [--sessions 1,8,32,128] [--save | --json]
+
+No GPU takes part. Drafts, prices and budgets come from agentspec's own objects, the target's tokens from the
+recording, and a decode step takes a + b x (tokens verified) milliseconds: one token of each row, and its draft. a and
+b are fitted to published decode times of an 8B and a 70B model (MODELS). Prefill and the time that drafting itself
+takes are left out. The counts do not depend on the machine.
+
+Rows are always busy: a session's turns run in order, the next session takes the place of a finished one, and when the
+recording ends it starts again with other token ids. A replay ends after --tokens tokens. Throughput is given over the
+same server without speculation, and once more over one that without speculation gains 3 % or 30 % from asynchronous
+scheduling, which vLLM's V1 runner switches off for host-side drafters.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from drafters import ARCTIC_DEFAULTS, ARCTIC_SETTINGS, Setting, ngram_rule
+from report import names, positive, print_json, print_table, save, say
+from trace_files import VOCABULARY, WORKLOADS, Tokens, records
+
+from agentspec.cache import DraftPolicy, SuffixCache, _native
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.errors import AgentSpecError
+from agentspec.server_ext.draft_budget import AIMED_MULTIPLE, STEP_MULTIPLE, DraftBudget
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step_cost import StepCost
+
+SESSIONS = (1, 8, 32, 128)
+TOKENS = 100_000
+END_TOKEN = 2
+RENUMBERING = 7_919
+OURS, NGRAM, DEFAULT, BEST = "agentspec", "ngram", "suffix, default", "suffix, best of 12"
+METHODS = (OURS, BEST, DEFAULT, NGRAM)
+ASYNC_GAINS = (0.03, 0.30)
+"""Shares of the throughput without speculation that synchronous scheduling costs: reports range from 3 to 30 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A target's published decode times: milliseconds between tokens by requests in flight."""
+
+    name: str
+    published: tuple[tuple[int, float], ...]
+
+    def step(self) -> tuple[float, float]:
+        """Return a and b, in milliseconds, by least squares."""
+        rows, times = np.array(self.published).T
+        b, a = np.polyfit(rows, times, 1)
+        return float(a), float(b)
+
+
+SOURCE = "https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance"
+"""NVIDIA NIM's performance page: the ITL column of each model's first table, H100, up to 150 requests. A row stands
+for a verified token, so what attention adds for a row makes drafts look dearer than they are."""
+MODELS = (
+    Model("Llama-3.1-8B", ((1, 4.63), (5, 4.58), (25, 5.19), (50, 5.91), (100, 7.57), (150, 9.81))),
+    Model("Llama-3.1-70B", ((1, 13.21), (5, 12.64), (25, 15.31), (50, 17.42), (100, 23.28), (150, 27.73))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One recorded call. text: int32 [P + R], prompt and response; begin: P."""
+
+    name: str
+    session: str
+    group: str
+    text: Tokens
+    begin: int
+    end_token: int
+
+
+@dataclass(slots=True)
+class Row:
+    """One running request: how much of its text is verified, and what is drafted behind that."""
+
+    turn: Turn
+    done: int
+    draft: list[int]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a replay did. rows: row-steps, each of which verifies one token beside its draft; drafted_rows: with one."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    drafted_rows: int = 0
+
+    def milliseconds(self, a: float, b: float) -> float:
+        return a * self.steps + b * (self.rows + self.drafted)
+
+
+class Drafter(Protocol):
+    """Drafts for the rows of a batch."""
+
+    def start(self, slot: int, turn: Turn) -> None: ...
+
+    def draft(self, rows: Sequence[Row], drafted: int) -> None:
+        """Set every row's draft. drafted: draft tokens that the last step verified."""
+
+    def finish(self, row: Row) -> None:
+        """End a request whose whole response is verified."""
+
+
+class IndexDrafter:
+    """Draft from suffix indexes, under agentspec's policy or ArcticInference's rule.
+
+    step: a and b of the simulated server, from which the price of a token is measured as in serving. None: the policy
+    knows no price.
+    """
+
+    def __init__(self, policy: DraftPolicy, slots: int, width: int, step: tuple[float, float] | None = None) -> None:
+        self._cache = SuffixCache(policy=policy)
+        self._table: Tokens = np.zeros((slots, width), np.int32)
+        self._step = step
+        self._price = StepCost()
+        self._budget = DraftBudget(Settings().step_draft_tokens)
+        self._slots: dict[str, int] = {}
+        self._names: tuple[str, ...] = ()
+
+    def start(self, slot: int, turn: Turn) -> None:
+        self._table[slot, : len(turn.text)] = turn.text
+        self._slots[turn.name] = slot
+        ends = (turn.end_token,)
+        prompt = turn.text[: turn.begin]
+        self._cache.start(turn.name, prompt, session=turn.session, group=turn.group, end_tokens=ends)
+
+    def draft(self, rows: Sequence[Row], drafted: int) -> None:
+        names = tuple(row.turn.name for row in rows)
+        self._names = self._names if names == self._names else names
+        n = len(rows)
+        room = np.full(n, MAX_DRAFT, np.int32)
+        cost = budget = None
+        if self._step is not None:
+            a, b = self._step
+            batch = len(self._table)  # rows that are not drafted for now start or finish in the next step
+            self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
+            cost = self._price.cost(batch)
+            aimed = (STEP_MULTIPLE - 1.0) / (AIMED_MULTIPLE - 1.0)
+            budget = self._budget.tokens(batch, self._price.cautious_cost(batch, AIMED_MULTIPLE) * aimed)
+            room = self._budget.room(room, budget)
+        drafts = self._cache.step(
+            self._names,
+            self._table,
+            np.array([self._slots[name] for name in names], np.int32),
+            np.array([row.done for row in rows], np.int32),
+            room,
+            np.array([len(row.draft) for row in rows], np.int32),
+            cost=cost,
+        )
+        lists = drafts.lists() if budget is None else self._budget.cut(drafts, budget)
+        for row, draft in zip(rows, lists, strict=True):
+            row.draft = draft
+
+    def finish(self, row: Row) -> None:
+        name = row.turn.name
+        # What the last step verified is not taken in yet.
+        place, length, room, checked = np.array([[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32)
+        self._cache.step((name,), self._table, place, length, room, checked)
+        self._cache.finish(name)
+
+
+class NgramDrafter:
+    """Draft by vLLM's n-gram look-up in the request's own text, with its defaults."""
+
+    def __init__(self) -> None:
+        rule = ngram_rule()
+        assert rule is not None
+        self._rule = rule
+
+    def start(self, slot: int, turn: Turn) -> None:
+        pass
+
+    def draft(self, rows: Sequence[Row], drafted: int) -> None:
+        for row in rows:
+            row.draft = list(self._rule(row.turn.text[: row.done]))
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
+def sessions(recorded: Sequence[dict[str, Any]]) -> Iterator[list[Turn]]:
+    """Yield the sessions in file order without end: as recorded, then with other token ids, and so on."""
+    by_session: dict[int, list[dict[str, Any]]] = {}
+    for record in recorded:
+        by_session.setdefault(record["session"], []).append(record)
+    for copy in count():
+        shift = copy * RENUMBERING
+        for session, calls in by_session.items():
+            yield [
+                Turn(
+                    name=f"{copy}-{session}-{number}",
+                    session=f"{copy}-{session}",
+                    group=f"{copy}-{call['group']}",
+                    text=(np.concatenate([call["prompt"], call["response"]]) + shift) % VOCABULARY,
+                    begin=len(call["prompt"]),
+                    end_token=(END_TOKEN + shift) % VOCABULARY,
+                )
+                for number, call in enumerate(calls)
+                if len(call["response"])
+            ]
+
+
+def replay(recorded: Sequence[dict[str, Any]], slots: int, tokens: int, drafter: Drafter) -> Counts:
+    """Decode until so many tokens were given, with `slots` sessions at once.
+
+    As in serving, a response's first token has no draft, and each step gives a row its accepted tokens and one more.
+    Drafts may run past the end of a response; those tokens are verified too.
+    """
+    waiting = sessions(recorded)
+    left: list[list[Turn]] = [[] for _ in range(slots)]
+    running: list[Row | None] = [None] * slots
+    counts = Counts()
+    while counts.tokens < tokens:
+        drafted = 0
+        going = []
+        for slot, row in enumerate(running):
+            if row is None:
+                while not left[slot]:
+                    left[slot] = next(waiting)
+                turn = left[slot].pop(0)
+                drafter.start(slot, turn)
+                row = running[slot] = Row(turn, turn.begin, [])
+            drafted += len(row.draft)
+            counts.drafted_rows += bool(row.draft)
+            given = verify(row)
+            counts.tokens += given
+            row.done += given
+            if row.done == len(row.turn.text):
+                drafter.finish(row)
+                running[slot] = None
+            else:
+                going.append(row)
+        counts.steps += 1
+        counts.rows += slots
+        counts.drafted += drafted
+        if going:
+            drafter.draft(going, drafted)
+    return counts
+
+
+def verify(row: Row) -> int:
+    """Return how many tokens a step gives: the draft's first tokens that the recording has too, and one more."""
+    accepted = 0
+    for token, right in zip(row.draft, row.turn.text[row.done :].tolist(), strict=False):
+        if token != right:
+            break
+        accepted += 1
+    return min(accepted + 1, len(row.turn.text) - row.done)
+
+
+def measure(traces: Path, workload: str, slots: int, tokens: int) -> list[dict[str, Any]]:
+    """Return the rows of one workload and number of sessions: every method on every model."""
+    _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
+    recorded = list(records(traces, workload))
+    width = max(len(record["prompt"]) + len(record["response"]) for record in recorded)
+
+    def run(drafter: Drafter) -> Counts:
+        return replay(recorded, slots, tokens, drafter)
+
+    def arctic(setting: Setting) -> Counts:
+        rule = DraftPolicy.fixed(
+            max_depth=setting.depth,
+            max_spec_factor=setting.factor,
+            min_token_prob=setting.probability,
+            max_draft=setting.limit,
+        )
+        return run(IndexDrafter(rule, slots, width))
+
+    settings = {str(setting): arctic(setting) for setting in ARCTIC_SETTINGS}
+    default = arctic(ARCTIC_DEFAULTS["ArcticInference library"])
+    ngram = run(NgramDrafter()) if ngram_rule() is not None else None
+    rows = []
+    for model in MODELS:
+        step = model.step()
+        best = min(settings, key=lambda name: settings[name].milliseconds(*step) / settings[name].tokens)
+        methods = {OURS: ("", run(IndexDrafter(DraftPolicy(), slots, width, step)))}
+        methods |= {BEST: (best, settings[best]), DEFAULT: ("", default)}
+        if ngram is not None:
+            methods[NGRAM] = ("", ngram)
+        for method, (setting_name, counts) in methods.items():
+            rows.append(figures(workload, slots, model, method, setting_name, counts))
+    return rows
+
+
+def figures(workload: str, slots: int, model: Model, method: str, setting: str, counts: Counts) -> dict[str, Any]:
+    """Return one object of the output. `ratio`: throughput over the same server without speculation."""
+    a, b = model.step()
+    speed = counts.tokens / counts.milliseconds(a, b)
+    ratio = speed / (slots / (a + b * slots))
+    return {
+        "workload": workload,
+        "sessions": slots,
+        "model": model.name,
+        "method": method,
+        "setting": setting,
+        "steps": counts.steps,
+        "tokens": counts.tokens,
+        "drafted": counts.drafted,
+        "drafted_rows": counts.drafted_rows,
+        "tokens_per_row_step": round(counts.tokens / counts.rows, 4),
+        "tokens_per_second": round(1e3 * speed, 1),
+        "ratio": round(ratio, 4),
+        **{f"ratio_async_{round(100 * gain)}": round(ratio * (1 - gain), 4) for gain in ASYNC_GAINS},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 2 for input that cannot work."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows = run_all(options)
+    except AgentSpecError as error:
+        say(f"error: {error}")
+        return 2
+    result = {
+        "tokens": options.tokens,
+        "source": SOURCE,
+        "models": [
+            {"name": model.name, "published_ms": model.published, "a_ms": round(a, 3), "b_ms": round(b, 4)}
+            for model in MODELS
+            for a, b in [model.step()]
+        ],
+        "rows": rows,
+    }
+    if options.save:
+        save("batch", "simulated: recorded tokens, a step takes a + b x (tokens verified) ms", result)
+    if options.json:
+        print_json(result)
+    else:
+        _print_tables(rows)
+    return 0
+
+
+def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run every workload at every number of sessions, `--jobs` at a time."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    cells = list(product(options.workloads, options.sessions))
+    with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(options.jobs) as pool:
+        task = progress.add_task("simulating", total=len(cells))
+        futures = [pool.submit(measure, options.traces, name, slots, options.tokens) for name, slots in cells]
+        rows = []
+        for (name, slots), future in zip(cells, futures, strict=True):
+            progress.update(task, description=f"{name}, {slots} sessions")
+            rows += future.result()
+            progress.advance(task)
+    return rows
+
+
+def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """Print each method's throughput over no speculation, a line a workload and number of sessions."""
+    gains = [f"agentspec less {100 * gain:.0f} %" for gain in ASYNC_GAINS]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        for row in rows:
+            if row["model"] == model:
+                cells.setdefault((row["workload"], row["sessions"]), {})[row["method"]] = row
+        lines = []
+        for (workload, slots), found in cells.items():
+            ratios = [f"{found[name]['ratio']:.2f}" if name in found else "" for name in METHODS]
+            less = [f"{found[OURS][f'ratio_async_{round(100 * gain)}']:.2f}" for gain in ASYNC_GAINS]
+            lines.append((workload, str(slots), *ratios, *less))
+        columns = ("workload", "sessions", *METHODS, *gains)
+        print_table(f"simulated throughput over no speculation, {model}", columns, lines, left=("workload",))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="only these (all six)")
+    add("--sessions", type=_numbers, default=list(SESSIONS), metavar="N,M", help="sessions at once (1,8,32,128)")
+    add("--tokens", type=positive, default=TOKENS, metavar="N", help="length of a replay (%(default)s)")
+    add("--jobs", type=positive, default=1, metavar="J", help="replays at the same time (%(default)s)")
+    add("--save", action="store_true", help="write results/batch.json, which plot.py reads")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Print what the benchmarks found: figures beside targets, ratios with their noise, tables and JSON."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import arctic
+
+from agentspec.testing.replay_types import ReplayResult
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of agentspec beside ArcticInference's (`peer`).
+
+    ratio: how many times better agentspec's is, above 1 better. met: None where there is no target.
+    """
+
+    figure: str
+    ours: float
+    peer: float | None = None
+    ratio: float | None = None
+    target: str = ""
+    met: bool | None = None
+
+
+def less(figure: str, ours: float, peer: float, target: float | None = None) -> Row:
+    """Return the row of a time or size; target: how many times less than the peer's it must be."""
+    ratio = peer / ours
+    if target is None:
+        return Row(figure, ours, peer, ratio)
+    return Row(figure, ours, peer, ratio, f"at least {target:g}x less", ratio >= target)
+
+
+def more(figure: str, ours: float, peer: float | None, target: float, ratio: float | None = None) -> Row:
+    """Return the row of a throughput; target: the least ratio to the peer's."""
+    found = ratio if ratio is not None else ours / (peer or ours)
+    return Row(figure, ours, peer, found, f"at least {target:g}", found >= target)
+
+
+def at_most(figure: str, ours: float, limit: float, unit: str, peer: float | None = None) -> Row:
+    """Return the row of a figure with a limit of its own."""
+    ratio = peer / ours if peer is not None and ours else None
+    return Row(figure, ours, peer, ratio, f"at most {limit:g} {unit}".strip(), ours <= limit)
+
+
+def speed_ratio(ours: ReplayResult, other: ReplayResult) -> tuple[float, float]:
+    """Return how many times faster ours gave tokens, and the standard error of that ratio.
+
+    The error comes from leaving out one turn at a time, of the turns that both took on the same calls. It is 0 where
+    there are fewer than three turns: they say nothing about it.
+    """
+    value = ours.tokens_per_second / other.tokens_per_second
+    turns = [(*mine, *theirs) for mine, theirs in zip(ours.turns, other.turns, strict=True)]
+    if len(turns) < 3:
+        return value, 0.0
+    tokens, seconds, other_tokens, other_seconds = (sum(column) for column in zip(*turns, strict=True))
+    without = [
+        math.log((tokens - t) / (seconds - s)) - math.log((other_tokens - v) / (other_seconds - u))
+        for t, s, v, u in turns
+    ]
+    mean = sum(without) / len(without)
+    spread = sum((item - mean) ** 2 for item in without) * (len(without) - 1) / len(without)
+    return value, value * math.sqrt(spread)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Register the options of the benchmarks that compare with ArcticInference's extension."""
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    parser.add_argument(
+        "--cpu", type=int, metavar="N", help="the core to stay on (the last one that this process may use)"
+    )
+    arctic.add_option(parser)
+
+
+def positive(text: str) -> int:
+    """Return an option's value as a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """Return an option's value, A,B, as a list."""
+    return text.split(",")
+
+
+def pin(cpu: int | None) -> None:
+    """Keep this process on one core, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if cpu is None else cpu})
+
+
+def say(text: str) -> None:
+    """Print progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(rows: Sequence[Row], title: str, as_json: bool) -> None:
+    """Print the rows on stdout."""
+    if as_json:
+        print_json([rounded(asdict(row)) for row in rows])
+        return
+    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    columns = ("figure", "ours", "peer", "ratio", "target", "met")
+    cells = [(row.figure, *map(_text, (row.ours, row.peer, row.ratio)), row.target, marks[row.met]) for row in rows]
+    print_table(title, columns, cells, left=("figure", "target"))
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), width: int = 130
+) -> None:
+    """Print a table on stdout, `width` characters wide where that is no terminal. left: columns that align left."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else width).print(table)
+
+
+def print_json(value: object) -> None:
+    """Print a result on stdout."""
+    print(json.dumps(value, indent=1))
+
+
+def save(name: str, kind: str, content: Mapping[str, Any]) -> None:
+    """Write results/NAME.json, which plot.py reads, with the commit, date and machine in front."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    where = {
+        "kind": kind,
+        "commit": commit.stdout.strip(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**where, **content}, indent=1) + "\n", encoding="utf-8")
+    say(f"wrote {path.relative_to(ROOT)}")
+
+
+def machine() -> str:
+    """Return what this machine is, for the head of a result."""
+    return f"{platform.machine()}, {os.cpu_count() or 1} cores, no GPU"
+
+
+def rounded(item: Mapping[str, object]) -> dict[str, object]:
+    """Return the object with its floats at five digits."""
+    return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in item.items()}
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
