@@ -4,7 +4,7 @@
     suffix = peer.load()                     # the module arctic_inference.suffix_decoding
     cache = suffix.SuffixDecodingCache(max_tree_depth=64)
 
-    python benchmarks/peer.py                # build it and print where it is
+    python benchmarks/arctic.py                # build it and print where it is
 
 Only its suffix-decoding extension is built, without torch and without the rest of the package, into a folder of its
 own (`~/.cache/agentspec/peer`, or `--peer-dir`). Nothing of it is part of agentspec.
@@ -116,7 +116,7 @@ def _fetch(scratch: Path, root: Path) -> Path:
     if found is None or _sha256(found) != SHA256:
         raise PeerUnavailableError(
             f"the index serves another {DISTRIBUTION} {VERSION} than the one with sha256 {SHA256}: "
-            "compare with a version that you trust and change benchmarks/peer.py"
+            "compare with a version that you trust and change benchmarks/arctic.py"
         )
     return found.replace(kept)
 

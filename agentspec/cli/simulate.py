@@ -14,9 +14,8 @@ from rich.table import Table
 from agentspec.cache import DraftPolicy, Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.errors import ConfigurationError, InvalidInputError
-from agentspec.simulate import Figures, read_calls
+from agentspec.simulate import Figures, open_tokenizer, read_calls
 from agentspec.simulate import simulate as replay
-from agentspec.simulate.tokenizer import open_tokenizer
 
 Options = Mapping[str, int | float | None]
 

@@ -1,7 +1,6 @@
-"""Recorded conversations replayed through the cache, without an engine: what drafting would bring for your traffic."""
+"""Replay recorded conversations through the suffix cache, without an engine: what drafting would bring."""
 
-from agentspec.simulate.figures import Figures
-from agentspec.simulate.records import Call, Record, read_calls
-from agentspec.simulate.replay import simulate
+from agentspec.simulate.records import Call, Record, open_tokenizer, read_calls
+from agentspec.simulate.replay import Durations, Figures, simulate
 
-__all__ = ["Call", "Figures", "Record", "read_calls", "simulate"]
+__all__ = ["Call", "Durations", "Figures", "Record", "open_tokenizer", "read_calls", "simulate"]

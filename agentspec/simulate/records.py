@@ -1,4 +1,4 @@
-"""Reading recorded conversations: one JSON object a line, one model call each, in the order in which they ran.
+"""Read recorded conversations: one JSON object a line, one model call each, in the order in which they ran.
 
     {"session": "fix-42", "turn": 0, "prompt_token_ids": [...], "response_token_ids": [...]}
     {"session": "fix-42", "turn": 1, "continues": true, "prompt_token_ids": [...], "response_token_ids": [...]}
@@ -11,10 +11,10 @@ tokenizer is given. Fields of other names are left alone.
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,14 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.tokens import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
-from agentspec.errors import AgentSpecError, InvalidInputError
-from agentspec.simulate.tokenizer import Tokenizer
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
 
 Progress = Callable[[int], None]
+Tokenizer = Callable[[str], Sequence[int]]
 
 
 class Record(BaseModel):
-    """One line of the file, as it stands there."""
+    """Hold one line of the file, as it stands there."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -46,7 +46,7 @@ class Record(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One model call, ready to be replayed. prompt: int32 [P], all that the model saw. response: int32 [R]."""
+    """Hold one model call, ready to be replayed. prompt: int32 [P], all that the model saw. response: int32 [R]."""
 
     line: int
     session: str
@@ -64,7 +64,7 @@ def read_calls(
     tenant: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Call]:
-    """Yields the file's calls one by one; of what was read it holds only the last text of each session.
+    """Yield the file's calls one by one; of what was read, only the last text of each session stays in memory.
 
     A name that ends in .gz is read as such. `tenant` takes the place of the records' own. `progress` is told how
     many bytes of the file were read. Raises InvalidInputError naming file, line and field.
@@ -79,8 +79,38 @@ def read_calls(
         yield call
 
 
+def open_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, of a folder that holds one, or of a model that transformers knows.
+
+    Special tokens are taken from the text where it has them; none are added.
+    Raises ConfigurationError naming what to install or to give.
+    """
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    library = "tokenizers" if file.is_file() else "transformers"
+    try:
+        if library == "tokenizers":
+            from tokenizers import Tokenizer as Fast
+
+            fast: Any = Fast.from_file(str(file))
+            return lambda text: list(fast.encode(text, add_special_tokens=False).ids)
+        from transformers import AutoTokenizer
+
+        slow: Any = AutoTokenizer.from_pretrained(name)
+        return lambda text: list(slow.encode(text, add_special_tokens=False))
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--tokenizer needs the package {library}: pip install {library}, or give token ids"
+        ) from error
+    except Exception as error:  # the libraries raise whatever they like
+        raise ConfigurationError(
+            f"--tokenizer {name}: cannot be loaded ({first_line(error)}); "
+            "give a tokenizer.json or the folder of a model"
+        ) from error
+
+
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
-    """Every line that is not blank, with its number, counted from 1."""
+    """Yield every line that is not blank, with its number, counted from 1."""
     try:
         with path.open("rb") as raw:
             lines: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
@@ -104,18 +134,11 @@ def _record(text: bytes) -> Record:
         return Record.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        raise InvalidInputError(f"{_field(first['loc'])}: {first['msg']}, got {_short(first['input'])}") from None
-
-
-def _field(location: tuple[int | str, ...]) -> str:
-    """`prompt_token_ids[3]` of ("prompt_token_ids", 3); the names of a union's members are left out."""
-    head, *rest = location
-    return f"{head}" + "".join(f"[{part}]" for part in rest if isinstance(part, int))
-
-
-def _short(value: object) -> str:
-    text = "nothing" if isinstance(value, dict) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        name, *rest = first["loc"]  # a union adds the names of its members, which say nothing to a user
+        index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
+        given = "nothing" if isinstance(first["input"], dict) else repr(first["input"])
+        short = given if len(given) <= 60 else given[:57] + "..."
+        raise InvalidInputError(f"{name}{index}: {first['msg']}, got {short}") from None
 
 
 def _call(

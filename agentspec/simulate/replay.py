@@ -1,66 +1,128 @@
-"""Conversations through the serving cache with greedy verification: the recorded response is what the model says."""
+"""Replay calls through the serving cache with greedy verification: the recorded response is what the model says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from agentspec.cache import SOURCES, Scope
-from agentspec.cache.types import Draft, Int32Array
-from agentspec.simulate.figures import Figures
+from agentspec.cache.types import SOURCES, Scope
 from agentspec.simulate.records import Call
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
 
+T = TypeVar("T")
+
+
+class Durations:
+    """Hold the durations of many calls in constant memory: each is kept to three digits."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, nanoseconds: int) -> None:
+        """Count one call."""
+        unit = 10 ** max(len(str(nanoseconds)) - 3, 0)
+        self._counts[nanoseconds // unit * unit] += 1
+
+    def time(self, call: Callable[[], T]) -> T:
+        """Make the call, count how long it took, and return what it returns."""
+        begin = perf_counter_ns()
+        result = call()
+        self.add(perf_counter_ns() - begin)
+        return result
+
+    def quantile(self, share: float) -> float:
+        """Return the duration, in microseconds, that `share` of all calls do not exceed; 0 without calls."""
+        left = share * self._counts.total()
+        for value in sorted(self._counts):
+            left -= self._counts[value]
+            if left <= 0:
+                return value / 1000
+        return 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return median and 99th percentile, in microseconds."""
+        return {"p50": self.quantile(0.5), "p99": self.quantile(0.99)}
+
+
+@dataclass(slots=True)
+class Figures:
+    """Hold what a simulation counts and times.
+
+    tokens: of all responses. steps: verifications, each of which gives its accepted tokens and one more. drafted,
+    accepted: draft tokens verified, and right. bytes_per_token: the indexes' bytes at the end, over the tokens kept
+    for sessions, groups and tenants.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    propose: Durations = field(default_factory=Durations)
+    extend: Durations = field(default_factory=Durations)
+    bytes_per_token: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that `agentspec simulate --json` prints; times in microseconds a call."""
+        return {
+            **{name: getattr(self, name) for name in ("tokens", "steps", "drafted", "accepted")},
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "accepted_by_source": dict(self.accepted_by_source),
+            "propose_us": self.propose.as_dict(),
+            "extend_us": self.extend.as_dict(),
+            "bytes_per_token": round(self.bytes_per_token, 2),
+        }
+
 
 def simulate(
     calls: Iterable[Call], cache: SuffixCache, *, max_draft: int | None = None, scope: Scope = "tenant"
 ) -> Figures:
-    """Replay the calls one after the other; `max_draft` (default: the policy's) is the room of each draft.
+    """Replay the calls one after the other and return their figures.
 
-    A step drafts, verifies against the record and takes in the accepted tokens and the one after them. Drafts may
-    run past the end of the response, which the engine does not know; those tokens count as drafted. scope: what each
-    call drafts from beside its own text.
+    A step drafts at most `max_draft` tokens (None: the policy's limit), verifies them against the record, and takes in
+    the accepted tokens and the one after them. Drafts may run past the end of the response, which the engine does not
+    know; those tokens count as drafted. scope: what each call drafts from beside its own text.
     """
     figures = Figures()
-    room = cache.policy.max_draft if max_draft is None else max_draft
+    limit = cache.policy.max_draft if max_draft is None else max_draft
     for call in calls:
-        _replay(call, cache, room, scope, figures)
+        _replay(call, cache, limit, scope, figures)
     stats = cache.stats()
     figures.bytes_per_token = stats.bytes / stats.tokens if stats.tokens else 0.0
     return figures
 
 
-def _replay(call: Call, cache: SuffixCache, room: int, scope: Scope, figures: Figures) -> None:
+def _replay(call: Call, cache: SuffixCache, max_draft: int, scope: Scope, figures: Figures) -> None:
     name = f"line {call.line}"
     cache.start(name, call.prompt, session=call.session, group=call.group, tenant=call.tenant, scope=scope)
-    response = call.response
-    done, end = 0, len(response)
-    while done < end:
-        begin = perf_counter_ns()
-        draft = cache.propose([name], room)[0]
-        figures.propose.add(perf_counter_ns() - begin)
-        accepted = _accepted(draft, response[done:])
-        given = min(accepted + 1, end - done)
-        begin = perf_counter_ns()
-        cache.extend(name, response[done : done + given])
-        figures.extend.add(perf_counter_ns() - begin)
-        done += given
+    left = call.response
+    figures.tokens += len(left)
+    while len(left):
+        draft = figures.propose.time(lambda: cache.propose([name], max_draft)[0])
+        count = min(len(draft.token_ids), len(left))
+        wrong = np.flatnonzero(draft.token_ids[:count] != left[:count])
+        accepted = int(wrong[0]) if len(wrong) else count
+        verified, left = left[: accepted + 1], left[accepted + 1 :]
+        figures.extend.time(lambda tokens=verified: cache.extend(name, tokens))  # type: ignore[misc]
         figures.steps += 1
         figures.drafted += len(draft.token_ids)
         figures.accepted += accepted
         for source in draft.sources[:accepted].tolist():
             figures.accepted_by_source[SOURCES[source]] += 1
-    figures.tokens += end
     cache.finish(name)
-
-
-def _accepted(draft: Draft, truth: Int32Array) -> int:
-    """How many of the draft's first tokens the model would have written itself."""
-    count = min(len(draft.token_ids), len(truth))
-    wrong = np.flatnonzero(draft.token_ids[:count] != truth[:count])
-    return int(wrong[0]) if len(wrong) else count

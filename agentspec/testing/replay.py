@@ -236,7 +236,7 @@ def _check_suffix(paths: Sequence[str]) -> None:
     """Looks for the module without importing it: an installed one patches vLLM when it is imported."""
     if PathFinder.find_spec("arctic_inference", [*paths, *sys.path]) is None:
         raise ConfigurationError(
-            "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/peer.py of this "
+            "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/arctic.py of this "
             "project does, without torch) and name its folder in module_paths"
         )
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.store import Chain, RecordReader, Store, TurnRecord
-from agentspec.simulate.records import Call, read_calls
-from agentspec.simulate.tokenizer import open_tokenizer
+from agentspec.simulate import Call, open_tokenizer, read_calls
 
 Int32 = NDArray[np.int32]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError, InvalidInputError
-from agentspec.simulate import read_calls
-from agentspec.simulate.tokenizer import open_tokenizer
+from agentspec.simulate import open_tokenizer, read_calls
 
 
 def _record(**fields: Any) -> dict[str, Any]:

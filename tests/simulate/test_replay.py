@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
-from agentspec.simulate import Call, simulate
-from agentspec.simulate.figures import Durations, Figures
+from agentspec.simulate import Call, Durations, Figures, simulate
 
 
 def _tokens(seed: int, count: int) -> np.ndarray:
