@@ -1,12 +1,8 @@
 """The agent's process: the OpenAI client with sessions that last and replies that tell of speculation."""
 
-from agentspec.client.async_client import AsyncAgentClient
-from agentspec.client.async_session import AsyncSession
-from agentspec.client.client import AgentClient
-from agentspec.client.reply import Reply
-from agentspec.client.session import Session
-from agentspec.client.speculation import Speculation
-from agentspec.client.streams import AsyncReplyStream, ReplyStream
+from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
+from agentspec.client.client import AgentClient, ReplyStream, Session
+from agentspec.client.reply import Reply, Speculation
 
 __all__ = [
     "AgentClient",

@@ -1,34 +1,34 @@
-"""AsyncAgentClient: AgentClient's twin on the OpenAI client's async side."""
+"""AsyncAgentClient, AsyncSession and AsyncReplyStream: the twins of those in client.py, for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 import openai
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import Unpack
 
 from agentspec.cache.store import Store
-from agentspec.client.accumulate import Accumulator, parse_text
-from agentspec.client.async_session import AsyncSession
-from agentspec.client.conversation import Conversations, Turn, stateless_turn
-from agentspec.client.extension import PROBE_PATH, TIMEOUT_S, Extension, counts_path
+from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
+from agentspec.client.conversation import Conversation, unkept_conversation
 from agentspec.client.messages import Content
-from agentspec.client.options import AsyncClientOptions, credentials
-from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestSettings, SessionTags, checked_id
-from agentspec.client.session_log import open_log
-from agentspec.client.speculation import Speculation, read_speculation
-from agentspec.client.streams import AsyncReplyStream, Item
+from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
+from agentspec.client.request import (
+    PROBE_PATH,
+    TIMEOUT_S,
+    AsyncClientOptions,
+    Call,
+    ResponseFormat,
+    SessionTags,
+    credentials,
+)
+from agentspec.errors import AgentSpecError
 
 
-class AsyncAgentClient:
+class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     """AgentClient for asyncio: the same options and methods; what talks to the server or the store is awaited.
 
     `session()` and `stream()` are not, because they only prepare: `session = client.session("fix-42")`, then
@@ -46,29 +46,13 @@ class AsyncAgentClient:
         speculation: bool = True,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
-        self._settings = RequestSettings(model, session_tags, speculation)
-        self._openai = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
-        self._extension = Extension()
+        connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
+        super().__init__(connection, model, store, session_tags, speculation)
         self._probe_lock = asyncio.Lock()
-        self._log = open_log(store)
-        self._conversations = Conversations(self._log)
-        self._closing = weakref.finalize(self, self._log.close)  # also when the interpreter exits
-
-    @property
-    def openai(self) -> openai.AsyncOpenAI:
-        """The OpenAI client below, for everything that is not chat."""
-        return self._openai
-
-    @property
-    def model(self) -> str:
-        """The model that calls go to unless they name another."""
-        return self._settings.model
 
     def session(self, session_id: str | None = None, *, group: str | None = None) -> AsyncSession:
-        """As AgentClient.session(); the stored messages are read at the first call, or by `await load()`."""
-        return AsyncSession(
-            self, self._conversations.get(checked_id(session_id, "session"), checked_id(group, "group"))
-        )
+        """Return the session, as AgentClient.session() does. `await load()` or the first call reads the store."""
+        return AsyncSession(self, self._conversations.get(session_id, group))
 
     @overload
     async def chat(
@@ -78,7 +62,7 @@ class AsyncAgentClient:
         session: str | None = None,
         group: str | None = None,
         stream: Literal[False] = False,
-        response_format: type[ParsedT],
+        response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> Reply[ParsedT]: ...
     @overload
@@ -88,32 +72,10 @@ class AsyncAgentClient:
         *,
         session: str | None = None,
         group: str | None = None,
-        stream: Literal[False] = False,
-        response_format: Mapping[str, object] | None = None,
-        **options: Any,
-    ) -> Reply: ...
-    @overload
-    async def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
         stream: Literal[True],
-        response_format: type[ParsedT],
+        response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> AsyncReplyStream[ParsedT]: ...
-    @overload
-    async def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        stream: Literal[True],
-        response_format: Mapping[str, object] | None = None,
-        **options: Any,
-    ) -> AsyncReplyStream: ...
     async def chat(
         self,
         messages: Content,
@@ -124,47 +86,29 @@ class AsyncAgentClient:
         response_format: Any = None,
         **options: Any,
     ) -> Reply[Any] | AsyncReplyStream[Any]:
-        """As AgentClient.chat()."""
-        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
-        turn = nullcontext(stateless_turn(messages))
-        return await self._stream(turn, call).start() if stream else await self._chat(turn, call)
+        """Make one call, as AgentClient.chat() does."""
+        unkept = AsyncSession(self, unkept_conversation(session, group))
+        if stream:
+            return await unkept.chat(messages, stream=True, response_format=response_format, **options)
+        reply: Reply[Any] = await unkept.chat(messages, response_format=response_format, **options)
+        return reply
 
-    @overload
     def stream(
         self,
         messages: Content,
         *,
         session: str | None = None,
         group: str | None = None,
-        response_format: type[ParsedT],
+        response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
-    ) -> AsyncReplyStream[ParsedT]: ...
-    @overload
-    def stream(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        response_format: Mapping[str, object] | None = None,
-        **options: Any,
-    ) -> AsyncReplyStream: ...
-    def stream(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        response_format: Any = None,
-        **options: Any,
-    ) -> AsyncReplyStream[Any]:
-        """As AgentClient.stream()."""
-        call = Call(checked_id(session, "session"), response_format, options, checked_id(group, "group"))
-        return self._stream(nullcontext(stateless_turn(messages)), call)
+    ) -> AsyncReplyStream[ParsedT]:
+        """Make one call as an iterator, as AgentClient.stream() does."""
+        unkept = AsyncSession(self, unkept_conversation(session, group))
+        return unkept.stream(messages, response_format=response_format, **options)
 
     async def close(self) -> None:
         """Write out what is queued for the store, and close the connections."""
-        await asyncio.to_thread(self._closing)
+        await asyncio.to_thread(self._close_log)
         await self._openai.close()
 
     async def __aenter__(self) -> Self:
@@ -175,79 +119,155 @@ class AsyncAgentClient:
     ) -> None:
         await self.close()
 
-    async def _chat(self, turn: AbstractContextManager[Turn], call: Call) -> Reply[Any]:
-        with turn as current:
-            extension = await self._probed(call)
-            request = self._settings.build(call, current.messages, extension=extension)
-            completions = self._openai.chat.completions
-            send: Any = completions.create if call.model_class is None else completions.parse
-            raw: ChatCompletion = await send(**request)
-            reply = read_reply(raw, session=call.session)
-            current.commit(reply.message)
-            return dataclasses.replace(reply, speculation=await self._counts(raw.id, extension))
+    async def _probe(self, call: Call) -> None:
+        if self._requests.needs_probe(call):
+            async with self._probe_lock:
+                if self._requests.needs_probe(call):
+                    self._requests.learn(await self._ask(PROBE_PATH))
 
-    def _stream(
-        self,
-        turn: AbstractContextManager[Turn],
-        call: Call,
-        prepare: Callable[[], Awaitable[None]] | None = None,
-    ) -> AsyncReplyStream[Any]:
-        return AsyncReplyStream(self._items(turn, call, prepare))
+    async def _with_counts(self, reply: Reply[Any]) -> Reply[Any]:
+        path = self._requests.counts_path(reply)
+        return dataclasses.replace(reply, speculation=read_speculation(await self._ask(path))) if path else reply
 
-    async def _items(
-        self,
-        turn: AbstractContextManager[Turn],
-        call: Call,
-        prepare: Callable[[], Awaitable[None]] | None,
-    ) -> AsyncGenerator[Item, None]:
-        if prepare is not None:
-            await prepare()
-        with turn as current:
-            extension = await self._probed(call)
-            request = self._settings.build(call, current.messages, extension=extension, stream=True)
-            answer = Accumulator()
-            async with self._chunks(request, call) as chunks:
-                yield ""
-                async for chunk in chunks:
-                    if text := answer.add(chunk):
-                        yield text
-            raw = answer.completion()
-            reply = read_reply(raw, session=call.session, parsed=parse_text(raw, call.model_class))
-            current.commit(reply.message)
-            yield dataclasses.replace(reply, speculation=await self._counts(raw.id, extension))
-
-    @asynccontextmanager
-    async def _chunks(
-        self, request: dict[str, Any], call: Call
-    ) -> AsyncGenerator[AsyncIterable[ChatCompletionChunk], None]:
-        completions: Any = self._openai.chat.completions
-        if call.model_class is None:
-            async with await completions.create(**request, stream=True) as stream:
-                yield stream
-        else:
-            async with completions.stream(**request) as events:
-                yield (event.chunk async for event in events if event.type == "chunk")
-
-    async def _probed(self, call: Call) -> bool:
-        if not self._settings.needs_probe(call):
-            return False
-        if not self._extension.due():  # the lock belongs to the event loop of its first waiters
-            return self._extension.present
-        async with self._probe_lock:
-            if self._extension.due():
-                try:
-                    self._extension.answered(await self._get(PROBE_PATH))
-                except Exception as error:  # no probe may cost the call that it is for
-                    self._extension.failed(error)
-            return self._extension.present
-
-    async def _counts(self, request_id: str, extension: bool) -> Speculation | None:
-        if not (extension and self._settings.speculation):
-            return None
+    async def _ask(self, path: str) -> object:
+        """Ask the extension. Returns errors too: no question may cost the call that it is for."""
         try:
-            return read_speculation(await self._get(counts_path(request_id)))
-        except Exception:  # the reply is there; its counts are not worth losing it
-            return None
+            return await self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
+        except Exception as error:
+            return error
 
-    async def _get(self, path: str) -> object:
-        return await self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
+
+class AsyncSession(SessionBase):
+    """A conversation of an AsyncAgentClient, as Session is one of an AgentClient."""
+
+    def __init__(self, client: AsyncAgentClient, conversation: Conversation) -> None:
+        super().__init__(conversation)
+        self._client = client
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The history, oldest first; a copy. Raises AgentSpecError while the store has not been read."""
+        if not self._conversation.loaded:
+            raise AgentSpecError(f"messages: session {self.id!r} is not read yet; `await session.load()` first")
+        return self._conversation.messages()
+
+    async def load(self) -> None:
+        """Read the stored messages now; otherwise the first use does."""
+        if not self._conversation.loaded:
+            await asyncio.to_thread(self._conversation.load)
+
+    @overload
+    async def chat(
+        self,
+        content: Content | None = None,
+        *,
+        stream: Literal[False] = False,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> Reply[ParsedT]: ...
+    @overload
+    async def chat(
+        self,
+        content: Content | None = None,
+        *,
+        stream: Literal[True],
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> AsyncReplyStream[ParsedT]: ...
+    async def chat(
+        self, content: Content | None = None, *, stream: bool = False, response_format: Any = None, **options: Any
+    ) -> Reply[Any] | AsyncReplyStream[Any]:
+        """Send the history and `content`, as Session.chat() does."""
+        if stream:
+            return await self.stream(content, response_format=response_format, **options).start()
+        call = self._call(content, response_format, options)
+        await self.load()
+        with call.turn as turn:
+            await self._client._probe(call)
+            completions = self._client.openai.chat.completions
+            send: Any = completions.create if call.model_class is None else completions.parse
+            raw = await send(**self._client._requests.build(call, turn.messages))
+            reply = read_reply(raw, call.session, call.model_class)
+            turn.commit(reply.message)
+            return await self._client._with_counts(reply)
+
+    def stream(
+        self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
+    ) -> AsyncReplyStream[ParsedT]:
+        """Make the call as an iterator, as Session.stream() does."""
+        return AsyncReplyStream(self._items(self._call(content, response_format, options)))
+
+    async def clear(self) -> None:
+        """Forget all messages, as Session.clear() does."""
+        await asyncio.to_thread(self._conversation.clear)
+
+    async def fork(self, new_id: str | None = None) -> AsyncSession:
+        """Return a new session with a copy of the messages, as Session.fork() does."""
+        await self.load()
+        other = self._client.session(new_id, group=self.group)
+        await other.load()
+        self._conversation.copy_to(other._conversation)
+        return other
+
+    async def _items(self, call: Call) -> AsyncGenerator[StreamItem, None]:
+        await self.load()
+        with call.turn as turn:
+            await self._client._probe(call)
+            request = self._client._requests.build(call, turn.messages, stream=True)
+            completions: Any = self._client.openai.chat.completions
+            opened = (
+                completions.stream(**request) if call.model_class else await completions.create(**request, stream=True)
+            )
+            answer = StreamedAnswer()
+            async with opened as events:
+                yield ""
+                async for event in events:
+                    if text := answer.add(event):
+                        yield text
+            reply = read_reply(answer.completion(), call.session, call.model_class)
+            turn.commit(reply.message)
+            yield await self._client._with_counts(reply)
+
+
+class AsyncReplyStream(StreamBase[ParsedT]):
+    """ReplyStream's twin: `async for`, `async with`, and awaited methods."""
+
+    def __init__(self, items: AsyncGenerator[StreamItem, None]) -> None:
+        self._items = items
+
+    async def start(self) -> Self:
+        """Send the request now, if it was not sent yet. Raises what the OpenAI client raises."""
+        if not self._started:
+            self._started = True
+            await anext(self._items, None)  # exhausted if it was closed before
+        return self
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        await self.start()
+        item = await anext(self._items)
+        if isinstance(item, str):
+            return item
+        self._reply = item
+        await self._items.aclose()
+        raise StopAsyncIteration
+
+    async def until_done(self) -> Reply[ParsedT]:
+        """Read the rest. Returns the reply."""
+        async for _ in self:
+            pass
+        return self.reply
+
+    async def close(self) -> None:
+        """Close the connection. The session is free again."""
+        await self._items.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

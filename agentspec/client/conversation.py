@@ -8,33 +8,29 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentspec.client.messages import Content, as_messages
-from agentspec.client.session_log import NoLog, SessionLog
+from agentspec.cache.identifiers import check_ids
+from agentspec.client.session_log import SessionLog
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One call: the messages to send, and what to do with the assistant's message when it is there."""
 
     messages: list[dict[str, Any]]
     commit: Callable[[dict[str, Any]], None]
 
 
-def stateless_turn(content: Content) -> Turn:
-    """A turn that no session remembers."""
-    return Turn(as_messages(content), lambda message: None)
-
-
 class Conversation:
-    """A history that grows by whole turns: a call that fails leaves it as it was."""
+    """A history that grows by whole turns: a call that fails leaves it as it was.
 
-    def __init__(self, session: str, log: SessionLog, *, new: bool = False) -> None:
+    id: the session's; "" for calls of no session. new: there is nothing to load.
+    """
+
+    def __init__(self, session: str, log: SessionLog, *, group: str | None = None, new: bool = False) -> None:
         self.id = session
-        self.group: str | None = None
+        self.group = group
         self._log = log
         self._messages: list[dict[str, Any]] = []
         self._guard = threading.Lock()
@@ -49,31 +45,31 @@ class Conversation:
         return self._loaded
 
     def load(self) -> None:
-        """Read the stored messages, once; what was added before goes behind them. May block."""
+        """Read the stored messages, once. What was added before goes behind them. May block."""
         with self._load_lock:
             if self._loaded:
                 return
             stored = self._log.read(self.id)
             with self._guard:
-                # Unread messages must not be followed by new ones: that would splice two conversations.
+                # New messages must not follow unread ones: that would splice two conversations.
                 self._saving = stored is not None
                 added, self._messages = self._messages, [*(stored or ()), *self._messages]
                 self._loaded = True
                 self._save(added)
 
     def messages(self) -> list[dict[str, Any]]:
-        """A copy of the history."""
+        """Return a copy of the history."""
         with self._guard:
             return copy.deepcopy(self._messages)
 
     def add(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append messages between calls; SessionBusyError during one."""
+        """Append messages between calls. Raises SessionBusyError during one."""
         with self._guard:
             self._refuse_if_busy()
             self._append(messages)
 
     def clear(self) -> None:
-        """Forget all messages, stored ones first. May block; on a StoreError nothing is forgotten."""
+        """Forget all messages, stored ones first. May block. On a StoreError nothing is forgotten."""
         with self._load_lock, self._taken():
             self._log.remove(self.id)
             with self._guard:
@@ -81,7 +77,7 @@ class Conversation:
                 self._loaded = self._saving = True
 
     def copy_to(self, other: Conversation) -> None:
-        """Append the history to a loaded, empty conversation; InvalidSessionError when it is not empty."""
+        """Append the history to a loaded conversation. Raises InvalidSessionError if that one is not empty."""
         messages = self.messages()
         with other._guard:
             if other._messages:
@@ -89,12 +85,12 @@ class Conversation:
             other._append(messages)
 
     @contextmanager
-    def turn(self, content: Content | None) -> Generator[Turn, None, None]:
-        """Take the session for one call. Its messages are kept, all at once, when the turn is committed.
+    def turn(self, new: Sequence[dict[str, Any]]) -> Generator[Turn, None, None]:
+        """Take the session for one call that sends the history and ``new``.
 
-        Raises SessionBusyError while another call is under way, and InvalidInputError with nothing to send.
+        ``Turn.commit`` keeps ``new`` and the answer, all at once. Raises SessionBusyError while another call is under
+        way, InvalidInputError with nothing to send.
         """
-        new = [] if content is None else as_messages(content)
         with self._taken():
             sent = [*self._messages, *new]
             if not sent:
@@ -135,18 +131,22 @@ class Conversation:
 
 
 class Conversations:
-    """One client's conversations by session id: two takers of one id share it, so that the rule of turns holds.
+    """One client's conversations by session id, shared by all who name the id, so that the rule of turns holds.
 
-    With a log, one lives while somebody uses it; without, this is the only place that remembers it.
+    With a log, a conversation lives while somebody uses it. Without, this is the only place that remembers it.
     """
 
     def __init__(self, log: SessionLog) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._known: MutableMapping[str, Conversation] = {} if isinstance(log, NoLog) else weakref.WeakValueDictionary()
+        self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
 
-    def get(self, session: str | None, group: str | None = None) -> Conversation:
-        """The conversation of this id, or a new one under an id that is nobody's; a group takes its old one's place."""
+    def get(self, session: str | None, group: str | None) -> Conversation:
+        """Return the conversation of this id, or a new one under a new id. A group replaces the one that it had.
+
+        Raises InvalidSessionError for an unusable id.
+        """
+        check_ids(session=session, group=group)
         with self._lock:
             found = self._known.get(session) if session is not None else None
             if found is None:
@@ -155,3 +155,9 @@ class Conversations:
             if group is not None:
                 found.group = group
             return found
+
+
+def unkept_conversation(session: str | None, group: str | None) -> Conversation:
+    """Return a conversation for one call that no session remembers. Raises InvalidSessionError for an unusable id."""
+    check_ids(session=session, group=group)
+    return Conversation(session or "", SessionLog(), group=group, new=True)

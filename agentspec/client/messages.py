@@ -1,4 +1,4 @@
-"""Messages as plain dicts: what callers pass in, what the history keeps, what is sent back to the server."""
+"""Chat messages as plain dicts: what callers pass in, what the history keeps, what is sent back to the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Content: TypeAlias = str | MessageLike | Sequence[MessageLike]
 
 
 def as_messages(content: Content) -> list[dict[str, Any]]:
-    """Fresh plain dicts, one a message; later changes to the caller's objects do not reach them.
+    """Return plain dicts, one a message, that later changes to the caller's objects do not reach.
 
     Raises InvalidInputError when `content` is none of the forms of `Content`.
     """
@@ -34,7 +34,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 
 
 def as_message(message: object) -> dict[str, Any]:
-    """One message as a fresh plain dict; InvalidInputError when it has no role."""
+    """Return one message as a plain dict of its own. Raises InvalidInputError when it has no role."""
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -46,10 +46,10 @@ def as_message(message: object) -> dict[str, Any]:
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
-    """The model's message in the form in which it is sent back.
+    """Return the model's message in the form in which it is sent back.
 
-    Only what the API defines for a request is kept: servers that check their input refuse the rest
-    (annotations, reasoning text, nulls), and the reply's `raw` has it all.
+    It keeps only what the API defines for a request. Servers that check their input refuse the rest (annotations,
+    reasoning text, nulls), and the reply's `raw` has it all.
     """
     kept: dict[str, Any] = {"role": "assistant"}
     if message.content is not None:
@@ -66,7 +66,7 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
 
 
 def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
-    """A tool's answer to the call with this id."""
+    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
     return {"role": "tool", "tool_call_id": tool_call_id, "content": content}

@@ -1,19 +1,68 @@
-"""A reply: the server's answer, read once."""
+"""A reply: the server's answer and its speculation counts, read once. Streamed answers are put together here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
+import pydantic
 from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionMessageToolCallUnion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageToolCallUnion
 from typing_extensions import TypeVar
 
 from agentspec.client.messages import assistant_message
-from agentspec.client.speculation import Speculation
 from agentspec.errors import AgentSpecError
 
 ParsedT = TypeVar("ParsedT", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
+
+    drafted: tokens that were drafted and verified. accepted: those of them that were kept.
+    steps: decode steps of the target model. drafts: those of them that verified a draft.
+    tokens: length of the reply.
+    accepted_by_source, drafted_by_source: the totals by where the draft came from: "request", "session", "group",
+        "global" or "model" (a draft model).
+    """
+
+    drafted: int
+    accepted: int
+    steps: int
+    drafts: int
+    tokens: int
+    accepted_by_source: dict[str, int]
+    drafted_by_source: dict[str, int]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a step with a draft yields, as vLLM counts them: 1 + accepted / drafts."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def read_speculation(answer: object) -> Speculation | None:
+    """Read the extension's answer about one request. Returns None for anything else: counts never cost a reply."""
+    if not isinstance(answer, Mapping):
+        return None
+    try:
+        return Speculation(
+            **{name: int(answer[name]) for name in ("drafted", "accepted", "steps", "drafts", "tokens")},
+            accepted_by_source=_by_source(answer.get("accepted_by_source")),
+            drafted_by_source=_by_source(answer.get("drafted_by_source")),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _by_source(value: Any) -> dict[str, int]:
+    return {str(source): int(count) for source, count in (value or {}).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +90,94 @@ class Reply(Generic[ParsedT]):
     raw: ChatCompletion
 
 
-def read_reply(
-    raw: ChatCompletion,
-    *,
-    session: str | None = None,
-    speculation: Speculation | None = None,
-    parsed: Any = None,
-) -> Reply[Any]:
-    """Read a completion; `parsed` is for streams, whose message has no parsed value of its own.
+def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] | None) -> Reply[Any]:
+    """Read a completion, and its text as an instance of `model_class` if one is given.
 
-    Raises AgentSpecError when the server sent no choice at all.
+    Raises AgentSpecError when the server sent no choice, pydantic.ValidationError when the text does not fit.
     """
     if not raw.choices:
         raise AgentSpecError(f"the server's answer {raw.id!r} has no choices; its log should say why")
     choice = raw.choices[0]
     message = choice.message
+    parsed = getattr(message, "parsed", None)  # a streamed message has none
+    if parsed is None and model_class is not None and message.content and not message.refusal:
+        parsed = pydantic.TypeAdapter(model_class).validate_json(message.content)
     return Reply(
         text=message.content or "",
         message=assistant_message(message),
         finish_reason=choice.finish_reason,
         tool_calls=tuple(message.tool_calls or ()),
-        parsed=parsed if parsed is not None else getattr(message, "parsed", None),
+        parsed=parsed,
         usage=raw.usage,
-        speculation=speculation,
+        speculation=None,
         session=session,
         raw=raw,
     )
+
+
+class StreamedAnswer:
+    """Puts the chunks of a stream together into the completion that they make up; of several choices, the first.
+
+    The OpenAI client's own class for this is not used. It concatenates roles, ids and names, which some servers repeat
+    in every chunk, and copies the whole message at each chunk.
+    """
+
+    def __init__(self) -> None:
+        self._first: ChatCompletionChunk | None = None
+        self._texts: dict[str, list[str]] = {}  # "content" and "refusal", once the stream has them
+        self._tool_calls: dict[int, dict[str, Any]] = {}
+        self._finish_reason: str | None = None
+        self._usage: CompletionUsage | None = None
+
+    def add(self, event: Any) -> str:
+        """Take in one event of the stream: a chunk, or an event that holds one. Returns the text that it adds."""
+        chunk = event if isinstance(event, ChatCompletionChunk) else getattr(event, "chunk", None)
+        if chunk is None:
+            return ""
+        self._first = self._first or chunk
+        self._usage = chunk.usage or self._usage
+        added = ""
+        for choice in chunk.choices:
+            if choice.index == 0:
+                added += choice.delta.content or ""
+                self._finish_reason = choice.finish_reason or self._finish_reason
+                self._add_delta(choice.delta)
+        return added
+
+    def _add_delta(self, delta: Any) -> None:
+        for name in ("content", "refusal"):
+            if (text := getattr(delta, name)) is not None:
+                self._texts.setdefault(name, []).append(text)
+        for part in delta.tool_calls or ():
+            call = self._tool_calls.setdefault(part.index, {"id": "", "name": "", "arguments": []})
+            call["id"] = part.id or call["id"]
+            if part.function is not None:
+                call["name"] = part.function.name or call["name"]
+                call["arguments"].append(part.function.arguments or "")
+
+    def completion(self) -> ChatCompletion:
+        """Return the completion. Raises AgentSpecError when the stream ended before the answer did."""
+        if self._first is None or self._finish_reason is None:
+            raise AgentSpecError("the server ended the stream before the answer was complete; try the call again")
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "".join(self._texts["content"]) if "content" in self._texts else None,
+            "refusal": "".join(self._texts.get("refusal", ())) or None,
+        }
+        if self._tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
+                }
+                for _, call in sorted(self._tool_calls.items())
+            ]
+        choice = {"index": 0, "finish_reason": self._finish_reason, "message": message, "logprobs": None}
+        fields: dict[str, Any] = {
+            **self._first.to_dict(),
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": self._usage.to_dict() if self._usage else None,
+        }
+        return ChatCompletion.model_construct(**fields)  # unvalidated, as the OpenAI client reads its answers

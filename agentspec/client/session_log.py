@@ -1,8 +1,8 @@
 """Where a client keeps its sessions' messages, so that a later process can go on with them.
 
-Messages do not depend on the model that wrote them, so one namespace serves every server and model. Writing
-happens in the store's background writer. A store that fails costs persistence only: it is logged once, and
-the call it happened in goes on.
+Messages do not depend on the model that wrote them, so one namespace serves every server and model. The store's
+background writer writes them. A store that fails costs persistence only: that is logged once, and the call in which it
+happened goes on.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from agentspec.cache.store import (
     BackgroundWriter,
     MessageRecord,
+    RecordReader,
     Store,
-    decode,
     default_store_url,
     namespace,
     open_store,
 )
-from agentspec.errors import RecordError, StoreUnavailableError
+from agentspec.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -30,40 +30,30 @@ FLUSH_TIMEOUT_S = 2.0
 NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
 
 
-class SessionLog(Protocol):
-    """What a Conversation needs of persistence."""
+class SessionLog:
+    """Keeps nothing: for `store=None`."""
+
+    keeps = False
+    """Whether a session that nobody uses any more can be read back."""
 
     def read(self, session: str) -> list[dict[str, Any]] | None:
-        """The session's messages, oldest first; None when they could not be read. May block."""
+        """Return the session's messages, oldest first; None when they could not be read. May block."""
+        return []
 
     def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep these messages; never blocks, never raises."""
+        """Keep these messages. Never blocks, never raises."""
 
     def remove(self, session: str) -> None:
-        """Forget the session; blocks until it is gone, StoreError if it cannot be removed."""
+        """Forget the session. Blocks until it is gone. Raises StoreError if it cannot be removed."""
 
     def close(self) -> None:
         """Write out what is queued."""
 
 
-class NoLog:
-    """Keeps nothing: for `store=None`."""
+class StoreLog(SessionLog):
+    """Keeps messages in a store, which is opened when it is first needed and closed if it was opened here."""
 
-    def read(self, session: str) -> list[dict[str, Any]] | None:
-        return []
-
-    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
-        pass
-
-    def remove(self, session: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class StoreLog:
-    """Keeps messages in a store, which is opened when it is first needed."""
+    keeps = True
 
     def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True) -> None:
         self._open = store if callable(store) else None
@@ -79,24 +69,12 @@ class StoreLog:
             return None
         store, writer = opened
         writer.flush(FLUSH_TIMEOUT_S)  # this process may have just written the session that it now resumes
-        messages, skipped = [], 0
         try:
-            for entry in store.read(NAMESPACE, session=session):
-                try:
-                    record = decode(entry.payload)
-                except RecordError:
-                    skipped += 1
-                    continue
-                if isinstance(record, MessageRecord):
-                    messages.append(record.message)
+            records = [record for _, record in RecordReader().read(store, NAMESPACE, session=session)]
         except Exception as error:
             logger.warning("agentspec: session %r could not be read and is in memory only here: %s", session, error)
             return None
-        if skipped:
-            logger.warning(
-                "agentspec: session %r: %d stored messages are unreadable and were skipped", session, skipped
-            )
-        return messages
+        return [record.message for record in records if isinstance(record, MessageRecord)]
 
     def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
         opened = self._opened()
@@ -140,14 +118,14 @@ class StoreLog:
             return self._store, self._writer
 
 
-def open_log(store: str | Store | None) -> NoLog | StoreLog:
-    """The log for a client's `store` option.
+def open_log(store: str | Store | None) -> SessionLog:
+    """Return the log for a client's `store` option.
 
-    A store that was named must open now (StoreURLError, StoreError); the one that is there by default, in the
-    user's data directory, is opened when the first session needs it.
+    A store that was named must open now (StoreURLError, StoreError). The default one, in the user's data folder, is
+    opened when the first session needs it.
     """
     if store is None:
-        return NoLog()
+        return SessionLog()
     if store == "auto":
         return StoreLog(lambda: open_store(default_store_url("sessions.db")))
     if not isinstance(store, str):

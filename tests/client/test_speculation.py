@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, Speculation
-from agentspec.client import extension
-from agentspec.client.speculation import read_speculation
+from agentspec.client import request
+from agentspec.client.reply import read_speculation
 
 from .fake_server import FakeServer
 
@@ -93,8 +93,8 @@ def test_a_probe_that_fails_for_now_is_repeated_later(server: FakeServer, monkey
         assert "session_id" not in server.chats[1].body
         assert len(server.probes) == 1
         server.probe = None
-        later = time.monotonic() + extension.RETRY_AFTER_S
-        monkeypatch.setattr("agentspec.client.extension.time.monotonic", lambda: later)
+        later = time.monotonic() + request.RETRY_AFTER_S
+        monkeypatch.setattr("agentspec.client.request.time.monotonic", lambda: later)
         client.chat("hello", session="s")
     assert len(server.probes) == 2
     assert server.chats[-1].body["session_id"] == "s"

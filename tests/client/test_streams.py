@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from agentspec import AgentClient, AgentSpecError, SessionBusyError
+from agentspec.client.reply import StreamedAnswer
 
 from .fake_server import FakeServer
 
@@ -125,3 +128,34 @@ def test_streamed_tool_calls_are_put_together(server: FakeServer) -> None:
         for call in stream.reply.tool_calls:
             session.tool_result(call.id, "done")
         assert session.stream().until_done().text == "answer 2"
+
+
+def chunk(delta: dict[str, Any], **more: Any) -> ChatCompletionChunk:
+    choice = {"index": 0, "delta": delta, "finish_reason": more.pop("finish_reason", None)}
+    fields = {"id": "x", "created": 1, "model": "m", "object": "chat.completion.chunk", "choices": [choice], **more}
+    return ChatCompletionChunk.model_validate(fields)
+
+
+def test_servers_may_repeat_roles_ids_and_names_in_every_chunk() -> None:
+    answer = StreamedAnswer()
+    call = {"index": 0, "id": "call-1", "type": "function"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    chunks = [
+        chunk({"role": "assistant", "content": "a"}),
+        chunk({"role": "assistant", "content": "b", "tool_calls": [{**call, "function": {"name": "run"}}]}),
+        chunk({"tool_calls": [{**call, "function": {"name": "run", "arguments": "{"}}]}, usage=usage),
+        chunk({"tool_calls": [{"index": 0, "id": None, "type": None, "function": {"arguments": "}"}}]}),
+        chunk({}, finish_reason="tool_calls"),
+    ]
+    assert [answer.add(part) for part in chunks] == ["a", "b", "", "", ""]
+    completion = answer.completion()
+    message = completion.choices[0].message
+    assert (message.role, message.content) == ("assistant", "ab")
+    assert message.tool_calls is not None
+    (tool,) = message.tool_calls
+    assert tool.model_dump(exclude_none=True) == {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": "run", "arguments": "{}"},
+    }
+    assert completion.usage is not None and completion.usage.total_tokens == 3

@@ -58,8 +58,9 @@ class RecordReader:
                 first, self.unknown = self.unknown == 0, self.unknown + 1
             if first:
                 logger.warning(
-                    "agentspec: stored record %s is skipped: %s; further ones of the kind are only counted",
+                    "agentspec: stored record %s of session %r is skipped: %s; further ones are only counted",
                     entry.sequence,
+                    entry.session,
                     error,
                 )
             return None
