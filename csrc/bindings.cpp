@@ -177,7 +177,7 @@ nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Ch
   Drafts drafts;
   {
     nb::gil_scoped_release release;
-    drafts = cache.offer(view(slots), {tokens.data(), chances.data(), tokens.shape(1)}, view(lengths), view(room), cost);
+    drafts = cache.merge_drafts(view(slots), {tokens.data(), chances.data(), tokens.shape(1)}, view(lengths), view(room), cost);
   }
   return proposed(std::move(drafts));
 }
@@ -228,12 +228,12 @@ PolicySettings settings_of(const nb::object& policy) {
   PolicySettings settings;
   settings.max_draft = nb::cast<std::size_t>(policy.attr("max_draft"));
   settings.min_match = nb::cast<std::size_t>(policy.attr("min_match"));
-  settings.judge = nb::cast<bool>(policy.attr("judge"));
+  settings.rerank = nb::cast<bool>(policy.attr("judge"));
   settings.prior_weight = nb::cast<double>(policy.attr("prior_weight"));
   settings.memory = nb::cast<double>(policy.attr("memory"));
   settings.learning_rate = nb::cast<double>(policy.attr("learning_rate"));
   if (const nb::object rule = policy.attr("rule"); !rule.is_none()) {
-    settings.fixed = FixedSettings{
+    settings.arctic = ArcticSettings{
         nb::cast<std::size_t>(rule.attr("max_depth")), nb::cast<double>(rule.attr("max_spec_factor")),
         nb::cast<double>(rule.attr("max_spec_offset")), nb::cast<double>(rule.attr("min_token_prob"))};
   }
@@ -260,8 +260,9 @@ nb::tuple stats(Cache& cache) {
 NB_MODULE(_native, module) {
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
-  module.def("watch_clock", &watch_clock, "watched"_a);
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
+  module.def(
+      "watch_clock", [](bool watched) { Stopwatch::watched = watched; }, "watched"_a);
   nb::class_<Cache>(module, "Core")
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(

@@ -1,136 +1,75 @@
 #include "cache/cache.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "drafting/arctic_suffix_rule.hpp"
+#include "drafting/suffix_drafter.hpp"
 
 namespace agentspec {
 namespace {
 
 std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
-  const auto limit = static_cast<std::ptrdiff_t>(std::min(a.size(), b.size()));
-  return static_cast<std::size_t>(std::mismatch(a.begin(), a.begin() + limit, b.begin()).first - a.begin());
+  return static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
 }
 
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
+std::unique_ptr<Drafter> make_drafter(const PolicySettings& settings) {
+  if (settings.arctic) return std::make_unique<ArcticSuffixRule>(*settings.arctic);
+  return std::make_unique<SuffixDrafter>(settings);
+}
+
+void write(const Request& request, Drafts& drafts) {
+  for (const Candidate& taken : request.draft.taken) {
+    drafts.tokens.push_back(taken.token);
+    drafts.sources.push_back(request.source_of(taken));
+    drafts.probabilities.push_back(static_cast<float>(taken.probability));
+  }
+  drafts.offsets.push_back(static_cast<std::int32_t>(drafts.tokens.size()));
+  drafts.match_lengths.push_back(static_cast<std::int32_t>(request.draft.match_length));
+}
+
 }  // namespace
 
-Cache::Cache(PolicySettings settings, Limits limits, std::int64_t vocab_size)
-    : settings_(std::move(settings)), limits_(limits), vocab_size_(vocab_size) {}
-
-Request& Cache::request(std::size_t slot) { return *requests_.at(slot); }
-
-std::shared_ptr<Tenant> Cache::tenant(const std::string* key) {
-  if (!key) return nullptr;
-  auto& entry = tenants_[*key];
-  if (!entry) {
-    entry = std::make_shared<Tenant>();
-    entry->key = *key;
-  }
-  const auto found = entry;
-  touch(*found);
-  while (tenants_.size() > kMaxTenants && forget_oldest_tenant()) {
-  }
-  return found;
+DraftRequest Request::for_drafter() {
+  const auto index_of = [](const CacheEntry* entry) { return entry && !entry->gone ? &entry->index() : nullptr; };
+  const Sources sources{&index, index_of(session.get()), index_of(group.get()),
+                        shared ? &tenant->corpus.index() : nullptr};
+  return {sources, index.text(), state, draft, *learned};
 }
 
-void Cache::touch(Tenant& tenant) {
-  tenants_by_use_.erase(tenant.used);
-  tenant.used = ++tick_;
-  tenants_by_use_[tenant.used] = &tenant;
-}
-
-// What the tenant's requests learned. So many tenants keep it. One of them gives way to another only after a rest: more
-// that take turns would all learn anew all the time. Null where none has rested.
-std::shared_ptr<Learned> Cache::learned_of(Tenant& tenant) {
-  if (tenant.learned) return tenant.learned;
-  if (learners_ >= kMaxLearners) {
-    const auto oldest = std::find_if(tenants_by_use_.begin(), tenants_by_use_.end(),
-                                     [](const auto& entry) { return entry.second->learned != nullptr; });
-    if (tick_ - oldest->first < kLearnerRest) return nullptr;
-    oldest->second->learned.reset();
-    --learners_;
-  }
-  ++learners_;
-  return tenant.learned = std::make_shared<Learned>(settings_, kTenantBits);
-}
-
-std::shared_ptr<Learned> Cache::learned_of(Session& session) {
-  if (!session.learned) {
-    session.learned = std::make_shared<Learned>(settings_, kSessionBits);
-    count(session);
-  }
-  return session.learned;
-}
+Cache::Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size)
+    : settings_(settings), vocab_size_(vocab_size), drafter_(make_drafter(settings)), entries_(settings, limits) {}
 
 std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
   std::shared_ptr<Learned> learned;
   if (request.shared) {
-    learned = learned_of(*request.tenant);
+    learned = entries_.learned_of(*request.tenant);
   } else if (request.session) {
-    learned = learned_of(*request.session);
+    learned = entries_.learned_of(*request.session);
   }
-  return learned ? learned : std::make_shared<Learned>(settings_, kRequestBits);
-}
-
-template <class Kind>
-std::shared_ptr<Kind> Cache::holding(const std::string& key, const std::shared_ptr<Tenant>& tenant) {
-  auto& entry = holdings_[key];
-  if (!entry) {
-    entry = std::make_shared<Kind>();
-    entry->key = key;
-    entry->tenant = tenant;
-    tenant->holdings.insert(entry.get());
-  }
-  touch(*entry);
-  return std::static_pointer_cast<Kind>(entry);
-}
-
-std::shared_ptr<Session> Cache::session(const std::string* key, const std::shared_ptr<Tenant>& tenant) {
-  return key ? holding<Session>("s" + *key, tenant) : nullptr;
-}
-
-// A group joins sessions that share. A session that has none is a group of its own: its responses alone, apart from
-// what its prompts quote, are better to draft from.
-std::shared_ptr<Group> Cache::group(Names names, const std::shared_ptr<Tenant>& tenant) {
-  if (!tenant || !names.shared) return nullptr;
-  if (names.group) return holding<Group>("g" + *names.group, tenant);
-  return names.session ? holding<Group>("o" + *names.session, tenant) : nullptr;
-}
-
-void Cache::touch(CacheEntry& holding) {
-  by_use_.erase(holding.used);
-  holding.used = ++tick_;
-  by_use_[holding.used] = holdings_.at(holding.key);
+  return learned ? learned : std::make_shared<Learned>(settings_, Learned::kRequestBits);
 }
 
 void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
-  fresh->tenant = tenant(names.tenant);
-  fresh->session = session(names.session, fresh->tenant);
-  fresh->group = group(names, fresh->tenant);
+  fresh->tenant = entries_.tenant(names.tenant);
+  fresh->session = entries_.session(names.session, fresh->tenant);
+  fresh->group = entries_.group(names, fresh->tenant);
   fresh->shared = fresh->tenant && names.shared;
   fresh->own_group = !names.group;
-  if (fresh->tenant) ++fresh->tenant->running;
-  if (fresh->session) ++fresh->session->running;
-  if (fresh->group) ++fresh->group->running;
-  fresh->learned = learned_of(*fresh);
-  // The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
-  const bool continues = fresh->session && !settings_.fixed;
-  const std::size_t kept = continues ? common_prefix(prompt, fresh->session->last) : 0;
-  fresh->prompt_length = prompt.size();
-  fresh->index.append(prompt.first(kept), false);
-  fresh->index.append(prompt.subspan(kept));
-  while (settings_.fixed && fresh->index.advance(prompt.size()) > 0) {
+  for (CacheEntry* entry : fresh->entries()) {
+    if (entry) ++entry->running;
   }
-  fresh->state.begin = prompt.size();
+  fresh->learned = learned_of(*fresh);
+  fresh->prompt_length = fresh->state.begin = prompt.size();
   fresh->state.ends.assign(ends.begin(), ends.end());
+  drafter_->start(fresh->index, prompt, fresh->session ? common_prefix(prompt, fresh->session->last) : 0);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
-  ++running_;
   advance(*requests_[slot], kIndexPerCall);
 }
 
@@ -142,27 +81,22 @@ void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
 
 std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> output_limit) {
   std::lock_guard lock(mutex_);
-  Request& current = request(slot);
-  const auto session = current.session;
-  const auto group = current.group;
+  const Request& current = request(slot);
   const auto tenant = current.tenant;
-  const bool shared = current.shared;
-  if ((!session && !shared) || (session && session->gone)) {
-    release(slot);
-    return std::nullopt;
+  const Session* session = current.session.get();
+  std::optional<Turn> turn;
+  if (session ? !session->gone : current.shared) {
+    const auto text = current.index.text();
+    const auto prompt = text.first(current.prompt_length);
+    auto response = text.subspan(current.prompt_length);
+    if (output_limit) response = response.first(std::min(response.size(), *output_limit));
+    const std::size_t kept = session ? common_prefix(prompt, session->last) : 0;
+    const auto tail = session ? prompt.subspan(kept) : last_of(prompt, kOverlap);
+    turn = Turn{kept, {tail.begin(), tail.end()}, {response.begin(), response.end()}};
+    keep(current, *turn);
   }
-  const auto text = current.index.text();
-  const auto prompt = text.first(current.prompt_length);
-  auto response = text.subspan(current.prompt_length);
-  if (output_limit) response = response.first(std::min(response.size(), *output_limit));
-  Turn turn;
-  if (session) turn.kept = common_prefix(prompt, session->last);
-  const auto tail = session ? prompt.subspan(turn.kept) : last_of(prompt, kOverlap);
-  turn.prompt_tail.assign(tail.begin(), tail.end());
-  turn.response.assign(response.begin(), response.end());
-  keep(session, group, tenant, shared, turn.kept, turn.prompt_tail, turn.response);
   release(slot);
-  evict(tenant.get());
+  if (turn) entries_.evict(tenant.get());
   return turn;
 }
 
@@ -172,113 +106,125 @@ void Cache::abort(std::size_t slot) {
 }
 
 void Cache::release(std::size_t slot) {
-  const auto session = request(slot).session;
-  const auto group = request(slot).group;
-  if (const auto& tenant = request(slot).tenant) --tenant->running;
-  requests_[slot].reset();
-  --running_;
-  for (const std::shared_ptr<CacheEntry>& holding : {std::shared_ptr<CacheEntry>(session), std::shared_ptr<CacheEntry>(group)}) {
-    if (!holding) continue;
-    --holding->running;
-    forget_if_empty(holding);
+  const auto ended = std::move(requests_.at(slot));
+  for (CacheEntry* entry : ended->entries()) {
+    if (!entry) continue;
+    --entry->running;
+    if (entry->tenant) entries_.forget_if_empty(*entry);
   }
 }
 
 void Cache::restore(Names names, std::size_t kept, std::span<const Token> prompt_tail,
                     std::span<const Token> response) {
   std::lock_guard lock(mutex_);
-  const auto to_tenant = tenant(names.tenant);
-  const auto to_session = session(names.session, to_tenant);
-  const auto to_group = group(names, to_tenant);
-  if (!to_session || kept > to_session->last.size()) kept = 0;  // what the turn continued is no longer there
-  keep(to_session, to_group, to_tenant, names.shared, kept, prompt_tail, response);
-  if (to_session) forget_if_empty(to_session);
-  if (to_group) forget_if_empty(to_group);
-  evict(to_tenant.get());
+  Request to;
+  to.tenant = entries_.tenant(names.tenant);
+  to.session = entries_.session(names.session, to.tenant);
+  to.group = entries_.group(names, to.tenant);
+  to.shared = to.tenant && names.shared;
+  if (!to.session || kept > to.session->last.size()) kept = 0;  // what the turn continued is no longer there
+  keep(to, {kept, {prompt_tail.begin(), prompt_tail.end()}, {response.begin(), response.end()}});
+  if (to.session) entries_.forget_if_empty(*to.session);
+  if (to.group) entries_.forget_if_empty(*to.group);
+  entries_.evict(to.tenant.get());
 }
 
-void Cache::keep(const std::shared_ptr<Session>& session, const std::shared_ptr<Group>& group,
-                 const std::shared_ptr<Tenant>& tenant, bool shared, std::size_t kept,
-                 std::span<const Token> prompt_tail, std::span<const Token> response) {
+// Adds a finished turn to the session, group and tenant of a request.
+void Cache::keep(const Request& of, const Turn& turn) {
   std::size_t budget = kIndexPerCall;
-  if (tenant && shared && !response.empty()) {
+  if (of.shared && !turn.response.empty()) {
     std::vector<Token> context;
-    if (session) {
-      const auto before = last_of(std::span<const Token>(session->last).first(kept), kOverlap);
+    if (of.session) {
+      const auto before = last_of(std::span(of.session->last).first(turn.kept), kOverlap);
       context.assign(before.begin(), before.end());
     }
-    context.insert(context.end(), prompt_tail.begin(), prompt_tail.end());
-    if (settings_.fixed) context.clear();  // the fixed rule's text holds responses alone
-    const std::string* of = session ? &session->key : nullptr;
-    tenant->corpus.add(of, context, response);
-    touch(*tenant);
-    if (group && !group->gone) {
-      group->corpus.add(of, context, response);
-      touch(*group);
-      budget -= group->advance(budget);
-      count(*group);
+    context.insert(context.end(), turn.prompt_tail.begin(), turn.prompt_tail.end());
+    const auto kept_context = last_of(context, drafter_->kept_context());
+    const std::string* session = of.session ? &of.session->key : nullptr;
+    of.tenant->corpus.add(session, kept_context, turn.response);
+    entries_.touch(*of.tenant);
+    if (of.group && !of.group->gone) {
+      of.group->corpus.add(session, kept_context, turn.response);
+      entries_.touch(*of.group);
+      budget -= of.group->corpus.advance(budget);
+      entries_.count(*of.group);
     }
-    budget -= tenant->corpus.advance(budget);
-    count(*tenant);
+    budget -= of.tenant->corpus.advance(budget);
+    entries_.count(*of.tenant);
   }
-  if (session && !(prompt_tail.empty() && response.empty())) {
-    session->append(kept, prompt_tail, response);
-    trim(*session);
-    touch(*session);
-    session->advance(budget);
-    count(*session);
+  if (of.session && !(turn.prompt_tail.empty() && turn.response.empty())) {
+    of.session->append(turn.kept, turn.prompt_tail, turn.response);
+    entries_.trim(*of.session);
+    entries_.touch(*of.session);
+    of.session->advance(budget);
+    entries_.count(*of.session);
+  }
+}
+
+void Cache::remove_session(const std::string& session, const std::string* tenant) {
+  std::vector<std::shared_ptr<Group>> sharing;
+  {
+    std::lock_guard lock(mutex_);
+    sharing = entries_.remove_session(session, tenant);
+  }
+  for (const auto& group : sharing) {
+    for (bool more = true; more;) {  // in slices, so that a step can come between
+      std::lock_guard lock(mutex_);
+      group->corpus.sweep(kIndexPerCall);
+      more = !group->corpus.swept();
+    }
   }
 }
 
 bool Cache::has_session(const std::string& key) {
   std::lock_guard lock(mutex_);
-  const auto found = holdings_.find("s" + key);
-  return found != holdings_.end() && found->second->size().tokens > 0;
+  const auto session = entries_.find_session(key);
+  return session && session->size().tokens > 0;
+}
+
+std::size_t Cache::catch_up(std::size_t budget) {
+  std::lock_guard lock(mutex_);
+  std::size_t left = budget - entries_.catch_up(budget);
+  for (const auto& current : requests_) {
+    if (current) left -= current->index.advance(left);
+  }
+  return budget - left;
+}
+
+void Cache::resize(Limits limits) {
+  std::lock_guard lock(mutex_);
+  entries_.limits = limits;
+  entries_.evict(nullptr);
 }
 
 Stats Cache::stats() {
   std::lock_guard lock(mutex_);
   Stats stats;
-  stats.tokens = held_.tokens;
-  stats.requests = running_;
-  stats.tenants = tenants_.size();
-  for (const auto& [key, holding] : holdings_) {
-    stats.sessions += key.front() == 's' && holding->size().tokens > 0;
-    stats.bytes += holding->bytes();
-    stats.pending += holding->index().pending();
+  stats.tokens = entries_.held().tokens;
+  stats.tenants = entries_.tenants().by_key.size();
+  const auto add = [&](std::size_t bytes, const SuffixIndex& index) {
+    stats.bytes += bytes;
+    stats.pending += index.pending();
+  };
+  for (const auto& [key, entry] : entries_.entries().by_key) {
+    add(entry->bytes(), entry->index());
+    stats.sessions += key.front() == 's' && entry->size().tokens > 0;
   }
-  for (const auto& [key, tenant] : tenants_) {
-    stats.bytes += tenant->corpus.bytes();
-    stats.pending += tenant->corpus.index().pending();
-  }
+  for (const auto& [key, tenant] : entries_.tenants().by_key) add(tenant->bytes(), tenant->index());
   for (const auto& current : requests_) {
     if (!current) continue;
-    stats.bytes += current->index.bytes();
-    stats.pending += current->index.pending();
+    add(current->index.bytes(), current->index);
+    ++stats.requests;
   }
   return stats;
 }
 
 // Indexes some of what is pending for one request, and takes out some of what was dropped. Returns how much was done.
 std::size_t Cache::advance(Request& request, std::size_t budget) {
-  std::size_t left = budget;
-  left -= request.index.advance(left);
-  if (request.session) left -= advance(*request.session, left);
-  if (request.group) left -= advance(*request.group, left);
-  if (!request.tenant) return budget - left;
-  const std::size_t before = left;
-  left -= request.tenant->corpus.advance(left);
-  left -= request.tenant->corpus.sweep(left);
-  if (left < before) count(*request.tenant);
-  return budget - left;
-}
-
-std::size_t Cache::advance(CacheEntry& holding, std::size_t budget) {
-  if (holding.gone) return 0;
-  std::size_t left = budget;
-  left -= holding.advance(left);
-  left -= holding.sweep(left);
-  if (left < budget) count(holding);
+  std::size_t left = budget - request.index.advance(budget);
+  for (CacheEntry* entry : request.entries()) {
+    if (entry) left -= entries_.advance(*entry, left);
+  }
   return budget - left;
 }
 
@@ -294,37 +240,19 @@ void Cache::take(Request& request, std::span<const Token> tokens, std::size_t sc
     ++drafted[source];
     if (right) ++accepted[source];
   }
-  learn(settings_, request.sources(), tokens, request.state, request.draft, *request.learned);
+  drafter_->learn(request.for_drafter(), tokens);
   request.index.append(tokens);
 }
 
-void Cache::draft_for(Request& request, std::size_t room, double cost) {
-  const auto text = request.index.text();
-  if (settings_.fixed) {
-    draft_fixed(*settings_.fixed, request.sources(), text, request.prompt_length, std::min(room, settings_.max_draft),
-                request.draft);
-  } else {
-    draft(settings_, *request.learned, request.sources(), text, room, cost, request.state, request.draft);
-  }
+std::size_t Cache::draft_limit(std::int32_t room) const {
+  return std::min({count_of(room), settings_.max_draft, kMaxDraft});
 }
 
-void Cache::write(const Request& request, Drafts& drafts) {
-  for (const Candidate& taken : request.draft.taken) {
-    drafts.tokens.push_back(taken.token);
-    drafts.sources.push_back(request.source_of(taken));
-    drafts.probabilities.push_back(static_cast<float>(taken.probability));
-  }
-  drafts.offsets.push_back(static_cast<std::int32_t>(drafts.tokens.size()));
-  drafts.match_lengths.push_back(static_cast<std::int32_t>(request.draft.match_length));
-}
-
-std::vector<Scored> Cache::candidates(std::size_t slot) {
+std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
   std::lock_guard lock(mutex_);
   auto path = request(slot).draft.path;
-  for (Scored& scored : path) {
-    for (std::size_t c = 0; c < scored.count; ++c) {
-      scored.candidates[c].source = request(slot).source_of(scored.candidates[c]);
-    }
+  for (ScoredPosition& scored : path) {
+    for (Candidate& candidate : scored.candidates) candidate.source = request(slot).source_of(candidate);
   }
   return path;
 }
@@ -354,7 +282,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       sound = current.index.size() == length;  // otherwise a draft would continue another text than the engine's
     }
     budget -= advance(current, budget);
-    draft_for(current, sound ? count_of(room[i]) : 0, cost);
+    drafter_->draft(current.for_drafter(), sound ? draft_limit(room[i]) : 0, cost);
     current.draft.open = sound;
     write(current, drafts);
     drafts.accepted.push_back(accepted);
@@ -363,23 +291,41 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
   return drafts;
 }
 
-Drafts Cache::offer(std::span<const std::int32_t> slots, Offers offers, std::span<const std::int32_t> lengths,
-                    std::span<const std::int32_t> room, double cost) {
+Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
+                           std::span<const std::int32_t> lengths, std::span<const std::int32_t> room, double cost) {
   std::lock_guard lock(mutex_);
   Drafts drafts;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Request& current = request(static_cast<std::size_t>(slots[i]));
-    const std::size_t begin = i * offers.columns, length = count_of(lengths[i]);
+    const std::size_t begin = i * external.columns, length = count_of(lengths[i]);
     if (current.draft.open) {
-      const ExternalDraft given{{offers.tokens + begin, length}, {offers.chances + begin, length}};
-      take_offer(settings_, *current.learned, current.sources(), current.index.text(), given, count_of(room[i]),
-                       cost, current.state, scratch_, current.draft);
+      const ExternalDraft given{{external.tokens + begin, length}, {external.probabilities + begin, length}};
+      drafter_->merge_draft(current.for_drafter(), given, draft_limit(room[i]), cost);
     } else {
       current.draft.clear();
     }
     write(current, drafts);
   }
   return drafts;
+}
+
+void Cache::save(const std::string& path) {
+  std::lock_guard lock(mutex_);
+  SnapshotWriter writer(path);
+  writer.number(static_cast<std::uint64_t>(vocab_size_));
+  entries_.save(writer);
+  writer.commit();
+}
+
+void Cache::load(const std::string& path) {
+  std::lock_guard lock(mutex_);
+  SnapshotReader reader(path);
+  const auto vocabulary = static_cast<std::int64_t>(reader.number());
+  if (vocabulary > vocab_size_) {
+    throw std::runtime_error("it was saved with vocab_size=" + std::to_string(vocabulary) + ", which is more than " +
+                             std::to_string(vocab_size_) + ": it belongs to another model");
+  }
+  entries_.load(reader);
 }
 
 }  // namespace agentspec

@@ -1,12 +1,18 @@
 #include "cache/corpus.hpp"
 
 #include <algorithm>
-#include <vector>
 
 #include "index/stopwatch.hpp"
 
 namespace agentspec {
 namespace {
+
+// Taking a position out costs as much as putting so many in. Where long documents are the same, it is found only after
+// long comparisons, and can cost a hundred times as much: so the clock is looked at after every few, and a call ends
+// early.
+constexpr std::size_t kSweepCost = 16;
+constexpr std::size_t kSweepSome = 4;
+constexpr std::int64_t kSweepTime = 100'000;  // ns
 
 // FNV-1a. A collision within one tenant would only erase too much.
 std::uint64_t hash_of(const std::string& key) {
@@ -17,14 +23,10 @@ std::uint64_t hash_of(const std::string& key) {
 
 }  // namespace
 
-std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
-  return tokens.last(std::min(tokens.size(), count));
-}
-
 void Corpus::add(const std::string* session, std::span<const Token> context, std::span<const Token> response) {
   const auto begin = static_cast<Position>(index_.size());
   index_.append_boundary();
-  index_.append(last_of(context, kOverlap), false);
+  index_.append(context, false);
   index_.append(response);
   const auto end = static_cast<Position>(index_.size());
   documents_.push_back({session ? hash_of(*session) : 0, begin, end});
@@ -60,7 +62,7 @@ std::size_t Corpus::sweep(std::size_t budget) {
     if (removed == some) continue;  // perhaps that was all: then the next time finds nothing left of it
     dropped_.pop_front();
     if (erased_ > 0) --erased_;
-    ++done;  // also a document without indexed places takes a moment
+    ++done;  // also a document without indexed positions takes a moment
   } while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime));
   release();
   return std::min(budget, done * kSweepCost);
@@ -78,6 +80,14 @@ void Corpus::release() {
       document.begin -= moved;
       document.end -= moved;
     }
+  }
+}
+
+void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& documents) {
+  documents_.assign(documents.begin(), documents.end());
+  for (const Document& document : documents_) {
+    if (document.begin > document.end || document.end > index_.size()) reader.damaged("a document lies outside its text");
+    tokens_ += document.end - document.begin;
   }
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 
 namespace agentspec {
 namespace {
@@ -13,7 +12,7 @@ constexpr std::size_t kLengths = 9, kShapes = 12, kRanks = 2, kDepths = 3;
 // Prior log-odds: longer matches and more agreement are likelier to go on.
 constexpr std::array<double, kLengths> kPriorLength{-2.2, -1.4, -0.9, -0.4, 0.1, 0.6, 1.0, 1.5, 2.2};
 constexpr std::array<double, kShapes> kPriorShape{0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6};
-constexpr double kSecondMinus = 1.0, kTrailMinus = 0.5;
+constexpr double kSecondMinus = 1.0, kResumeMinus = 0.5;
 
 constexpr double kLeast = 1e-6;  // observations: nothing is certain
 
@@ -32,7 +31,7 @@ std::vector<double> make_priors() {
     for (const double length : kPriorLength) {
       for (const double shape : kPriorShape) {
         for (std::size_t rank = 0; rank < kRanks; ++rank) {
-          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind + 1 == kKinds ? kTrailMinus : 0);
+          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind + 1 == kKinds ? kResumeMinus : 0);
           priors.insert(priors.end(), kDepths, 1 / (1 + std::exp(minus - (length + shape))));
         }
       }
@@ -75,12 +74,6 @@ void AcceptanceTable::learn(Cell cell, bool hit) {
   }
   tally.total += 1;
   if (hit) tally.hits += 1;
-}
-
-bool AcceptanceTable::load(std::span<const std::byte> bytes) {
-  if (bytes.size() != table_.size() * sizeof(Tally)) return false;
-  std::memcpy(table_.data(), bytes.data(), bytes.size());
-  return true;
 }
 
 }  // namespace agentspec

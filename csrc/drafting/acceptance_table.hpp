@@ -7,9 +7,10 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kKinds = 5;  // of proposals: one a source, and the trail's
+inline constexpr std::size_t kKinds = 5;  // of proposals: one a source, and the resume point's
 
-// Online odds of acceptance by kind, match length, agreement among the occurrences, rank of the successor and depth.
+// Counts how often proposals were accepted: by kind, match length, agreement among the occurrences, rank of the
+// successor and depth. Priors stand in until there is enough to count.
 class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
@@ -25,8 +26,10 @@ class AcceptanceTable {
   double log_odds(Cell cell) const;
   void learn(Cell cell, bool hit);
 
-  std::span<const std::byte> bytes() const { return std::as_bytes(std::span(table_)); }
-  bool load(std::span<const std::byte> bytes);  // false, and nothing changed, where the size is another
+  template <class Archive>
+  void describe(Archive& archive) {
+    archive.fixed(std::span(table_));
+  }
 
  private:
   struct Tally {

@@ -2,18 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <utility>
 
-#include "drafting/fixed_draft.hpp"
+#include "drafting/draft_value.hpp"
 
 namespace agentspec {
 namespace {
 
-using fixed::Growth;
-using fixed::kMaxDepth;
-using fixed::Places;
-using fixed::Rooms;
-
 constexpr std::uint8_t kRequest = 0, kGlobal = kSources - 1;
+constexpr std::size_t kMaxDepth = 256;         // of ArcticSettings
+constexpr std::size_t kPlaces = 2 * kWindow;  // listed by a source and by the running response
 
 // Of contexts with more occurrences than a match lists, these lengths are tried, and the longest.
 constexpr std::array<std::size_t, 15> kSampled{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192};
@@ -21,38 +20,215 @@ constexpr double kSlack = 1 + 1e-9;  // a sum of probabilities may be rounded up
 
 const Token* end_of(std::span<const Token> text) { return text.data() + text.size(); }
 
+// How many tokens may be drafted after each length of context.
+class DraftLimits {
+ public:
+  DraftLimits(const ArcticSettings& settings, std::size_t context, std::size_t limit) {
+    const std::size_t lengths = std::min({settings.max_depth, context, kMaxDepth});
+    for (std::size_t length = 1; length < lengths; ++length) {
+      const double allowed = static_cast<double>(length) * settings.max_spec_factor + settings.max_spec_offset + 1e-6;
+      const auto most = static_cast<double>(std::min(limit, settings.max_depth - length));
+      limits_[length] = allowed < 1 ? 0 : static_cast<std::size_t>(std::min(allowed, most));
+    }
+    longest_ = lengths == 0 ? 0 : lengths - 1;
+  }
+
+  std::size_t longest() const { return longest_; }  // context
+  std::size_t operator[](std::size_t length) const { return limits_[length]; }
+
+  // The longest of the lengths in [low, high] that allow the most.
+  std::size_t widest(std::size_t low, std::size_t high) const {
+    std::size_t best = high;
+    for (std::size_t length = high; length-- > low;) {
+      if (limits_[length] > limits_[best]) best = length;
+    }
+    return best;
+  }
+
+  // The longest of them that allows at least so many; there is one.
+  std::size_t longest_with(std::size_t limit, std::size_t high) const {
+    while (limits_[high] < limit) --high;
+    return high;
+  }
+
+ private:
+  std::array<std::size_t, kMaxDepth> limits_;
+  std::size_t longest_;
+};
+
+// Where a draft is copied from, the oldest place first.
+struct Places {
+  std::array<const Token*, kPlaces> at;
+  std::size_t size = 0;
+
+  void add(const Token* place) { at[size++] = place; }
+};
+
+// The successors of a text, most frequent first. Which of equals comes first depends on the order in which they came:
+// one that draws level with others is put in front of them, unless it leaves equals behind.
+class Successors {
+ public:
+  void add(Token token) {
+    std::size_t at = 0;
+    while (at < size_ && tokens_[at] != token) ++at;
+    if (at == size_) {
+      tokens_[size_] = token;
+      counts_[size_++] = 1;
+      return;
+    }
+    const std::uint32_t count = counts_[at] + 1;
+    std::size_t to = at;
+    if (at > 0 && counts_[at - 1] <= count) {
+      const std::uint32_t level = counts_[at - 1];
+      while (to > 0 && counts_[to - 1] == level) --to;
+    }
+    for (; at > to; --at) {
+      tokens_[at] = tokens_[at - 1];
+      counts_[at] = counts_[at - 1];
+    }
+    tokens_[to] = token;
+    counts_[to] = count;
+  }
+
+  Token first() const { return tokens_[0]; }
+
+ private:
+  std::array<Token, kPlaces> tokens_;
+  std::array<std::uint32_t, kPlaces> counts_;
+  std::size_t size_ = 0;
+};
+
+// A draft that is copied from places, as long as they agree enough.
+class CopiedDraft {
+ public:
+  struct Step {
+    Token token;
+    double probability;    // given that the draft before it is right
+    std::uint32_t places;  // that have it
+  };
+
+  // `ends`: of the texts that the places are in; null where there is none.
+  CopiedDraft(double min_token_prob, std::array<const Token*, 2> ends) : min_token_prob_(min_token_prob), ends_(ends) {}
+
+  // Grows while `limit` and probability last. The places stand for `count` of the `whole` occurrences of a context.
+  void grow(const Places& from, std::uint32_t count, double whole, std::size_t limit) {
+    const Origin origin{from, count, whole, limit};
+    if (origin == origin_) return;  // mostly, a longer context has the same occurrences
+    origin_ = origin;
+    size_ = 0;
+    score_ = 0;
+    Places places = from;
+    const double weight = static_cast<double>(count) / static_cast<double>(places.size);
+    double so_far = 1;
+    while (size_ < limit && keep_most_frequent(places)) {
+      const double kept = weight * static_cast<double>(places.size);
+      const double probability = kept / whole;
+      so_far *= probability;
+      if (so_far < min_token_prob_) return;
+      whole = kept;
+      push(places, probability, so_far);
+      while (size_ < limit && alike(places)) push(places, 1, so_far);
+    }
+  }
+
+  std::span<const Step> steps() const { return {steps_.data(), size_}; }
+  std::size_t size() const { return size_; }
+  double score() const { return score_; }  // sum of the probabilities that each token is reached and right
+
+ private:
+  struct Origin {
+    std::size_t places = 0;
+    std::uintptr_t sum = 0;  // of the places: who has as many may still have others
+    std::uint32_t count = 0;
+    double whole = 0;
+    std::size_t limit = 0;
+
+    Origin() = default;
+    Origin(const Places& from, std::uint32_t count, double whole, std::size_t limit)
+        : places(from.size), count(count), whole(whole), limit(limit) {
+      for (std::size_t k = 0; k < from.size; ++k) sum += reinterpret_cast<std::uintptr_t>(from.at[k]) * (k + 1);
+    }
+    bool operator==(const Origin&) const = default;
+  };
+
+  bool at_end(const Token* at) const { return at == ends_[0] || at == ends_[1]; }
+
+  // Takes the next token, which all places have.
+  void push(Places& places, double probability, double so_far) {
+    steps_[size_++] = {*places.at[0], probability, static_cast<std::uint32_t>(places.size)};
+    score_ += so_far;
+    for (std::size_t k = 0; k < places.size; ++k) ++places.at[k];
+  }
+
+  // Whether all places go on, and with the same token.
+  bool alike(const Places& places) const {
+    if (at_end(places.at[0]) || *places.at[0] < 0) return false;
+    for (std::size_t k = 1; k < places.size; ++k) {
+      if (at_end(places.at[k]) || *places.at[k] != *places.at[0]) return false;
+    }
+    return true;
+  }
+
+  // Keeps the places with the most frequent next token; false if there is none.
+  bool keep_most_frequent(Places& places) const {
+    std::size_t kept = 0;
+    bool same = true;
+    for (std::size_t k = 0; k < places.size; ++k) {
+      const Token* at = places.at[k];
+      if (at_end(at) || *at < 0) continue;
+      places.at[kept++] = at;
+      same = same && *at == *places.at[0];
+    }
+    places.size = kept;
+    if (same) return kept > 0;
+    Successors successors;
+    for (std::size_t k = 0; k < kept; ++k) successors.add(*places.at[k]);
+    places.size = 0;
+    for (std::size_t k = 0; k < kept; ++k) {
+      if (*places.at[k] == successors.first()) places.add(places.at[k]);
+    }
+    return true;
+  }
+
+  double min_token_prob_;
+  std::array<const Token*, 2> ends_;
+  Origin origin_;
+  std::array<Step, kMaxDraft> steps_;
+  std::size_t size_ = 0;
+  double score_ = 0;
+};
+
 // The best draft so far.
 struct Best {
-  std::array<Growth::Step, kMaxDraft> steps;
-  std::size_t size = 0, length = 0;  // tokens drafted and matched
-  std::uint32_t count = 0;           // occurrences of the matched context
+  Draft& draft;
+  std::size_t length = 0;  // tokens of context that it was copied behind
   double score = 0;
   std::uint8_t source = kSources;
 };
 
 // The running response, which counts as one of all responses: the request's text from `begin` on.
-struct Running {
+struct RunningResponse {
   const SuffixIndex* index = nullptr;
   std::size_t begin = 0;
 };
 
-// Finds the best draft of one source. Drafts are tried only where they can still win: room for n tokens bounds the sum
+// Finds the best draft of one source. Drafts are tried only where they can still win: a limit of n tokens bounds the sum
 // of probabilities. Contexts of neighbouring lengths mostly have the same occurrences, and so the same draft.
-class Search {
+class SourceSearch {
  public:
   // `open`: up to this length of context, its own end counts as an occurrence, one that nothing followed yet.
-  Search(const FixedSettings& settings, const Rooms& rooms, const SuffixIndex* index, Running running,
-         std::span<const Token> context, std::size_t open, std::uint8_t source, Best& best)
-      : rooms_(rooms), index_(index), running_(running), context_(context), open_(open), source_(source),
-        growth_(settings.min_token_prob, {index ? end_of(index->text()) : nullptr,
-                                          running.index ? end_of(running.index->text()) : nullptr}),
+  SourceSearch(double min_token_prob, const DraftLimits& limits, const SuffixIndex* index, RunningResponse running,
+               std::span<const Token> context, std::size_t open, std::uint8_t source, Best& best)
+      : limits_(limits), index_(index), running_(running), context_(context), open_(open), source_(source),
+        copied_(min_token_prob, {index ? end_of(index->text()) : nullptr,
+                                 running.index ? end_of(running.index->text()) : nullptr}),
         best_(best) {}
 
   // Finds the longest context that occurred and returns its length. `known`: no longer one occurs in the request.
   std::size_t begin(std::size_t known) {
-    if (!index_ || rooms_.longest() == 0) return 0;
-    index_->look_up(context_.last(rooms_.longest()), longest_.match);
-    known_ = running_.index ? std::min({known, open_, rooms_.longest()}) : 0;
+    if (!index_ || limits_.longest() == 0) return 0;
+    index_->look_up(context_.last(limits_.longest()), longest_.match);
+    known_ = running_.index ? std::min({known, open_, limits_.longest()}) : 0;
     length_ = std::max<std::size_t>(longest_.match.length, known_);
     if (length_ > longest_.match.length) {
       find(length_, longest_);
@@ -102,12 +278,12 @@ class Search {
     found.own.count = found.own.listed = kept;
   }
 
-  // Whether a draft from contexts of `length` tokens or fewer with this room can be the best.
-  bool can_win(std::size_t length, std::size_t room, double probability = 1) const {
-    const double most = static_cast<double>(room) * probability * kSlack;
-    return room > 0 && (most > best_.score || (most >= best_.score && wins_level(length)));
+  // Whether a draft from contexts of `length` tokens or fewer with this limit can be the best.
+  bool can_win(std::size_t length, std::size_t limit, double probability = 1) const {
+    const double most = static_cast<double>(limit) * probability * kSlack;
+    return limit > 0 && (most > best_.score || (most >= best_.score && wins_level(length)));
   }
-  bool can_win(std::size_t length) const { return can_win(length, rooms_[length]); }
+  bool can_win(std::size_t length) const { return can_win(length, limits_[length]); }
 
   // Of drafts that score the same, the request's wins, then the longest match.
   bool wins_level(std::size_t length) const {
@@ -136,20 +312,24 @@ class Search {
       high = open_;
     }
     const double whole = occurrences(high, count);
-    const std::size_t room = rooms_[rooms_.widest(low, high)];
-    if (count == 0 || !can_win(high, room, count / whole)) return;
-    growth_.grow(places, count, whole, room);
-    const std::size_t length = rooms_.longest_with(growth_.size(), high);
-    if (growth_.score() > best_.score || (growth_.score() == best_.score && wins_level(length))) take(length, count);
+    const std::size_t limit = limits_[limits_.widest(low, high)];
+    if (count == 0 || !can_win(high, limit, count / whole)) return;
+    copied_.grow(places, count, whole, limit);
+    const std::size_t length = limits_.longest_with(copied_.size(), high);
+    if (copied_.score() > best_.score || (copied_.score() == best_.score && wins_level(length))) take(length, count);
   }
 
   void take(std::size_t length, std::uint32_t count) {
-    std::ranges::copy(growth_.steps(), best_.steps.begin());
-    best_.size = growth_.size();
     best_.length = length;
-    best_.count = count;
-    best_.score = growth_.score();
+    best_.score = copied_.score();
     best_.source = source_;
+    best_.draft.taken.clear();
+    auto match_length = static_cast<std::uint32_t>(length);
+    for (const CopiedDraft::Step& step : copied_.steps()) {
+      best_.draft.taken.push_back({step.token, source_, 0, match_length++, count, step.probability, step.probability});
+      count = step.places;
+    }
+    best_.draft.match_length = best_.draft.taken.empty() ? 0 : length;
   }
 
   // Considers the contexts of at most `top` tokens all of whose occurrences are listed, where they can win. Returns the
@@ -169,13 +349,13 @@ class Search {
     return 0;
   }
 
-  // The shortest context that could win if the occurrences were the same down to the length that leaves the most room.
+  // The shortest context that could win if the occurrences were the same down to the length that allows the most.
   std::size_t first_guess() {
-    std::size_t low = rooms_.widest(1, length_);
+    std::size_t low = limits_.widest(1, length_);
     if (longest_.count() == 0) return low;
-    growth_.grow(places_of(longest_), longest_.count(), occurrences(low, longest_.count()), rooms_[low]);
+    copied_.grow(places_of(longest_), longest_.count(), occurrences(low, longest_.count()), limits_[low]);
     for (std::size_t length = low; length-- > 1;) {
-      if (static_cast<double>(rooms_[length]) > growth_.score()) low = length;
+      if (static_cast<double>(limits_[length]) > copied_.score()) low = length;
     }
     return low;
   }
@@ -201,7 +381,7 @@ class Search {
   // All occurrences at `low` are listed: how far each agrees says which contexts of up to `top` tokens it belongs to.
   void by_agreement(std::size_t low, const Found& found, std::size_t top) {
     const Places places = places_of(found);
-    std::array<std::size_t, fixed::kPlaces> agreed;
+    std::array<std::size_t, kPlaces> agreed;
     for (std::size_t k = 0; k < places.size; ++k) {
       std::size_t most = top;
       if (k >= found.match.listed) {  // what the running response repeats of itself begins where it does
@@ -237,11 +417,11 @@ class Search {
     std::size_t size = 0, widest = 0;
     while (size < kSampled.size() && kSampled[size] <= top) ++size;
     for (std::size_t k = 0; k < size; ++k) {
-      if (rooms_[kSampled[k]] >= rooms_[kSampled[widest]]) widest = k;
+      if (limits_[kSampled[k]] >= limits_[kSampled[widest]]) widest = k;
     }
     Found found;
     for (std::size_t k = 0; k < size; ++k) {
-      // The one that leaves the most room first.
+      // The one that allows the most first.
       const std::size_t length = kSampled[k == 0 ? widest : k <= widest ? widest - k : k];
       if (!can_win(length)) continue;
       find(length, found);
@@ -249,52 +429,66 @@ class Search {
     }
   }
 
-  const Rooms& rooms_;
+  const DraftLimits& limits_;
   const SuffixIndex* const index_;
-  const Running running_;
+  const RunningResponse running_;
   const std::span<const Token> context_;
   const std::size_t open_;
   const std::uint8_t source_;
   Found longest_;           // occurrences of the longest context
   std::size_t length_ = 0;  // its length
   std::size_t known_ = 0;   // contexts up to this length may occur in the running response
-  Growth growth_;
+  CopiedDraft copied_;
   Best& best_;
 };
 
-void write(const Best& best, DraftPath& result) {
-  result.taken.resize(best.size);
-  for (std::size_t k = 0; k < best.size; ++k) {
-    Candidate& candidate = result.taken[k];
-    candidate.token = best.steps[k].token;
-    candidate.probability = candidate.share = best.steps[k].probability;
-    candidate.source = best.source;
-    candidate.rank = 0;
-    candidate.match_length = static_cast<std::uint32_t>(best.length + k);
-    candidate.count = k == 0 ? best.count : best.steps[k - 1].places;
-  }
-  result.match_length = best.size ? best.length : 0;
-}
-
 }  // namespace
 
-void draft_fixed(const FixedSettings& settings, const Sources& sources, std::span<const Token> context,
-                 std::size_t begin, std::size_t room, DraftPath& result) {
-  result.clear();
-  const std::size_t limit = std::min(room, kMaxDraft);
+void ArcticSuffixRule::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t) const {
+  own.append(prompt);
+  while (own.advance(prompt.size()) > 0) {
+  }
+}
+
+void ArcticSuffixRule::draft(DraftRequest request, std::size_t limit, double) {
+  request.draft.clear();
   if (limit == 0) return;
-  const std::span<const Token> tail = context.last(std::min({settings.max_depth, kMaxDepth, context.size()}));
-  const Rooms rooms(settings, tail.size(), limit);
-  const SuffixIndex *request = sources[kRequest], *global = sources[kGlobal];
-  Best best;
-  Search own(settings, rooms, request, {}, tail, tail.size(), kRequest, best);
-  Search all(settings, rooms, global, {request, begin}, tail, context.size() - begin, kGlobal, best);
-  const std::size_t matched = own.begin(0), shared = all.begin(matched);
+  const std::span<const Token> text = request.text;
+  const std::span<const Token> tail = text.last(std::min({settings_.max_depth, kMaxDepth, text.size()}));
+  const DraftLimits limits(settings_, tail.size(), limit);
+  const SuffixIndex *own = request.sources[kRequest], *global = request.sources[kGlobal];
+  const std::size_t begin = request.state.begin;
+  Best best{request.draft};
+  SourceSearch in_own(settings_.min_token_prob, limits, own, {}, tail, tail.size(), kRequest, best);
+  SourceSearch in_all(settings_.min_token_prob, limits, global, {own, begin}, tail, text.size() - begin, kGlobal, best);
+  const std::size_t matched = in_own.begin(0), shared = in_all.begin(matched);
   // The longer match first: it often leaves nothing to the other.
-  if (shared > matched) all.run();
-  own.run();
-  if (shared <= matched) all.run();
-  write(best, result);
+  if (shared > matched) in_all.run();
+  in_own.run();
+  if (shared <= matched) in_all.run();
+}
+
+void ArcticSuffixRule::merge_draft(DraftRequest request, const ExternalDraft& external, std::size_t limit,
+                                   double cost) {
+  Draft& draft = request.draft;
+  DraftValue present{kCaution * cost};
+  for (const Candidate& taken : draft.taken) present.add(taken.probability);
+  DraftValue offered{kCaution * cost, std::max(present.value(), 1.0)};
+  const std::size_t shared = external.shared_with(draft.taken);
+  std::vector<Candidate> taken;
+  for (std::size_t d = 0; d < std::min(limit, external.size()) && offered.can_grow(); ++d) {
+    taken.push_back(d < shared ? draft.taken[d] : Candidate{external.tokens[d], kModel});
+    taken.back().probability = external.probabilities[d];
+    offered.add(taken.back().probability);
+  }
+  if (offered.best_length == 0) return;
+  taken.resize(offered.best_length);
+  draft.taken = std::move(taken);
+  if (shared == 0) draft.match_length = 0;
+}
+
+void ArcticSuffixRule::learn(DraftRequest request, std::span<const Token> verified) {
+  if (!verified.empty()) request.draft.open = false;
 }
 
 }  // namespace agentspec

@@ -1,19 +1,28 @@
 #pragma once
 
-#include <cstddef>
-#include <span>
-
 #include "drafting/drafter.hpp"
 
 namespace agentspec {
 
-// ArcticInference's rule for drafts, here to compare with. From every length of context that occurred before, the most
-// frequent successors are followed while the draft is likely enough; of all these drafts, from the request's own text
-// and from the responses of all, the one with the largest sum of probabilities is taken.
+// ArcticInference's rule for drafts, to compare with and for command lines that ask for it. From every length of context
+// that occurred before, the most frequent successors are followed while the draft is likely enough. Of all these drafts,
+// from the request's own text and from the responses of all, the one with the largest sum of probabilities is taken.
 //
-// `context` is the request's whole text, whose response begins at `begin`. Of `sources` only request and global are
-// used. tests/oracle/fixed_rule.py specifies the answers.
-void draft_fixed(const FixedSettings& settings, const Sources& sources, std::span<const Token> context,
-                 std::size_t begin, std::size_t room, DraftPath& result);
+// Nothing is learned, and session and group are not drafted from. The request's own text is all indexed at once, and
+// stored responses have no context in front. Another drafter's tokens stand alone, and the rule's draft is never cut.
+// tests/oracle/arctic_suffix_rule.py specifies the answers.
+class ArcticSuffixRule final : public Drafter {
+ public:
+  explicit ArcticSuffixRule(const ArcticSettings& settings) : settings_(settings) {}
+
+  void start(SuffixIndex& own, std::span<const Token> prompt, std::size_t in_session) const override;
+  std::size_t kept_context() const override { return 0; }
+  void draft(DraftRequest request, std::size_t limit, double cost) override;
+  void merge_draft(DraftRequest request, const ExternalDraft& external, std::size_t limit, double cost) override;
+  void learn(DraftRequest request, std::span<const Token> verified) override;
+
+ private:
+  ArcticSettings settings_;
+};
 
 }  // namespace agentspec

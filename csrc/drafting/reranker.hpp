@@ -1,10 +1,13 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <new>
 #include <span>
 
 namespace agentspec {
@@ -14,22 +17,41 @@ inline constexpr std::size_t kFeatures = 11;  // hashed features of a candidate
 // Slots of a candidate's features, kept until the candidate is learned from.
 using FeatureSlots = std::array<std::uint32_t, kFeatures>;
 
-// Online logistic regression over hashed features: a candidate's log-odds are the table's plus its features' weights.
-// AdaGrad; a weight and its squared errors lie side by side, so that a feature costs one cache line.
+// Corrects the acceptance table: a logistic regression, learned online, over hashed features that see which tokens are
+// proposed. A candidate's log-odds are the table's plus its features' weights. The rates are AdaGrad's; a weight and its
+// squared errors lie side by side, so that a feature costs one cache line.
 class Reranker {
  public:
-  explicit Reranker(unsigned bits);  // 2^bits slots, all zero: memory is touched only where something was learned
+  // Makes 2^bits weights. calloc gives untouched zero pages: memory is used only where something was learned.
+  explicit Reranker(unsigned bits)
+      : shift_(64 - bits), weights_(static_cast<Weight*>(std::calloc(size(), sizeof(Weight)))) {
+    if (!weights_) throw std::bad_alloc();
+  }
 
   std::uint32_t slot(std::uint64_t key) const {
     return static_cast<std::uint32_t>((key * 0xD6E8FEB86659FD93u) >> shift_);
   }
   void prefetch(std::uint32_t slot) const { __builtin_prefetch(&weights_[slot]); }
-  double correction(const FeatureSlots& features) const;  // sum of the weights
-  void learn(const FeatureSlots& features, double error, double rate);
 
-  std::size_t slots() const { return std::size_t{1} << (64 - shift_); }
-  std::span<const std::byte> bytes() const;
-  bool load(std::span<const std::byte> bytes);  // false, and nothing changed, where the size is another
+  double correction(const FeatureSlots& features) const {
+    double sum = 0;
+    for (const std::uint32_t slot : features) sum += weights_[slot].value;
+    return sum;
+  }
+
+  void learn(const FeatureSlots& features, double error, double rate) {
+    constexpr double kCalm = 2;  // keeps the first steps of a weight short
+    for (const std::uint32_t slot : features) {
+      Weight& weight = weights_[slot];
+      weight.squares = static_cast<float>(weight.squares + error * error);
+      weight.value = static_cast<float>(weight.value + rate * error / std::sqrt(weight.squares + kCalm));
+    }
+  }
+
+  template <class Archive>
+  void describe(Archive& archive) {
+    archive.fixed(std::span(weights_.get(), size()));
+  }
 
  private:
   struct Weight {
@@ -39,11 +61,13 @@ class Reranker {
     void operator()(Weight* weights) const { std::free(weights); }
   };
 
+  std::size_t size() const { return std::size_t{1} << (64 - shift_); }
+
   unsigned shift_;
   std::unique_ptr<Weight[], Free> weights_;
 };
 
-// Well-mixed key of two numbers.
+// Hashes two numbers.
 inline std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
   std::uint64_t z = (a ^ b * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
   return z ^ z >> 32;

@@ -7,10 +7,10 @@
 namespace agentspec {
 namespace {
 
-constexpr double kClip = 9;              // log-odds stay within
-constexpr std::uint32_t kMissesMost = 4;  // in a row, then a trail ends
-constexpr std::uint32_t kTrailLength = 4;  // a match of so many tokens that goes wrong leaves a trail
-constexpr std::size_t kTrailKind = kSources;
+constexpr double kClip = 9;                // log-odds stay within
+constexpr std::uint32_t kMostMisses = 4;   // in a row, then a resume point is dropped
+constexpr std::uint32_t kWorthResuming = 4;  // tokens of a match that went wrong
+constexpr std::size_t kResumeKind = kSources;  // kind of a resume point's proposal; the others' is their source
 
 struct Successor {
   Token token;
@@ -18,18 +18,19 @@ struct Successor {
   Position place;
 };
 
-// A successor with the kind of its origin: its source, or kTrailKind.
-struct Origin {
-  Successor successor;
-  std::uint32_t length, count;
+// A proposed token, and where it comes from.
+struct Proposal : Successor {
+  std::uint32_t length, count;  // of the match
   std::uint8_t kind, source, rank;
   AcceptanceTable::Cell cell;
-  double probability;
+  double probability;  // by the table
 };
 
-struct Origins {
-  std::array<Origin, kProposals> all;
+struct Proposals {
+  std::array<Proposal, kProposals> all;
   std::size_t count = 0;
+
+  std::span<const Proposal> get() const { return {all.data(), count}; }
 };
 
 // The two most frequent successors of the listed occurrences, the earlier listed first where they are equal.
@@ -56,14 +57,16 @@ std::size_t successors(const SuffixIndex& index, const Match& match, std::array<
   return count;
 }
 
-void gather(const PolicySettings& settings, const AcceptanceTable& table, const Sources& sources, const Front& front,
-            std::size_t depth, Origins& origins) {
+// Collects what the sources and the resume point propose.
+Proposals gather(const PolicySettings& settings, const AcceptanceTable& table, const Sources& sources,
+                 const DraftFront& front, std::size_t depth) {
+  Proposals proposals;
   const auto add = [&](const Successor& next, std::uint32_t length, std::uint32_t count, std::size_t kind,
                        std::size_t source, std::size_t rank) {
-    const AcceptanceTable::Cell cell = AcceptanceTable::cell(kind, length, count, next.winner, rank == 1, depth);
-    origins.all[origins.count++] = {next, length, count, static_cast<std::uint8_t>(kind),
-                                    static_cast<std::uint8_t>(source), static_cast<std::uint8_t>(rank), cell,
-                                    table.probability(cell)};
+    const auto cell = AcceptanceTable::cell(kind, length, count, next.winner, rank == 1, depth);
+    proposals.all[proposals.count++] = {next, length, count, static_cast<std::uint8_t>(kind),
+                                        static_cast<std::uint8_t>(source), static_cast<std::uint8_t>(rank), cell,
+                                        table.probability(cell)};
   };
   for (std::size_t s = 0; s < kSources; ++s) {
     const Match& match = front.matches[s];
@@ -72,38 +75,37 @@ void gather(const PolicySettings& settings, const AcceptanceTable& table, const 
     const std::size_t found = successors(*sources[s], match, best);
     for (std::size_t rank = 0; rank < found; ++rank) add(best[rank], match.length, match.listed, s, s, rank);
   }
-  if (front.trail.active()) {
-    const ResumePoint& trail = front.trail;
+  if (const ResumePoint& resume = front.resume; resume.active()) {
     // As if there had been one occurrence more for each miss, all with other successors.
-    add({sources[trail.source]->at(trail.place), 1, trail.place}, trail.hits + 1, trail.misses + 1, kTrailKind,
-        trail.source, 2);
+    add({sources[resume.source]->at(resume.place), 1, resume.place}, resume.hits + 1, resume.misses + 1, kResumeKind,
+        resume.source, 2);
   }
+  return proposals;
 }
 
-// The distinct tokens' likeliest origins by the table, likeliest first.
-std::size_t choose(const Origins& origins, std::array<const Origin*, kProposals>& chosen) {
+using Chosen = std::array<const Proposal*, kProposals>;
+
+// Chooses the likeliest proposal of each token by the table, likeliest first. Returns how many become candidates.
+std::size_t choose(const Proposals& proposals, Chosen& chosen) {
   std::size_t count = 0;
-  for (std::size_t i = 0; i < origins.count; ++i) {
-    const Origin& origin = origins.all[i];
+  for (const Proposal& proposal : proposals.get()) {
     std::size_t at = 0;
-    while (at < count && chosen[at]->successor.token != origin.successor.token) ++at;
-    if (at < count && !(origin.probability > chosen[at]->probability)) continue;
+    while (at < count && chosen[at]->token != proposal.token) ++at;
+    if (at < count && !(proposal.probability > chosen[at]->probability)) continue;
     count += at == count;
-    for (; at > 0 && chosen[at - 1]->probability < origin.probability; --at) chosen[at] = chosen[at - 1];
-    chosen[at] = &origin;
+    for (; at > 0 && chosen[at - 1]->probability < proposal.probability; --at) chosen[at] = chosen[at - 1];
+    chosen[at] = &proposal;
   }
   return std::min(count, kCandidates);
 }
 
-// For each kind two bits: 0 it has no proposal, 1 the token is its first, 2 its second, 3 it has others.
-std::uint32_t agreement(const Origins& origins, Token token) {
+// Returns two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it proposes others.
+std::uint32_t agreement(const Proposals& proposals, Token token) {
   std::uint32_t code = 0;
-  for (std::size_t i = 0; i < origins.count; ++i) {
-    const Origin& origin = origins.all[i];
-    const std::uint32_t says = origin.successor.token != token ? 3 : origin.rank == 1 ? 2 : 1;
-    if (says != 3 || (code >> 2 * origin.kind & 3) == 0) {
-      code = (code & ~(3u << 2 * origin.kind)) | says << 2 * origin.kind;
-    }
+  for (const Proposal& proposal : proposals.get()) {
+    const std::uint32_t says = proposal.token != token ? 3 : proposal.rank == 1 ? 2 : 1;
+    const std::uint32_t shift = 2 * proposal.kind;
+    if (says != 3 || (code >> shift & 3) == 0) code = (code & ~(3u << shift)) | says << shift;
   }
   return code;
 }
@@ -114,86 +116,87 @@ std::uint64_t share_bucket(std::uint64_t count, std::uint64_t winner) {
   return 5 * winner >= 4 * count ? 2 : 2 * winner >= count ? 3 : 4 * winner >= count ? 4 : 10 * winner >= count ? 5 : 6;
 }
 
-// The judge's features of candidates at one position; what depends on the context alone is computed once.
+// Computes the reranker's features of candidates at one position: what depends on the context alone, once.
 class Features {
  public:
-  Features(const Reranker& judge, const ScoringContext& situation) : judge_(judge), outcome_(situation.outcome) {
-    const std::size_t size = situation.context.size();
+  Features(const Reranker& reranker, const ScoringContext& context) : reranker_(reranker), outcome_(context.outcome) {
+    const std::size_t size = context.tokens.size();
     const auto before = [&](std::size_t n) {
-      return static_cast<std::uint32_t>(n <= size ? situation.context[size - n] : -3);
+      return static_cast<std::uint32_t>(n <= size ? context.tokens[size - n] : -3);
     };
     last_ = mixed(1, before(1));
     pair_ = mixed(last_, before(2));
-    depth_ = std::min<std::uint64_t>(situation.depth, 3);
-    first_ = situation.depth == 0;
-    const std::uint64_t written = situation.written;
+    depth_ = std::min<std::uint64_t>(context.depth, 3);
+    first_ = context.depth == 0;
+    const std::uint64_t written = context.written;
     age_ = written < 6 ? written : 3 + static_cast<std::uint64_t>(std::bit_width(written));
   }
 
-  FeatureSlots of(const Origin& origin, std::uint32_t agreement, bool own) const {
-    const std::uint64_t kind = origin.kind;
-    const std::uint64_t length = AcceptanceTable::length_bucket(origin.length);
-    const std::uint64_t share = share_bucket(origin.count, origin.successor.winner);
-    const std::uint64_t token = (static_cast<std::uint64_t>(origin.successor.token) + 1) * 0x9E3779B97F4A7C15u;
+  FeatureSlots of(const Proposal& proposal, std::uint32_t agreement, bool own) const {
+    const std::uint64_t kind = proposal.kind;
+    const std::uint64_t length = AcceptanceTable::length_bucket(proposal.length);
+    const std::uint64_t share = share_bucket(proposal.count, proposal.winner);
+    const std::uint64_t token = (static_cast<std::uint64_t>(proposal.token) + 1) * 0x9E3779B97F4A7C15u;
     const std::uint64_t outcome = first_ ? outcome_ : 3;
     const std::uint64_t deep = std::min<std::uint64_t>(depth_, 2);
-    const auto with_token = [&](std::uint64_t key) { return judge_.slot(key ^ token); };
+    const auto with_token = [&](std::uint64_t key) { return reranker_.slot(key ^ token); };
     return {
         with_token(pair_),
         with_token(1000 + kind * 4 + depth_),
-        judge_.slot(last_ + 1100 + kind),
+        reranker_.slot(last_ + 1100 + kind),
         with_token(1200 + length),
         with_token(last_ + (2000 + agreement) * 0xA24BAED4963EE407u),
         with_token(1300 + kind * 8 + share),
-        judge_.slot(4000 + ((kind * 16 + length) * 4 + deep) * 4 + outcome),
-        judge_.slot(8000 + agreement),
+        reranker_.slot(4000 + ((kind * 16 + length) * 4 + deep) * 4 + outcome),
+        reranker_.slot(8000 + agreement),
         with_token(1400 + own),
         with_token(1500 + age_),
-        judge_.slot(10000 + ((kind * 16 + length) * 2 + own) * 64 + age_),
+        reranker_.slot(10000 + ((kind * 16 + length) * 2 + own) * 64 + age_),
     };
   }
 
  private:
-  const Reranker& judge_;
+  const Reranker& reranker_;
   std::uint64_t last_, pair_, depth_, age_, outcome_;
   bool first_;
 };
 
-void judge(const Learned& learned, const Origins& origins, const std::array<const Origin*, kProposals>& chosen,
-           const ScoringContext& situation, Scored& scored) {
-  const Features features(learned.judge, situation);
+void rerank(const Learned& learned, const Proposals& proposals, const Chosen& chosen, const ScoringContext& context,
+            ScoredPosition& scored) {
+  const Features features(learned.reranker, context);
   for (std::size_t c = 0; c < scored.count; ++c) {
-    const Origin& origin = *chosen[c];
-    const bool own = origin.source == 0 && origin.successor.place >= situation.prompt;
-    scored.features[c] = features.of(origin, agreement(origins, origin.successor.token), own);
-    for (const std::uint32_t slot : scored.features[c]) learned.judge.prefetch(slot);
+    const Proposal& proposal = *chosen[c];
+    const bool own = proposal.source == 0 && proposal.place >= context.prompt;
+    scored.candidates[c].features = features.of(proposal, agreement(proposals, proposal.token), own);
+    for (const std::uint32_t slot : scored.candidates[c].features) learned.reranker.prefetch(slot);
   }
   for (std::size_t c = 0; c < scored.count; ++c) {
     const double base = std::clamp(learned.table.log_odds(chosen[c]->cell), -kClip, kClip);
-    const double sum = std::clamp(base + learned.judge.correction(scored.features[c]), -kClip, kClip);
+    const double sum = std::clamp(base + learned.reranker.correction(scored.candidates[c].features), -kClip, kClip);
     scored.candidates[c].probability = 1 / (1 + std::exp(-sum));
   }
 }
 
 }  // namespace
 
-void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const Front& front,
-           const ScoringContext& situation, Scored& scored) {
-  Origins origins;
-  gather(settings, learned.table, sources, front, situation.depth, origins);
-  std::array<const Origin*, kProposals> chosen;
-  scored.count = static_cast<std::uint8_t>(choose(origins, chosen));
-  scored.proposed = static_cast<std::uint8_t>(origins.count);
-  for (std::size_t i = 0; i < origins.count; ++i) {
-    scored.proposals[i] = {origins.all[i].successor.token, origins.all[i].cell};
+void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const DraftFront& front,
+           const ScoringContext& context, ScoredPosition& scored) {
+  const Proposals proposals = gather(settings, learned.table, sources, front, context.depth);
+  Chosen chosen;
+  scored.count = static_cast<std::uint8_t>(choose(proposals, chosen));
+  scored.proposed = static_cast<std::uint8_t>(proposals.count);
+  for (std::size_t i = 0; i < proposals.count; ++i) {
+    scored.proposals[i] = {proposals.all[i].token, proposals.all[i].cell};
   }
   for (std::size_t c = 0; c < scored.count; ++c) {
-    const Origin& origin = *chosen[c];
-    scored.candidates[c] = {origin.successor.token, origin.source, origin.rank, origin.length, origin.count,
-                            static_cast<double>(origin.successor.winner) / origin.count, origin.probability};
-    scored.places[c] = origin.successor.place;
+    const Proposal& from = *chosen[c];
+    ScoredCandidate& candidate = scored.candidates[c];
+    const double share = static_cast<double>(from.winner) / from.count;
+    static_cast<Candidate&>(candidate) = {from.token, from.source, from.rank, from.length, from.count, share,
+                                          from.probability};
+    candidate.place = from.place;
   }
-  if (settings.judge) judge(learned, origins, chosen, situation, scored);
+  if (settings.rerank) rerank(learned, proposals, chosen, context, scored);
   scored.best = 0;
   for (std::uint8_t c = 1; c < scored.count; ++c) {
     if (scored.candidates[c].probability > scored.candidates[scored.best].probability) scored.best = c;
@@ -201,31 +204,26 @@ void score(const PolicySettings& settings, const Learned& learned, const Sources
   if (scored.count > 0) scored.taken = scored.candidates[scored.best];
 }
 
-void Scored::take(Token token, double chance) {
-  if (count == 0 || taken.token != token) taken = {token, kModel};
-  taken.probability = chance;
-}
-
-void leave_trail(const Scored& scored, Token token, ResumePoint& trail) {
+void mark_resume_point(const ScoredPosition& scored, Token token, ResumePoint& resume) {
   if (scored.count == 0) return;
-  const Candidate& wrong = scored.candidates[scored.best];
+  const ScoredCandidate& wrong = scored.candidates[scored.best];
   if (wrong.token == token || wrong.rank > 1) return;
-  if (wrong.match_length >= kTrailLength || !trail.active()) trail = {wrong.source, scored.places[scored.best], 0, 0};
+  if (wrong.match_length >= kWorthResuming || !resume.active()) resume = {wrong.source, wrong.place, 0, 0};
 }
 
-void advance_trail(const Sources& sources, Token token, ResumePoint& trail) {
-  if (!trail.active()) return;
-  const SuffixIndex* index = sources[trail.source];
-  if (!index || trail.place >= index->size()) return trail.drop();
-  if (index->at(trail.place) == token) {
-    ++trail.hits;
-    trail.misses = 0;
+void advance(const Sources& sources, Token token, ResumePoint& resume) {
+  if (!resume.active()) return;
+  const SuffixIndex* index = sources[resume.source];
+  if (!index || resume.place >= index->size()) return resume.drop();
+  if (index->at(resume.place) == token) {
+    ++resume.hits;
+    resume.misses = 0;
   } else {
-    trail.hits = 0;
-    if (++trail.misses > kMissesMost) return trail.drop();
+    resume.hits = 0;
+    if (++resume.misses > kMostMisses) return resume.drop();
   }
-  ++trail.place;
-  if (trail.place >= index->size() || index->at(trail.place) < 0) trail.drop();
+  ++resume.place;
+  if (resume.place >= index->size() || index->at(resume.place) < 0) resume.drop();
 }
 
 }  // namespace agentspec

@@ -16,6 +16,13 @@ using Position = std::uint32_t;
 inline constexpr Token kBoundary = -1;  // between documents: ends every context; equal to nothing, not even itself
 inline constexpr std::size_t kPad = 8;  // boundaries in front of a text, so that reading backwards needs no limit
 
+// Tokens of context that are kept in front of a text, so that its first tokens can be matched.
+inline constexpr std::size_t kOverlap = 8;
+
+inline std::span<const Token> last_of(std::span<const Token> tokens, std::size_t count) {
+  return tokens.last(std::min(tokens.size(), count));
+}
+
 // Boundary first, then tokens by their number.
 inline std::uint32_t rank_of(Token token) { return static_cast<std::uint32_t>(token) + 1; }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "index/sorted_positions.hpp"
 
@@ -21,16 +22,6 @@ void close_gap(Array& array, std::uint32_t at, std::uint32_t size) {
 template <class Array>
 void copy_part(Array& to, std::uint32_t at, const Array& from, std::uint32_t begin, std::uint32_t count) {
   std::memcpy(&to[at], &from[begin], count * sizeof(to[0]));
-}
-
-template <class Value>
-void put(std::vector<Value>& values, std::uint32_t at, Value value) {
-  values.insert(values.begin() + at, value);
-}
-
-template <class Value>
-void drop(std::vector<Value>& values, std::uint32_t at) {
-  values.erase(values.begin() + at);
 }
 
 }  // namespace
@@ -53,8 +44,7 @@ void SortedPositions::set_first(const Token* text, std::uint32_t chunk, std::uin
 }
 
 void SortedPositions::insert_first(const Token* text, Position position) {
-  chunks_.resize(1);
-  chunks_[0].size = 0;
+  new_chunk();
   row_.chunks.assign(1, 0);
   row_.counts.assign(1, 1);
   row_.keys.assign(1, {});
@@ -152,7 +142,16 @@ std::uint32_t SortedPositions::new_leaf(std::uint32_t owner) {
   owners_.resize(leaf + 1);
   owners_[leaf] = owner;
   positions_.resize(positions_.size() + kLeaf);
+  std::fill_n(&positions_[std::size_t{kLeaf} * leaf], kLeaf, 0);
   return leaf;
+}
+
+// All of it is zero, and what is unused stays so: snapshots hold it as it is, and nothing of erased text.
+std::uint32_t SortedPositions::new_chunk() {
+  const auto chunk = static_cast<std::uint32_t>(chunks_.size());
+  chunks_.resize(chunk + 1);
+  std::memset(static_cast<void*>(&chunks_[chunk]), 0, sizeof(Chunk));
+  return chunk;
 }
 
 // The last leaf moves to where `leaf` was.
@@ -198,7 +197,7 @@ void SortedPositions::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
   close_gap(c.firsts, rank, c.size);
   close_gap(c.leaves, rank, c.size);
   close_gap(c.counts, rank, c.size);
-  --c.size;
+  c.keys[--c.size] = {};
   free_leaf(leaf);
 }
 
@@ -217,8 +216,7 @@ void SortedPositions::split_leaf(const Token* text, Place& place) {
 }
 
 void SortedPositions::split_chunk(Place& place) {
-  const auto fresh = static_cast<std::uint32_t>(chunks_.size());
-  chunks_.resize(fresh + 1);
+  const std::uint32_t fresh = new_chunk();
   Chunk& from = chunk_at(place.chunk);
   Chunk& to = chunks_[fresh];
   constexpr std::uint32_t kept = kChunk / 2;
@@ -228,28 +226,34 @@ void SortedPositions::split_chunk(Place& place) {
   copy_part(to.leaves, 0, from.leaves, kept, to.size);
   copy_part(to.counts, 0, from.counts, kept, to.size);
   from.size = kept;
+  std::fill(from.keys.begin() + kept, from.keys.end(), Key{});
   std::uint32_t moved = 0;
   for (std::uint32_t i = 0; i < to.size; ++i) {
     owners_[to.leaves[i]] = fresh;
     moved += to.counts[i];
   }
   row_.counts[place.chunk] -= moved;
-  put(row_.keys, place.chunk + 1, to.keys[0]);
-  put(row_.firsts, place.chunk + 1, to.firsts[0]);
-  put(row_.chunks, place.chunk + 1, fresh);
-  put(row_.counts, place.chunk + 1, moved);
+  put_chunk(place.chunk + 1, fresh, moved);
   if (place.leaf >= kept) {
     ++place.chunk;
     place.leaf -= kept;
   }
 }
 
+// Puts a chunk of so many positions into the row.
+void SortedPositions::put_chunk(std::uint32_t rank, std::uint32_t chunk, std::uint32_t count) {
+  row_.keys.insert(row_.keys.begin() + rank, chunks_[chunk].keys[0]);
+  row_.firsts.insert(row_.firsts.begin() + rank, chunks_[chunk].firsts[0]);
+  row_.chunks.insert(row_.chunks.begin() + rank, chunk);
+  row_.counts.insert(row_.counts.begin() + rank, count);
+}
+
 void SortedPositions::drop_chunk(std::uint32_t rank) {
   const std::uint32_t chunk = row_.chunks[rank];
-  drop(row_.keys, rank);
-  drop(row_.firsts, rank);
-  drop(row_.chunks, rank);
-  drop(row_.counts, rank);
+  row_.keys.erase(row_.keys.begin() + rank);
+  row_.firsts.erase(row_.firsts.begin() + rank);
+  row_.chunks.erase(row_.chunks.begin() + rank);
+  row_.counts.erase(row_.counts.begin() + rank);
   free_chunk(chunk);
 }
 
@@ -290,6 +294,30 @@ void SortedPositions::merge_chunk(std::uint32_t rank) {
     row_.counts[left] += row_.counts[left + 1];
     return drop_chunk(left + 1);
   }
+}
+
+void SortedPositions::restore(SnapshotReader& reader, std::size_t end) {
+  const auto numbers = std::exchange(row_, {}).chunks;
+  std::vector<bool> seen(chunks_.size());
+  std::size_t leaves = 0, size = 0;
+  bool right = numbers.size() == chunks_.size() && positions_.size() == owners_.size() * kLeaf;
+  for (const std::uint32_t number : numbers) {
+    right = right && number < chunks_.size() && !seen[number] && chunks_[number].size - 1 < kChunk;
+    if (!right) break;
+    seen[number] = true;
+    const Chunk& chunk = chunks_[number];
+    const std::size_t before = size;
+    for (std::uint32_t k = 0; right && k < chunk.size; ++k, ++leaves) {
+      const std::uint32_t leaf = chunk.leaves[k], count = chunk.counts[k];
+      right = leaf < owners_.size() && owners_[leaf] == number && count - 1 < kLeaf;
+      if (!right) break;
+      const Position* const positions = &positions_[std::size_t{kLeaf} * leaf];
+      right = chunk.firsts[k] == positions[0] && *std::max_element(positions, positions + count) < end;
+      size += count;
+    }
+    put_chunk(static_cast<std::uint32_t>(row_.chunks.size()), number, static_cast<std::uint32_t>(size - before));
+  }
+  if (!right || leaves != owners_.size() || size != size_) reader.damaged("positions");
 }
 
 }  // namespace agentspec

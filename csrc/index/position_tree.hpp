@@ -6,13 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "storage/buffer.hpp"
 #include "index/context.hpp"
+#include "storage/buffer.hpp"
+#include "storage/snapshot.hpp"
 
 namespace agentspec {
-
-class SnapshotWriter;
-class SnapshotReader;
 
 inline constexpr std::uint32_t kLeaf = 64;    // positions in a leaf
 inline constexpr std::uint32_t kChunk = 64;    // leaves in a chunk
@@ -84,9 +82,16 @@ class SortedPositions {
 
   void rebase(Position by);
 
-  // Positions are written with `by` subtracted, and must be below `end` when they are read.
-  void save(SnapshotWriter& writer, Position by) const;
-  void load(SnapshotReader& reader, std::size_t end);
+  template <class Archive>
+  void describe(Archive& archive) {
+    archive.number(size_);
+    archive.array(positions_);
+    archive.array(owners_);
+    archive.array(chunks_);
+    archive.vector(row_.chunks);
+  }
+  // After loading: the arrays must refer to each other, and to a text of so many tokens, as they do in an index.
+  void restore(SnapshotReader& reader, std::size_t end);
 
   static constexpr std::uint32_t kBatch = 16;
   static constexpr std::size_t kShallow = 64;   // tokens that are always compared directly
@@ -123,10 +128,11 @@ class SortedPositions {
   bool find_in_leaf(Place& place, Position position) const;
   bool find_near(Place& place, Position position) const;
   bool find_between(Place low, Place high, Position position, Place& place) const;
-  void check(SnapshotReader& reader, std::size_t end) const;
   void insert_first(const Token* text, Position position);
   void set_first(const Token* text, std::uint32_t chunk, std::uint32_t leaf);
   std::uint32_t new_leaf(std::uint32_t owner);
+  std::uint32_t new_chunk();
+  void put_chunk(std::uint32_t rank, std::uint32_t chunk, std::uint32_t count);
   void free_leaf(std::uint32_t leaf);
   void free_chunk(std::uint32_t chunk);
   void put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32_t leaf, std::uint32_t count);

@@ -258,6 +258,14 @@ void SuffixIndex::mark(Position position, bool indexed) {
   marks_[word] = indexed ? marks_[word] | bit : marks_[word] & ~bit;
 }
 
+// The parts must refer to each other as they do in an index.
+void SuffixIndex::restore(SnapshotReader& reader) {
+  bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
+  for (std::size_t k = 0; right && !text_.empty() && k < kPad; ++k) right = text_[released_ + k] == kBoundary;
+  if (!right || marks_.size() > size() / kMarks + 1) reader.damaged("text");
+  order_.restore(reader, size());
+}
+
 std::size_t SuffixIndex::bytes() const {
   return sizeof(*this) + text_.bytes() + marks_.bytes() + order_.bytes() + pending_.size() * sizeof(Range);
 }

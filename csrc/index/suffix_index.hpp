@@ -6,14 +6,12 @@
 #include <deque>
 #include <span>
 
-#include "storage/buffer.hpp"
 #include "index/context.hpp"
 #include "index/position_tree.hpp"
+#include "storage/buffer.hpp"
+#include "storage/snapshot.hpp"
 
 namespace agentspec {
-
-class SnapshotWriter;
-class SnapshotReader;
 
 inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
 static_assert(kWindow <= SortedPositions::kMostPicked);
@@ -80,12 +78,16 @@ class SuffixIndex {
   std::size_t indexed() const { return order_.size(); }
   std::size_t bytes() const;  // memory held, in bytes
 
-  // Both throw std::runtime_error. Loading maps large parts privately: they are copied where they are written to.
-  void save(SnapshotWriter& writer) const;
-  void load(SnapshotReader& reader);  // into an empty index
-
-  // What positions are less by once saved and loaded: released memory is left out.
-  Position save_offset() const { return released_ / kMarks * kMarks; }
+  // Needs pending() == 0 to be saved. Loading, into an empty index, maps large parts privately: they are copied where
+  // they are written to.
+  template <class Archive>
+  void describe(Archive& archive) {
+    archive.number(released_);
+    archive.array(text_);
+    archive.array(marks_);
+    order_.describe(archive);
+    if constexpr (Archive::kLoading) restore(archive);
+  }
 
  private:
   struct Range {
@@ -99,6 +101,7 @@ class SuffixIndex {
   void forget_pending(Position begin, Position end);
   void list(const Extent& extent, std::size_t length, Match& match) const;
   void rebase(Position by);
+  void restore(SnapshotReader& reader);
 
   Buffer<Token> text_;            // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;   // one bit a position: indexed

@@ -63,12 +63,17 @@ class Buffer {
     released_ = end;
   }
 
-  // Takes memory over: `capacity` elements of a private mapping, of which `size` are in use.
-  void adopt(T* data, std::size_t size, std::size_t capacity) {
+  // Elements in front that were released, as far as memory was really given back.
+  std::size_t released() const { return released_ / sizeof(T); }
+
+  // Takes memory over: `capacity` elements of a private mapping, of which `size` are in use and the first `released`
+  // are not in memory.
+  void adopt(T* data, std::size_t size, std::size_t capacity, std::size_t released) {
     release();
     data_ = data;
     size_ = touched_ = size;
     capacity_ = capacity;
+    released_ = released * sizeof(T);
     mapped_ = true;
   }
 

@@ -6,63 +6,60 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <stdexcept>
 #include <utility>
 
 namespace agentspec {
 namespace {
 
-constexpr std::array<char, 8> kMagic{'A', 'G', 'S', 'P', 'S', 'N', 'A', 'P'};
-constexpr std::uint32_t kVersion = 2;
-constexpr std::uint32_t kByteOrder = 0x01020304;
-constexpr std::size_t kBuffer = 1 << 20;
+struct Header {
+  std::array<char, 8> magic{'A', 'G', 'S', 'P', 'S', 'N', 'A', 'P'};
+  std::uint32_t version = 3, byte_order = 0x01020304;
+  std::uint64_t size = 0;      // of the file, in bytes
+  std::uint64_t contents = 0;  // checksum of everything behind the header
+  std::uint64_t reserved[3]{};
+  std::uint64_t checksum = 0;  // of the header up to here
+
+  std::uint64_t sum() const;
+};
+static_assert(sizeof(Header) == 64);
+
 constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15u;
 
-static_assert(sizeof(SnapshotHeader) == 64 && sizeof(SnapshotEntry) == 48);
+std::uint64_t mix(std::uint64_t lane, std::uint64_t word) { return std::rotl((lane ^ word) * kFactor, 29); }
 
-template <class T>
-std::uint64_t checksum_of(const T* data, std::size_t bytes) {
+std::uint64_t checksum_of(const void* data, std::size_t bytes) {
   Checksum checksum;
   checksum.add(data, bytes);
   return checksum.value();
 }
 
-std::uint64_t header_checksum(const SnapshotHeader& header) {
-  return checksum_of(&header, offsetof(SnapshotHeader, checksum));
-}
+std::uint64_t Header::sum() const { return checksum_of(this, offsetof(Header, checksum)); }
 
-std::uint64_t mix(std::uint64_t lane, std::uint64_t word) { return std::rotl((lane ^ word) * kFactor, 29); }
+std::size_t to_next(std::size_t offset, std::size_t multiple) { return (multiple - offset % multiple) % multiple; }
 
 }  // namespace
 
-void Checksum::add_word(std::uint64_t word) {
-  auto& lane = lanes_[words_++ % 4];
-  lane = mix(lane, word);
-}
-
 void Checksum::add(const void* data, std::size_t bytes) {
   const char* from = static_cast<const char*>(data);
-  std::size_t words = bytes / 8;
-  std::uint64_t word;
-  for (; words > 0 && words_ % 4 != 0; --words, from += 8) {
+  const std::uint64_t end = words_ + bytes / 8;
+  const auto add_word = [&] {
+    std::uint64_t word;
     std::memcpy(&word, from, 8);
-    add_word(word);
-  }
-  auto lanes = lanes_;
-  words_ += words / 4 * 4;
-  for (; words >= 4; words -= 4, from += 32) {
+    std::uint64_t& lane = lanes_[words_++ % 4];
+    lane = mix(lane, word);
+    from += 8;
+  };
+  while (words_ < end && words_ % 4 != 0) add_word();
+  for (; end - words_ >= 4; words_ += 4, from += 32) {
     std::array<std::uint64_t, 4> four;
     std::memcpy(four.data(), from, sizeof four);
-    for (std::size_t k = 0; k < 4; ++k) lanes[k] = mix(lanes[k], four[k]);
+    for (std::size_t k = 0; k < 4; ++k) lanes_[k] = mix(lanes_[k], four[k]);
   }
-  lanes_ = lanes;
-  for (; words > 0; --words, from += 8) {
-    std::memcpy(&word, from, 8);
-    add_word(word);
-  }
+  while (words_ < end) add_word();
 }
 
 std::uint64_t Checksum::value() const {
@@ -73,16 +70,18 @@ std::uint64_t Checksum::value() const {
 }
 
 SnapshotWriter::SnapshotWriter(std::string path)
-    : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(getpid())), buffer_(kBuffer) {
-  file_ = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
-  if (file_ < 0) fail("cannot be created");
-  const SnapshotHeader empty{};
-  write(&empty, sizeof empty);
+    : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(getpid())) {
+  const int file = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
+  file_ = file < 0 ? nullptr : fdopen(file, "w");
+  if (!file_) fail("cannot be created");
+  const Header empty;
+  put(&empty, sizeof empty);
+  checksum_ = {};
 }
 
 SnapshotWriter::~SnapshotWriter() {
-  if (file_ < 0) return;
-  close(file_);
+  if (!file_) return;
+  std::fclose(file_);
   unlink(temporary_.c_str());
 }
 
@@ -90,159 +89,93 @@ void SnapshotWriter::fail(const char* what) const {
   throw std::runtime_error(path_ + ": the snapshot " + what + ": " + std::strerror(errno));
 }
 
+void SnapshotWriter::put(const void* data, std::size_t bytes) {
+  checksum_.add(data, bytes);
+  if (std::fwrite(data, 1, bytes, file_) != bytes) fail("cannot be written");
+  size_ += bytes;
+}
+
+// Pads the bytes to whole words.
 void SnapshotWriter::write(const void* data, std::size_t bytes) {
-  const char* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const std::size_t some = std::min(bytes, kBuffer - filled_);
-    std::memcpy(buffer_.data() + filled_, from, some);
-    filled_ += some;
-    from += some;
-    bytes -= some;
-    if (filled_ == kBuffer) flush();
-  }
+  const std::size_t whole = bytes / 8 * 8;
+  if (whole > 0) put(data, whole);
+  if (whole == bytes) return;
+  std::uint64_t last = 0;
+  std::memcpy(&last, static_cast<const char*>(data) + whole, bytes - whole);
+  put(&last, sizeof last);
 }
 
-void SnapshotWriter::flush() {
-  if (!table_.empty()) checksum_.add(buffer_.data(), filled_);  // the header belongs to no section
-  for (std::size_t done = 0; done < filled_;) {
-    const ssize_t some = ::write(file_, buffer_.data() + done, filled_ - done);
-    if (some < 0 && errno != EINTR) fail("cannot be written");
-    if (some > 0) done += static_cast<std::size_t>(some);
-  }
-  flushed_ += filled_;
-  filled_ = 0;
-}
-
-void SnapshotWriter::pad(std::size_t multiple) {
+void SnapshotWriter::align() {
   static constexpr std::array<char, kSnapshotPage> zeros{};
-  write(zeros.data(), (multiple - offset() % multiple) % multiple);
-}
-
-void SnapshotWriter::string(std::string_view value) {
-  number(value.size());
-  write(value.data(), value.size());
-  pad(8);
-}
-
-void SnapshotWriter::begin_array(std::size_t element, std::size_t count) {
-  number(element);
-  number(count);
-  if (element * count >= kSnapshotMap) pad(kSnapshotPage);
-}
-
-void SnapshotWriter::end_section() {
-  flush();
-  if (table_.empty()) return;
-  table_.back().size = offset() - table_.back().offset;
-  table_.back().checksum = checksum_.value();
-}
-
-void SnapshotWriter::section(std::string_view name) {
-  end_section();
-  SnapshotEntry entry{};
-  std::copy_n(name.begin(), std::min(name.size(), entry.name.size() - 1), entry.name.begin());
-  entry.offset = offset();
-  table_.push_back(entry);
-  checksum_ = {};
+  put(zeros.data(), to_next(size_, kSnapshotPage));
 }
 
 void SnapshotWriter::commit() {
-  end_section();
-  SnapshotHeader header{};
-  header.magic = kMagic;
-  header.version = kVersion;
-  header.byte_order = kByteOrder;
-  header.table_offset = offset();
-  header.sections = table_.size();
-  header.table_checksum = checksum_of(table_.data(), table_.size() * sizeof(SnapshotEntry));
-  write(table_.data(), table_.size() * sizeof(SnapshotEntry));
-  flush();
-  header.file_size = offset();
-  header.checksum = header_checksum(header);
-  if (pwrite(file_, &header, sizeof header, 0) != sizeof header) fail("cannot be written");
-  if (fsync(file_) != 0) fail("cannot be written");
+  Header header;
+  header.size = size_;
+  header.contents = checksum_.value();
+  header.checksum = header.sum();
+  std::rewind(file_);
+  put(&header, sizeof header);
+  if (std::fflush(file_) != 0 || fsync(fileno(file_)) != 0) fail("cannot be written");
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
-  close(file_);
-  file_ = -1;
+  std::fclose(std::exchange(file_, nullptr));
 }
 
-SnapshotReader::SnapshotReader(std::string path) : path_(std::move(path)) {
+SnapshotReader::SnapshotReader(std::string path) : path_(std::move(path)), cursor_(sizeof(Header)) {
   file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat status {};
   if (file_ < 0 || fstat(file_, &status) != 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
   try {
     size_ = static_cast<std::size_t>(status.st_size);
-    if (size_ < sizeof(SnapshotHeader)) fail("is not a snapshot (shorter than a header)");
+    if (size_ < sizeof(Header)) fail("is not a snapshot (shorter than a header)");
     int flags = MAP_PRIVATE;
 #if defined(MAP_POPULATE)
-    flags |= MAP_POPULATE;  // all of it is read for the checksums
+    flags |= MAP_POPULATE;  // all of it is read for the checksum
 #endif
     void* const data = mmap(nullptr, size_, PROT_READ, flags, file_, 0);
     if (data == MAP_FAILED) fail(std::string("cannot be mapped: ") + std::strerror(errno));
     data_ = static_cast<const char*>(data);
     verify();
   } catch (...) {
-    if (data_) munmap(const_cast<char*>(data_), size_);
-    close(file_);
+    close_file();
     throw;
   }
 }
 
-SnapshotReader::~SnapshotReader() {
-  munmap(const_cast<char*>(data_), size_);
+SnapshotReader::~SnapshotReader() { close_file(); }
+
+void SnapshotReader::close_file() {
+  if (data_) munmap(const_cast<char*>(data_), size_);
   close(file_);
 }
 
 void SnapshotReader::fail(const std::string& what) const { throw std::runtime_error(path_ + ": " + what); }
 
-void SnapshotReader::damaged(const std::string& what) const {
-  fail("damaged snapshot: section '" + std::string(next_ > 0 ? table_[next_ - 1].name.data() : "") + "': " + what);
-}
+void SnapshotReader::damaged(const std::string& what) const { fail("damaged snapshot: " + what); }
 
-void SnapshotReader::verify() {
-  SnapshotHeader header;
+void SnapshotReader::verify() const {
+  const Header expected;
+  Header header;
   std::memcpy(&header, data_, sizeof header);
-  if (header.magic != kMagic) fail("is not a snapshot");
-  if (header.byte_order != kByteOrder) fail("snapshot of a machine with another byte order");
-  if (header.version != kVersion) {
+  if (header.magic != expected.magic) fail("is not a snapshot");
+  if (header.byte_order != expected.byte_order) fail("snapshot of a machine with another byte order");
+  if (header.version != expected.version) {
     fail("snapshot of version " + std::to_string(header.version) + "; this build reads version " +
-         std::to_string(kVersion));
+         std::to_string(expected.version));
   }
-  if (header.checksum != header_checksum(header)) fail("damaged snapshot: header");
-  if (size_ != header.file_size) {
-    fail("truncated snapshot: " + std::to_string(size_) + " of " + std::to_string(header.file_size) + " bytes");
+  if (header.checksum != header.sum()) damaged("header");
+  if (size_ != header.size) {
+    fail("truncated snapshot: " + std::to_string(size_) + " of " + std::to_string(header.size) + " bytes");
   }
-  if (header.table_offset > size_ || header.sections != (size_ - header.table_offset) / sizeof(SnapshotEntry)) {
-    fail("damaged snapshot: table of sections");
+  if (size_ % 8 != 0 || checksum_of(data_ + sizeof header, size_ - sizeof header) != header.contents) {
+    damaged("wrong checksum");
   }
-  table_ = {reinterpret_cast<const SnapshotEntry*>(data_ + header.table_offset), header.sections};
-  if (checksum_of(table_.data(), table_.size_bytes()) != header.table_checksum) {
-    fail("damaged snapshot: table of sections");
-  }
-  for (const SnapshotEntry& entry : table_) {
-    ++next_;
-    if (entry.offset > size_ || entry.size > size_ - entry.offset) damaged("outside of the file");
-    if (checksum_of(data_ + entry.offset, entry.size) != entry.checksum) damaged("wrong checksum");
-  }
-  next_ = 0;
-}
-
-std::string_view SnapshotReader::peek() const {
-  return next_ < table_.size() ? std::string_view(table_[next_].name.data()) : std::string_view();
-}
-
-void SnapshotReader::section(std::string_view name) {
-  if (next_ == table_.size() || peek() != name) {
-    fail("damaged snapshot: section '" + std::string(name) + "' expected, found '" + std::string(peek()) + "'");
-  }
-  cursor_ = table_[next_].offset;
-  end_ = cursor_ + table_[next_].size;
-  ++next_;
 }
 
 const char* SnapshotReader::take(std::size_t bytes) {
-  const std::size_t padded = (bytes + 7) / 8 * 8;
-  if (padded < bytes || padded > end_ - cursor_) damaged("ends early");
+  const std::size_t padded = bytes + to_next(bytes, 8);
+  if (padded < bytes || padded > size_ - cursor_) damaged("ends early");
   return data_ + std::exchange(cursor_, cursor_ + padded);
 }
 
@@ -252,24 +185,14 @@ std::uint64_t SnapshotReader::number() {
   return value;
 }
 
-std::string SnapshotReader::string() {
-  const std::size_t size = number();
-  return {take(size), size};
-}
+void SnapshotReader::align() { take(to_next(cursor_, kSnapshotPage)); }
 
-std::size_t SnapshotReader::array_header(std::size_t element) {
-  if (number() != element) damaged("another type of array");
-  const std::size_t count = number();
-  if (count > (end_ - cursor_) / element) damaged("ends early");
-  if (element * count >= kSnapshotMap) take((kSnapshotPage - cursor_ % kSnapshotPage) % kSnapshotPage);
-  return count;
-}
-
-// Maps an array of the file once more, for itself and writable, in front of free address space; null if it cannot be.
-void* SnapshotReader::map(const void* begin, std::size_t bytes, std::size_t& capacity) const {
+// Maps an array of the file once more, for itself and writable, behind `front` and before more bytes of free address
+// space. Returns null if it cannot be mapped.
+void* SnapshotReader::map(const char* begin, std::size_t bytes, std::size_t front, std::size_t& capacity) const {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  const auto offset = static_cast<std::size_t>(static_cast<const char*>(begin) - data_);
-  if (bytes < kSnapshotMap || offset % page != 0) return nullptr;
+  const auto offset = static_cast<std::size_t>(begin - data_);
+  if (bytes < kSnapshotMap || offset % page != 0 || front % page != 0) return nullptr;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #if defined(MAP_NORESERVE)
   flags |= MAP_NORESERVE;
@@ -277,9 +200,9 @@ void* SnapshotReader::map(const void* begin, std::size_t bytes, std::size_t& cap
   capacity = capacity / page * page;
   void* const space = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (space == MAP_FAILED) return nullptr;
-  void* const mapped = mmap(space, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_,
-                            static_cast<off_t>(offset));
-  if (mapped != MAP_FAILED) return mapped;
+  void* const mapped = mmap(static_cast<char*>(space) + front, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                            file_, static_cast<off_t>(offset));
+  if (mapped != MAP_FAILED) return space;
   munmap(space, capacity);
   return nullptr;
 }

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <span>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -14,16 +13,15 @@
 
 namespace agentspec {
 
-// A snapshot is one file of named sections, each a sequence of values that are read in the order they were written.
+// A snapshot is one file: a header of 64 bytes, then values that are read in the order in which they were written.
 //
-// Layout, in the byte order of the machine (another one is refused), version 2: a header of 64 bytes (SnapshotHeader),
-// the sections, the table of sections (SnapshotEntry). A number is 8 bytes; a string its length and its bytes, padded
-// to 8; an array its element size, its count and its bytes, padded to 8. The bytes of an array of at least kSnapshotMap
-// begin at a multiple of kSnapshotPage in the file, so that they can be mapped. Every section has a checksum, the table
-// and the header too: a file that passes is taken for what a writer wrote.
+// Layout, in the byte order of the machine (another one is refused): a number is 8 bytes; a string or a vector its
+// length and its bytes, padded to 8; an array its length, how many elements in front have no memory, and the bytes of
+// the others. The bytes of an array of at least kSnapshotMap begin at a multiple of kSnapshotPage, so that they can be
+// mapped. A checksum covers all of it: a file that passes is taken for what a writer wrote.
 //
-// The writer writes to a temporary file beside `path` and renames it on commit(): a reader sees the old or the new
-// snapshot, never a half. All functions throw std::runtime_error that says which file and what is wrong with it.
+// SnapshotWriter and SnapshotReader have the same functions, so that one function of a class, `describe(archive)`, both
+// saves and loads it. They throw std::runtime_error that says which file and what is wrong with it.
 inline constexpr std::size_t kSnapshotMap = 256 * 1024;
 inline constexpr std::size_t kSnapshotPage = 4096;
 
@@ -34,122 +32,133 @@ class Checksum {
   std::uint64_t value() const;
 
  private:
-  void add_word(std::uint64_t word);
-
-  std::array<std::uint64_t, 4> lanes_{0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u,
-                                      0x082EFA98EC4E6C89u};
+  std::uint64_t lanes_[4] = {0x243F6A8885A308D3u, 0x13198A2E03707344u, 0xA4093822299F31D0u, 0x082EFA98EC4E6C89u};
   std::uint64_t words_ = 0;
 };
 
-struct SnapshotHeader {
-  std::array<char, 8> magic;
-  std::uint32_t version, byte_order;
-  std::uint64_t file_size, table_offset, sections, table_checksum, reserved, checksum;
-};
-
-struct SnapshotEntry {
-  std::array<char, 24> name;  // padded with zeros
-  std::uint64_t offset, size, checksum;
-};
-
+// Writes to a temporary file beside `path`, which commit() renames: readers see the old or the new snapshot, never a
+// half. Without commit() the temporary file is removed.
 class SnapshotWriter {
  public:
+  static constexpr bool kLoading = false;
+
   explicit SnapshotWriter(std::string path);
-  ~SnapshotWriter();  // without commit() the temporary file is removed
+  ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
 
-  void section(std::string_view name);  // at most 23 bytes; what follows belongs to it
   void number(std::uint64_t value) { write(&value, sizeof value); }
-  void string(std::string_view value);
-
+  void string(const std::string& value) { values(std::span(value)); }
   template <class T>
-  void array(std::span<const T> values) {
-    begin_array(sizeof(T), values.size());
-    part(values);
-    end_array();
+  void vector(const std::vector<T>& value) {
+    values(std::span(value));
   }
-
-  // An array in parts, of `count` elements altogether.
-  void begin_array(std::size_t element, std::size_t count);
   template <class T>
-  void part(std::span<const T> values) {
-    static_assert(std::is_trivially_copyable_v<T>);
-    write(values.data(), values.size_bytes());
+  void fixed(std::span<T> value) {
+    values(value);
   }
-  void end_array() { pad(8); }
+  template <class T>
+  void array(const Buffer<T>& buffer) {
+    const std::size_t released = buffer.released(), bytes = (buffer.size() - released) * sizeof(T);
+    number(buffer.size());
+    number(released);
+    if (bytes >= kSnapshotMap) align();
+    write(buffer.data() + released, bytes);
+  }
 
   void commit();
 
  private:
+  template <class T>
+  void values(std::span<T> values) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    number(values.size());
+    write(values.data(), values.size_bytes());
+  }
   void write(const void* data, std::size_t bytes);
-  void pad(std::size_t multiple);
-  void flush();
-  void end_section();
-  std::uint64_t offset() const { return flushed_ + filled_; }
+  void put(const void* data, std::size_t bytes);
+  void align();
   [[noreturn]] void fail(const char* what) const;
 
   std::string path_, temporary_;
-  int file_ = -1;
-  std::vector<char> buffer_;
-  std::size_t filled_ = 0;
-  std::uint64_t flushed_ = 0;
+  std::FILE* file_ = nullptr;
+  std::uint64_t size_ = 0;
   Checksum checksum_;
-  std::vector<SnapshotEntry> table_;
 };
 
+// Maps the file and verifies all of it.
 class SnapshotReader {
  public:
-  // Maps the file and verifies sizes and all checksums.
+  static constexpr bool kLoading = true;
+
   explicit SnapshotReader(std::string path);
   ~SnapshotReader();
   SnapshotReader(const SnapshotReader&) = delete;
   SnapshotReader& operator=(const SnapshotReader&) = delete;
 
-  std::string_view peek() const;        // name of the next section, empty at the end
-  void section(std::string_view name);  // enters the next section, which must have this name
   std::uint64_t number();
-  std::string string();
-
-  // A view into the file, valid as long as the reader.
   template <class T>
-  std::span<const T> array() {
-    static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= 8);
-    const std::size_t count = array_header(sizeof(T));
-    return {reinterpret_cast<const T*>(take(count * sizeof(T))), count};
+  void number(T& value) {
+    const std::uint64_t read = number();
+    value = static_cast<T>(read);
+    if (value != read) damaged("number");
   }
-
-  // Fills a buffer. A large array stays in the file, which the buffer maps for itself, privately: pages are copied
-  // when they are first written to, and the file may be replaced meanwhile.
+  std::string string() {
+    const auto read = values<char>();
+    return {read.begin(), read.end()};
+  }
+  template <class T>
+  void vector(std::vector<T>& value) {
+    const auto read = values<T>();
+    value.assign(read.begin(), read.end());
+  }
+  // Leaves the values as they are if there is another number of them in the file.
+  template <class T>
+  void fixed(std::span<T> value) {
+    const auto read = values<T>();
+    if (read.size() == value.size()) std::memcpy(value.data(), read.data(), read.size_bytes());
+  }
+  // A large array stays in the file, which the buffer maps for itself, privately: pages are copied when they are first
+  // written to, and the file may be replaced meanwhile.
   template <class T>
   void array(Buffer<T>& buffer) {
-    const std::span<const T> values = array<T>();
-    std::size_t capacity = 4 * values.size_bytes() + (std::size_t{64} << 20);  // address space only
-    if (void* mapped = map(values.data(), values.size_bytes(), capacity)) {
-      buffer.adopt(static_cast<T*>(mapped), values.size(), capacity / sizeof(T));
+    const std::size_t size = number(), released = number();
+    if (released > size || size >> 40 != 0) damaged("length of an array");
+    const std::size_t bytes = (size - released) * sizeof(T);
+    if (bytes >= kSnapshotMap) align();
+    const char* const data = take(bytes);
+    std::size_t capacity = 4 * size * sizeof(T) + (std::size_t{64} << 20);  // address space only
+    if (void* mapped = map(data, bytes, released * sizeof(T), capacity)) {
+      buffer.adopt(static_cast<T*>(mapped), size, capacity / sizeof(T), released);
       return;
     }
-    buffer.resize(values.size());
-    if (!values.empty()) std::memcpy(buffer.data(), values.data(), values.size_bytes());
+    buffer.resize(size);
+    if (bytes > 0) std::memcpy(buffer.data() + released, data, bytes);
+    buffer.release_front(released);
   }
 
-  // For a reader of values that make no sense.
+  // For values that make no sense.
   [[noreturn]] void damaged(const std::string& what) const;
 
  private:
-  void verify();
-  std::size_t array_header(std::size_t element);
+  template <class T>
+  std::span<const T> values() {
+    static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= 8);
+    const std::size_t count = number();
+    if (count > size_ / sizeof(T)) damaged("ends early");
+    return {reinterpret_cast<const T*>(take(count * sizeof(T))), count};
+  }
+  void verify() const;
+  void align();
   const char* take(std::size_t bytes);
-  void* map(const void* begin, std::size_t bytes, std::size_t& capacity) const;
+  void* map(const char* begin, std::size_t bytes, std::size_t front, std::size_t& capacity) const;
+  void close_file();
   [[noreturn]] void fail(const std::string& what) const;
 
   std::string path_;
   int file_ = -1;
   const char* data_ = nullptr;
-  std::size_t size_ = 0;
-  std::span<const SnapshotEntry> table_;
-  std::size_t next_ = 0;               // section to be entered next
-  std::size_t cursor_ = 0, end_ = 0;   // of the section that was entered
+  std::size_t size_ = 0, cursor_ = 0;
 };
 
 }  // namespace agentspec

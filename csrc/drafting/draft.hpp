@@ -1,0 +1,144 @@
+// The plain data of drafting: settings, what a request keeps between steps, and drafts.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "drafting/acceptance_table.hpp"
+#include "drafting/reranker.hpp"
+#include "index/suffix_index.hpp"
+
+namespace agentspec {
+
+inline constexpr std::size_t kSources = 4;        // request, session, group, global
+inline constexpr std::uint8_t kModel = kSources;  // in their place, for tokens of another drafter
+inline constexpr std::size_t kMaxDraft = 128;     // tokens: the engine verifies no more
+inline constexpr std::size_t kCandidates = 4;     // scored at each position of a draft
+inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two successors a source, and the resume point's
+
+// ArcticInference's parameters, with its meaning; arctic_suffix_rule.hpp explains the rule.
+struct ArcticSettings {
+  std::size_t max_depth = 64;
+  double max_spec_factor = 1.0;
+  double max_spec_offset = 0.0;
+  double min_token_prob = 0.1;
+};
+
+struct PolicySettings {
+  std::size_t max_draft = 32;  // tokens
+  std::size_t min_match = 1;   // tokens
+  double prior_weight = 200;   // observations that a prior counts for
+  double memory = 1000;        // observations after which older ones are halved
+  bool rerank = true;          // whether the reranker corrects the acceptance table
+  double learning_rate = 0.5;  // of the reranker
+  std::optional<ArcticSettings> arctic;  // where set, ArcticInference's rule drafts and nothing is learned
+};
+
+// What verification taught about acceptance. One belongs to each tenant, to each session that keeps to itself, and to
+// each request that has neither.
+struct Learned {
+  static constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;  // sizes of the reranker
+
+  AcceptanceTable table;
+  Reranker reranker;
+
+  Learned(const PolicySettings& settings, unsigned bits)
+      : table(settings.prior_weight, settings.memory), reranker(bits) {}
+};
+
+// One possible next token.
+struct Candidate {
+  Token token = 0;
+  std::uint8_t source = 0;
+  std::uint8_t rank = 0;           // 0: the source's most frequent successor, 1: its second, 2: the resume point's
+  std::uint32_t match_length = 0;  // tokens of context that agree
+  std::uint32_t count = 0;         // occurrences that were looked at
+  double share = 0;                // of them followed by the token
+  double probability = 0;          // that it is accepted, given that the draft before it is
+};
+
+struct ScoredCandidate : Candidate {
+  Position place;         // where it was found in its source
+  FeatureSlots features;  // by which the reranker learns
+};
+
+// One position of a draft: its candidates, likeliest by the acceptance table first, and the token that the draft takes.
+struct ScoredPosition {
+  struct Proposal {  // what the table learns from: every successor of every source
+    Token token;
+    AcceptanceTable::Cell cell;
+  };
+  std::array<ScoredCandidate, kCandidates> candidates;
+  std::array<Proposal, kProposals> proposals;
+  std::uint8_t count = 0;     // of candidates; 0 only where the token came from another drafter
+  std::uint8_t proposed = 0;  // number of proposals
+  std::uint8_t best = 0;      // the likeliest candidate
+  Candidate taken;            // that one, unless another drafter's token was taken
+
+  void take(Token token, double probability) {
+    if (count == 0 || taken.token != token) taken = {token, kModel};
+    taken.probability = probability;
+  }
+};
+
+// What was drafted for one request. `path` may be longer than the draft: positions that did not pay are kept, so that
+// they can be learned from when the verified tokens reveal them. ArcticInference's rule fills `taken` only.
+struct Draft {
+  std::vector<ScoredPosition> path;
+  std::vector<Candidate> taken;  // the draft's tokens
+  std::size_t match_length = 0;  // of the first token's source; 0 where nothing is drafted
+  bool open = false;             // continues the text as it is now, so another drafter's tokens may be merged
+
+  void clear() {
+    path.clear();
+    taken.clear();
+    match_length = 0;
+    open = false;
+  }
+};
+
+// Another drafter's tokens for one request, and of each the probability that it is accepted if those before it are.
+struct ExternalDraft {
+  std::span<const Token> tokens;
+  std::span<const double> probabilities;
+
+  std::size_t size() const { return tokens.size(); }
+
+  // Counts the tokens with which both this and a draft begin.
+  std::size_t shared_with(const std::vector<Candidate>& taken) const {
+    std::size_t count = 0;
+    while (count < size() && count < taken.size() && taken[count].token == tokens[count]) ++count;
+    return count;
+  }
+};
+
+// A place that was being copied when the copy went wrong once: text often resumes there after a replaced token.
+struct ResumePoint {
+  std::uint8_t source = kSources;  // kSources: none
+  Position place = 0;              // of the token that it proposes
+  std::uint32_t hits = 0;          // tokens that agreed since the last that did not
+  std::uint32_t misses = 0;        // in a row
+
+  bool active() const { return source < kSources; }
+  void drop() { source = kSources; }
+};
+
+// What a request keeps from step to step, so that a step follows its matches rather than searching again.
+struct MatchState {
+  std::array<Match, kSources> matches;
+  std::array<std::uint64_t, kSources> versions{};  // of the sources that the matches are of
+  ResumePoint resume;
+  std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
+  std::size_t begin = 0;     // length of the context when the response began
+  std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
+  bool started = false;
+  bool fresh = false;  // the matches were brought up to date and no token has come since
+};
+
+using Sources = std::array<const SuffixIndex*, kSources>;  // null where a source is not to be used
+
+}  // namespace agentspec
