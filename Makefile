@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test check sanitize fuzz format setup fast-test clean
+.PHONY: help demo test check dist sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,10 +18,14 @@ test: $(VENV)/.built $(VENV)/.redis  ## all tests, those on real vLLM and a real
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
 	$(BIN)/python -m pytest -m "not engine"
 
-check: $(VENV)/.built  ## ruff and mypy --strict
+check: $(VENV)/.built  ## ruff, mypy --strict, and actionlint for the release workflow
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/actionlint
+
+dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no compiler (three to seven minutes)
+	bash scripts/dist.sh
 
 sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
 	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
