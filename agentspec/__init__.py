@@ -1,7 +1,7 @@
 """Speculative decoding for LLM agents: drafts from the session's own history, losslessly.
 
-The names here are the public ones. They are imported when first used, so that the engine's processes, which
-need only `agentspec.cache` and `agentspec.server_ext`, do not pay for the OpenAI client.
+The names here are the public ones. The client's are imported when first used: processes of the engine need only
+`agentspec.cache` and `agentspec.server_ext`, and do not load the OpenAI client.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if _name in globals():  # tracebacks and reprs then show the name that users import
+    if _name in globals():  # so that tracebacks show the name that users import
         globals()[_name].__module__ = __name__
 
 

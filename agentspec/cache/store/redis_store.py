@@ -74,7 +74,6 @@ return found
 # errors that end by themselves or by the operator's hand, while the URL is right
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
-_Id = tuple[int, int]
 _Row = tuple[bytes, dict[bytes, bytes]]
 
 
@@ -134,9 +133,7 @@ class RedisStore:
     def read(
         self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
     ) -> Iterator[Entry]:
-        tag = self._tag(namespace)
-        low, limit = _following(_parse_id(after)), check_newest(newest)
-        return self._pages(tag, session, low, limit)
+        return self._pages(self._tag(namespace), session, _behind(after), check_newest(newest))
 
     def sessions(self, namespace: str) -> list[str]:
         tag = self._tag(namespace)
@@ -163,16 +160,16 @@ class RedisStore:
         self._closed = True
         self._client.close()
 
-    def _pages(self, tag: str, session: str | None, low: _Id, newest: int | None) -> Iterator[Entry]:
+    def _pages(self, tag: str, session: str | None, low: bytes, newest: int | None) -> Iterator[Entry]:
         key = f"{tag}:log" if session is None else f"{tag}:s:{session}"
-        last = self._command("XREVRANGE", key, "+", _id(low), "COUNT", 1)
+        last = self._command("XREVRANGE", key, "+", low, "COUNT", 1)
         if not last or newest == 0:
             return
-        high = last[0][0].decode()
+        high = last[0][0]
         if newest is not None:
             low = self._start_of(newest, key, high, low)
         while True:
-            rows = self._command("XRANGE", key, _id(low), high, "COUNT", _PAGE)
+            rows = self._command("XRANGE", key, low, high, "COUNT", _PAGE)
             if session is None:
                 yield from self._follow(tag, rows)
             else:
@@ -180,7 +177,7 @@ class RedisStore:
                     yield Entry(_cursor(number), session, fields[b"p"])
             if len(rows) < _PAGE:
                 return
-            low = _following(_split(rows[-1][0]))
+            low = b"(" + rows[-1][0]
 
     def _follow(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
         """Return the records that a page of the log refers to, in one call: one range for each session in it."""
@@ -198,19 +195,19 @@ class RedisStore:
             if number in payloads:  # otherwise the session was removed or has expired
                 yield Entry(_cursor(number), fields[b"s"].decode(), payloads[number])
 
-    def _start_of(self, newest: int, key: str, high: str, low: _Id) -> _Id:
+    def _start_of(self, newest: int, key: str, high: bytes, low: bytes) -> bytes:
         """Return the id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
-        left, end = newest, high
+        left = newest
         while True:
-            rows = self._command("XREVRANGE", key, end, _id(low), "COUNT", min(left, _PAGE))
+            rows = self._command("XREVRANGE", key, high, low, "COUNT", min(left, _PAGE))
             if len(rows) < min(left, _PAGE):
                 return low
             left -= len(rows)
             if left == 0:
-                return _split(rows[-1][0])
-            end = "(" + rows[-1][0].decode()
+                return rows[-1][0]
+            high = b"(" + rows[-1][0]
 
-    def _command(self, *command: str | int) -> list[_Row]:
+    def _command(self, *command: str | bytes | int) -> list[_Row]:
         with self._store_errors():
             rows: list[_Row] = self._execute(*command)
             return rows
@@ -238,28 +235,17 @@ class RedisStore:
         return f"{self._shown}: {text.replace(self._secret, '***') if self._secret else text}"
 
 
-def _split(number: bytes) -> _Id:
-    milliseconds, _, count = number.partition(b"-")
-    return int(milliseconds), int(count)
-
-
-def _id(number: _Id) -> str:
-    return f"{number[0]}-{number[1]}"
-
-
 def _cursor(number: bytes) -> str:
-    milliseconds, count = _split(number)
-    return f"{milliseconds:020d}-{count:020d}"
+    """Return a stream id, ``milliseconds-count``, as a cursor whose string order is the log's."""
+    milliseconds, _, count = number.partition(b"-")
+    return f"{int(milliseconds):020d}-{int(count):020d}"
 
 
-def _following(number: _Id) -> _Id:
-    return number[0], number[1] + 1
-
-
-def _parse_id(cursor: str | None) -> _Id:
+def _behind(cursor: str | None) -> bytes:
+    """Return the start of the range behind ``cursor``, for XRANGE."""
     if cursor is None:
-        return 0, 0
+        return b"-"
     milliseconds, _, count = cursor.partition("-")
     if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
         raise bad_cursor(cursor)
-    return int(milliseconds), int(count)
+    return b"(%d-%d" % (int(milliseconds), int(count))
