@@ -45,7 +45,7 @@ class WriterStats:
 class _Item:
     number: int
     record: Record
-    size: int  # bytes; taken once, for counting it takes a walk through a message
+    size: int  # bytes, counted once
 
 
 class BackgroundWriter:
