@@ -1,9 +1,9 @@
-"""``python -m demo``: the agent on real vLLM, with and without agentspec, and a restart in the middle.
+"""Run an agent on real vLLM, with and without agentspec, and restart the server in the middle: ``python -m demo``.
 
-With agentspec, suffix trees draft together with the small draft model in ``demo/drafter``.
+With agentspec, the suffix index drafts together with the small draft model in ``demo/drafter``.
 
-Writes ``demo_results/``: ``summary.json``, ``steps.jsonl`` (the step-by-step record), the servers' logs and the
-token logs (``server.db``) that the restarted server reads.
+Writes ``demo_results/``: ``summary.json``, ``steps.jsonl`` (the step-by-step record), the servers' logs, and the token
+logs (``server.db``) that the restarted server reads.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DRAFTER = {
 
 
 def main() -> int:
-    """Run the demo; 0 when every text was identical and the restarted server drafted from restored trees."""
+    """Run the demo. Returns 0 if all texts were identical and the restarted server drafted from restored turns."""
     arguments = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 150)
     results = Path(arguments.out)
@@ -63,7 +63,7 @@ def main() -> int:
     console.print(
         f"speed-up [bold]{figures['speedup']:.2f}x[/], mean acceptance length "
         f"{figures['mean_acceptance_length']:.2f}, texts identical: {figures['identical']}, tokens accepted from "
-        f"restored trees in the first turn after the restart: {figures['accepted_after_restart']}"
+        f"restored turns in the first turn after the restart: {figures['accepted_after_restart']}"
     )
     console.print(f"written: {results}/summary.json, {results}/steps.jsonl")
     return 0 if figures["identical"] and figures["accepted_after_restart"] > 0 else 1
@@ -90,7 +90,7 @@ def _start(console: Console, what: str, *servers: ModelServer) -> None:
 
 
 def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int) -> list[Pair]:
-    """All sessions, each turn first without and then with agentspec; the restart falls inside the middle one."""
+    """Run all sessions, each turn first without and then with agentspec. The server restarts in the middle one."""
     pairs: list[Pair] = []
     with (
         AgentClient(base_url=plain.base_url, model="demo", api_key="none", store="memory://") as slow_client,

@@ -1,4 +1,4 @@
-"""The agent: asks for a function, runs real unit tests on the answer, feeds the failures back, asks again."""
+"""The agent: it asks for a function, runs real unit tests on the answer, and asks again with what failed."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_TOKENS = 400
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the model. ``seconds``: the whole call as the agent sees it, prompt included."""
+    """One answer of the model. seconds: the whole call as the agent sees it, prefill included."""
 
     session: str
     number: int
@@ -30,7 +30,7 @@ class Turn:
 
 
 class Agent:
-    """One session: call ``turn`` until ``done``."""
+    """Works on one task in one session: call ``turn`` until ``done``."""
 
     def __init__(self, task: Task, session: Session) -> None:
         self.task = task

@@ -1,8 +1,8 @@
-"""What the demo's drafter is trained and measured on, as recorded calls (the format of ``agentspec simulate``).
+"""Write the data for the demo's draft model, as recorded calls (the format of ``agentspec simulate``).
 
-Training: whole agent sessions as ``demo/sessions.py`` writes them, which the demo's model was trained on; its own
-greedy choice is the session's next token in 99.8 % of the places. Held out: real agent loops on tasks from
-FIRST_HELD_OUT_SEED on, with the model's own greedy replies by vLLM.
+Training: whole agent sessions from ``demo/sessions.py``, on which the demo's model was trained too. Its own greedy
+choice is the session's next token in 99.8 % of the places. Held out: real agent loops on tasks from FIRST_HELD_OUT_SEED
+on, with the model's own greedy replies in vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_REPLY_TOKENS = 400
 
 
 def write_training(out: Path, sessions: int) -> None:
-    """Sessions of the seeds from 0 on."""
+    """Write the sessions of the seeds from 0 on."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     with out.open("w", encoding="utf-8") as file:
         for seed in range(min(sessions, FIRST_HELD_OUT_SEED)):
@@ -34,7 +34,7 @@ def write_training(out: Path, sessions: int) -> None:
 
 
 def session_calls(tokenizer: Tokenizer, messages: list[Message], name: str) -> Iterator[dict[str, Any]]:
-    """One call for each reply that is marked to be learned."""
+    """Return one call for each reply that is marked to be learned."""
     prompt: list[int] = []
     turn = 0
     for message in messages:
@@ -49,7 +49,7 @@ def session_calls(tokenizer: Tokenizer, messages: list[Message], name: str) -> I
 
 
 def write_held_out(out: Path, tasks: int) -> None:
-    """Agent loops of the tasks from FIRST_HELD_OUT_SEED on, greedy, in vLLM."""
+    """Run the tasks from FIRST_HELD_OUT_SEED on as agent loops in vLLM, greedily, and write their calls."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM, SamplingParams
@@ -74,7 +74,7 @@ def write_held_out(out: Path, tasks: int) -> None:
 
 
 def _go_on(task: Task, chat: list[dict[str, str]], reply: str) -> bool:
-    """Append the reply and what failed; False when every test passed."""
+    """Append the reply and what failed. Returns False when every test passed."""
     results = run_tests(task, extract_code(reply))
     chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": feedback(results)}]
     return not all(result.passed for result in results)

@@ -1,4 +1,4 @@
-"""Measure the demo model on tasks it was never trained on, inside vLLM.
+"""Measure the demo's model in vLLM, on tasks that it was never trained on.
 
     python demo/evaluate_model.py --model demo/model --tasks 100
 
@@ -46,13 +46,13 @@ class Loop:
 
 
 def start(seed: int) -> Loop:
-    """The loop of a seed's task before the first answer."""
+    """Return the loop of a seed's task before the first answer."""
     task = make_task(seed)
     return Loop(task, [{"role": "user", "content": task.request}])
 
 
 def answer_all(llm: Any, loops: list[Loop]) -> None:
-    """One turn of every given loop, in one batch."""
+    """Run one turn of every given loop, in one batch."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_REPLY_TOKENS, logprobs=2)
@@ -79,12 +79,12 @@ def take_answer(loop: Loop, prompt: list[int], completion: Any) -> None:
 
 
 def names(text: str) -> set[str]:
-    """The snake-case identifiers in a text."""
+    """Return the snake-case identifiers in a text."""
     return set(re.findall(r"[a-z]+(?:_[a-z]+)+", text))
 
 
 def measure(loops: list[Loop]) -> dict[str, str]:
-    """The numbers of all loops, by what they say."""
+    """Return the figures of all loops, each under its name."""
     replies = sum(loop.replies for loop in loops)
     tokens = sum(loop.tokens for loop in loops)
     passed = sum(loop.passed for loop in loops)

@@ -1,4 +1,4 @@
-"""What the demo prints and writes: a table per turn, and ``summary.json``."""
+"""Report what the demo measured: a table with one row a turn, and ``summary.json``."""
 
 import json
 from collections import Counter
@@ -31,13 +31,13 @@ class Pair:
 
     @property
     def restored(self) -> int:
-        """Accepted tokens that came from earlier turns, those of the session or of others."""
+        """Accepted tokens that came from earlier turns, of this session or of others."""
         by_source = self.fast.speculation.accepted_by_source if self.fast.speculation else {}
         return sum(by_source.get(source, 0) for source in ("session", "group", "global"))
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The figures of ``summary.json``; the speed-up is total time without over total time with agentspec."""
+    """Return the figures of ``summary.json``. speedup: total time without over total time with agentspec."""
     accepted: Counter[str] = Counter()
     drafts = 0
     for pair in pairs:
@@ -68,7 +68,7 @@ def write_summary(pairs: Sequence[Pair], path: Path) -> dict[str, Any]:
 
 
 def print_table(pairs: Sequence[Pair], console: Console) -> None:
-    """One row a turn: tokens, steps, acceptance, where accepted tokens came from, speed, and whether texts agree."""
+    """Print one row a turn: tokens, steps, acceptance, sources of accepted tokens, speed, and whether texts agree."""
     table = Table(title="The agent's turns, with agentspec; without it every token is a step")
     for column in ("session", "turn", "tests"):
         table.add_column(column)

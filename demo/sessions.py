@@ -1,4 +1,4 @@
-"""Training text: whole agent sessions, as the demo's agent would have them with a perfect model."""
+"""Generate training text: whole agent sessions, as the demo's agent would have them with a perfect model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Message:
 
 
 def session(seed: int) -> list[Message]:
-    """A whole session for one task: a first draft, then one fix per failing test."""
+    """Return a whole session for one task: a first answer, then one fix per failing test."""
     rng = random.Random(f"session {seed}")
     plan, tests = make_plan(seed)
     path = solution_path(plan, tests) or []
@@ -44,14 +44,14 @@ def session(seed: int) -> list[Message]:
 
 
 def first_turns(seed: int, replies: int) -> list[Message]:
-    """The start of a session, up to the given number of replies: short sequences for early training."""
+    """Return the start of a session, up to the given number of replies: short sequences for early training."""
     messages = session(seed)
     ends = [index for index, message in enumerate(messages) if message.role == "assistant"]
     return messages[: ends[min(replies, len(ends)) - 1] + 1]
 
 
 def copying(seed: int) -> list[Message]:
-    """A function to repeat unchanged; teaches copying from the context before anything else."""
+    """Return a session that repeats a function unchanged, to teach copying from the context before anything else."""
     rng = random.Random(f"copying {seed}")
     plan, tests = make_plan(seed)
     path = solution_path(plan, tests) or []

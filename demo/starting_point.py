@@ -1,12 +1,11 @@
-"""Starting weights that can already copy.
+"""Set starting weights that can already copy.
 
-From random weights, a model this small needs far more text than a laptop can train on in half an hour before
-it discovers how to copy: attend to the place where the last two tokens stood before, and take the token after
-them.  The weights are therefore set so that this works from the first step; training does the rest, and
-changes all of them.
+From random weights, a model this small needs far more text than a laptop can train on in half an hour before it learns
+to copy: attend to the place where the last two tokens stood before, and take the token after them. The starting weights
+do this from the first step. Training does the rest, and changes all of them.
 
-The residual stream starts as: the token's embedding, a constant, and room for a view of the last token and of
-the one before it.  Heads of layer 0 fill that room; heads of layer 1 compare it with the current token.
+The residual stream starts as the token's embedding, a constant, and room for a view of the last token and of the one
+before it. Heads of layer 0 fill that room. Heads of layer 1 compare it with the current token.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def prepare(model: Any) -> None:
 
 
 def _neutral(model: Any) -> None:
-    """Random inputs and silent outputs in every block."""
+    """Give every block random inputs and silent outputs."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for matrix in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
@@ -56,7 +55,7 @@ def _embedding(weight: Tensor) -> None:
 
 
 def _look_back(attention: Any, view: Tensor) -> None:
-    """Heads 0 and 1 read the last token, heads 2 and 3 the one before it."""
+    """Let heads 0 and 1 read the last token, heads 2 and 3 the one before it."""
     speed = ROPE_BASE ** (-torch.arange(HALF) / HALF)
     sharp = 9.0 / 2.77  # 2.77: the constant after normalization
     targets = ((1, 0, 24, LAST), (1, 24, 48, LAST), (2, 0, 20, SECOND), (2, 20, 40, SECOND))
@@ -76,7 +75,7 @@ def _look_back(attention: Any, view: Tensor) -> None:
 
 
 def _find_again(attention: Any, view: Tensor) -> None:
-    """Heads 0 to 3 find where the current and the last token stood before, and take what came next."""
+    """Let heads 0 to 3 find where the current and the last token stood before, and take what came next."""
     for head in range(4):
         rows = slice(head * HEAD, (head + 1) * HEAD)
         for matrix in (attention.q_proj, attention.k_proj, attention.v_proj):

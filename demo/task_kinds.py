@@ -1,4 +1,4 @@
-"""What tasks are made of: words for names, kinds of functions, and edge cases."""
+"""The parts of a task: words for names, kinds of functions, and edge cases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Family:
     summaries: tuple[str, str]
 
     def kinds(self) -> tuple[str, str, str]:
-        """The values of ``Rule.needs`` that this family meets."""
+        """Return the values of ``Rule.needs`` that this family meets."""
         return ("", f"{self.element} in", f"{self.result} out")
 
 

@@ -1,11 +1,11 @@
-"""Small coding tasks with real unit tests, for the demo's agent loop.
+"""Make small coding tasks with real unit tests, for the demo's agent loop.
 
-A task asks for one Python function whose names are drawn from a large set of word pairs, so an answer can
-only get them right by copying them from the conversation.  Its edge cases are not in the request: the agent
-learns them from failing tests and asks for a corrected function, turn by turn.
+A task asks for one Python function whose names come from a large set of word pairs, so an answer can only get them
+right by copying them from the conversation. The request does not name the edge cases: the agent learns them from
+failing tests and asks for a corrected function, turn by turn.
 
-Seeds below ``FIRST_HELD_OUT_SEED`` are for training.  Tasks from seeds at or above it use identifiers that no
-training task contains.
+Seeds below ``FIRST_HELD_OUT_SEED`` are for training. Tasks from other seeds use identifiers that no training task
+contains.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Plan:
     _compiled: dict[frozenset[int], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def code(self, done: frozenset[int]) -> str:
-        """The function with the given edge cases (indices of rules) handled."""
+        """Return the function with the given edge cases (indices of rules) handled."""
         slots: dict[str, list[str]] = {"before": [], "loop": [], "after": []}
         for index, values in sorted(self.rules, key=lambda rule: rule[0]):
             if index in done:
@@ -91,7 +91,7 @@ class Plan:
         return "\n".join([head, *("    " + line for line in body)])
 
     def outcome(self, done: frozenset[int], arguments: str) -> str:
-        """What the reference code with these edge cases does; runs in this process, as it is our own code."""
+        """Return what the reference code with these edge cases does. It is our own code, so it runs in this process."""
         if done not in self._compiled:
             scope: dict[str, Any] = {}
             exec(self.code(done), scope)
@@ -107,7 +107,7 @@ def _evaluate(call: str, scope: dict[str, Any]) -> str:
 
 
 def _pick_names(rng: random.Random, held_out: bool) -> dict[str, str]:
-    """Five names with distinct words; one word pair in five is kept for held-out tasks."""
+    """Return five names with distinct words. One word pair in five is kept for held-out tasks."""
     firsts = rng.sample(range(len(FIRST_WORDS)), 5)
     names: dict[str, str] = {}
     used: set[int] = set()
@@ -125,7 +125,7 @@ def _literal(rng: random.Random, kind: str) -> str:
 
 
 def _values(rng: random.Random, index: int, family: Family, names: dict[str, str]) -> dict[str, str]:
-    """The numbers and words in one rule."""
+    """Return the numbers and words in one rule."""
     value = str(rng.randint(10, 99))
     small = (RULES[index].slot == "after" and family.result == "list") or family.element == "str"
     return names | {
@@ -136,7 +136,7 @@ def _values(rng: random.Random, index: int, family: Family, names: dict[str, str
 
 
 def _arguments(rng: random.Random, index: int | None, family: Family) -> str:
-    """Random arguments of a call, made likely to touch the given rule."""
+    """Return random arguments of a call, made likely to touch the given rule."""
     name = "" if index is None else RULES[index].names[0]
     fixed = {"none_input": "None", "empty_input": "[]"}
     param = "None" if name == "no_second" else _literal(rng, family.param)
@@ -166,7 +166,7 @@ def _entry(rng: random.Random, kind: str) -> str:
 
 
 def _find_call(rng: random.Random, plan: Plan, index: int | None) -> str | None:
-    """Arguments for which exactly this rule decides the outcome (None: for which no rule matters)."""
+    """Return arguments for which exactly this rule decides the outcome. index None: for which no rule matters."""
     everything = frozenset(i for i, _ in plan.rules)
     own = frozenset() if index is None else frozenset({index})
     for _ in range(30):
@@ -189,7 +189,7 @@ def _make_test(plan: Plan, name: str, rule: str, arguments: str) -> UnitTest:
 
 
 def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
-    """A basic test and one test per rule, or None where some rule cannot be told apart."""
+    """Return a basic test and one test per rule, or None where some rule cannot be told apart."""
     basic = _find_call(rng, plan, None)
     if basic is None:
         return None
@@ -204,7 +204,7 @@ def _make_tests(rng: random.Random, plan: Plan) -> tuple[UnitTest, ...] | None:
 
 
 def solution_path(plan: Plan, tests: Sequence[UnitTest]) -> list[frozenset[int]] | None:
-    """The rules handled in each answer when every turn adds the first failing test's rule."""
+    """Return the rules handled in each answer if every turn adds the first failing test's rule."""
     path = [frozenset[int]()]
     while True:
         failing = [test for test in tests if not reference_result(plan, path[-1], test).passed]
@@ -217,7 +217,7 @@ def solution_path(plan: Plan, tests: Sequence[UnitTest]) -> list[frozenset[int]]
 
 
 def reference_result(plan: Plan, done: frozenset[int], test: UnitTest) -> TestResult:
-    """One test against the reference code, without a subprocess."""
+    """Run one test on the reference code, without a subprocess."""
     arguments = test.call[len(plan.names["f"]) + 1 : -1]
     return _result(test, plan.outcome(done, arguments))
 
@@ -229,7 +229,7 @@ def _result(test: UnitTest, outcome: str) -> TestResult:
 
 
 def make_plan(seed: int) -> tuple[Plan, tuple[UnitTest, ...]]:
-    """The task of a seed with everything behind it; the training script needs the reference answers."""
+    """Return the plan and the tests of a seed's task, with which a training script can make the reference answers."""
     rng = random.Random(f"task {seed}")
     while True:
         names = _pick_names(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
@@ -248,7 +248,7 @@ def make_plan(seed: int) -> tuple[Plan, tuple[UnitTest, ...]]:
 
 
 def make_task(seed: int) -> Task:
-    """The task of a seed; the same seed gives the same task everywhere."""
+    """Return the task of a seed. The same seed gives the same task everywhere."""
     plan, tests = make_plan(seed)
     return Task(plan.names["f"], plan.request, tests)
 
@@ -288,7 +288,7 @@ def run_tests(task: Task, code: str, timeout: float = 5.0) -> list[TestResult]:
 
 
 def feedback(results: Sequence[TestResult]) -> str:
-    """The user's next message after a test run."""
+    """Return the user's next message after a test run."""
     failed = [result for result in results if not result.passed]
     if not failed:
         return f"All {len(results)} tests pass."
@@ -298,7 +298,7 @@ def feedback(results: Sequence[TestResult]) -> str:
 
 
 def extract_code(reply_text: str) -> str:
-    """The code of the first fenced block, up to the end if the fence is not closed; else the whole text."""
+    """Return the code of the first fenced block, up to the end if the fence is open; without one, the whole text."""
     _, fence, rest = reply_text.partition("```")
     if not fence:
         return reply_text

@@ -36,7 +36,7 @@ _PIECES = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE over the texts; any text can be encoded."""
+    """Train a byte-level BPE tokenizer on the texts. It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files that Hugging Face tokenizers are loaded from."""
+    """Write the files from which Hugging Face loads a tokenizer."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -70,7 +70,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must exist."""
+    """Return the id of a token that must exist. Raises KeyError without it."""
     number = tokenizer.token_to_id(token)
     if number is None:
         raise KeyError(token)
@@ -78,7 +78,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation and, for each, whether the model is trained to predict it."""
+    """Return the token ids of a conversation and, for each, whether the model is trained to predict it."""
     ids: list[int] = []
     learn: list[bool] = []
     for message in messages:

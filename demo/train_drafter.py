@@ -1,4 +1,4 @@
-"""Train the demo's drafter, a draft model for ``demo/model``, as ``demo/drafter.yaml`` says.
+"""Train the demo's draft model for ``demo/model`` with the settings in ``demo/drafter.yaml``.
 
     python -m demo.train_drafter --compare
 
@@ -29,7 +29,7 @@ CARD = """# The demo's drafter
 A draft model for `demo/model` and for nothing else: an LSTM speculator of {parameters} M parameters ({size} MB in
 float16) that reads the target's hidden state and drafts 3 tokens. It has no attention: it knows the hidden state and
 the newest token, so it is good at what follows from them (syntax, phrases, the rest of a word) and cannot copy a name
-that it has not seen; that is what the suffix trees are for.
+that it has not seen; that is what the suffix index is for.
 
 - Trained by `python -m demo.train_drafter --compare` as `demo/drafter.yaml` says: {steps} steps on
   {responses:,} replies ({tokens:,} tokens) of {sessions} generated sessions (`demo/sessions.py`, seeds from 0 on), in
@@ -48,7 +48,7 @@ as many tasks changes more than that.
 
 
 def main() -> None:
-    """Write the data that are missing, train, and put the result where the demo looks for it."""
+    """Write missing data, train, and put the result where the demo looks for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=600, help="generated sessions to train on (default 600)")
     parser.add_argument("--tasks", type=int, default=60, help="held-out tasks to measure on (default 60)")
@@ -96,7 +96,7 @@ def _cross_entropy(config: TrainingConfig) -> TrainingConfig:
 
 
 def _publish(trained: Path, reports: dict[str, dict[str, Any]]) -> None:
-    """Replace ``demo/drafter`` by what was trained, with a card that holds the figures."""
+    """Replace ``demo/drafter`` with what was trained, and write a card with the figures."""
     DRAFTER.mkdir(exist_ok=True)
     for name in ("config.json", "pytorch_model.bin", REPORT):
         shutil.copyfile(trained / name, DRAFTER / name)

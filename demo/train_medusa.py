@@ -54,8 +54,10 @@ and all heads before it guess right.
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Residual layers x + SiLU(Wx + b), vLLM's `ResidualBlock`. Zero at the start: then the head guesses the token
-    that the target has just chosen."""
+    """Residual layers x + SiLU(Wx + b), as in vLLM's `ResidualBlock`.
+
+    They start as zero, so that the head guesses the token that the target has just chosen.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Heads(nn.Module):  # type: ignore[misc]
-    """All heads. `lm_head` [V, H] starts as the target's and is shared by them."""
+    """All heads. They share `lm_head` [V, H], which starts as the target's."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -80,12 +82,12 @@ class Heads(nn.Module):  # type: ignore[misc]
         self.lm_head.weight.data.copy_(output)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [HEADS, N, V] of hidden states [N, H]."""
+        """Return the logits [HEADS, N, V] of hidden states [N, H]."""
         return torch.stack([self.lm_head(block(hidden)) for block in self.blocks])
 
 
 def examples(target: Any, tokenizer: Tokenizer, seeds: list[int]) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, H] from which a reply's token was chosen, and the HEADS tokens behind that one, [N, HEADS].
+    """Return the hidden states [N, H] that chose a reply's token, and the HEADS tokens behind it, [N, HEADS].
 
     A token behind the reply's end is -100, which cross-entropy leaves out.
     """
@@ -106,13 +108,13 @@ def examples(target: Any, tokenizer: Tokenizer, seeds: list[int]) -> tuple[Tenso
 
 
 def loss_of(logits: Tensor, goals: Tensor) -> Tensor:
-    """Sum of the heads' cross-entropies, later heads weighing less."""
+    """Return the sum of the heads' cross-entropies, in which later heads weigh less."""
     losses = [nn.functional.cross_entropy(logits[k], goals[:, k]) * HEAD_DISCOUNT**k for k in range(HEADS)]
     return torch.stack(losses).sum()
 
 
 def right_so_far(heads: Heads, hidden: Tensor, goals: Tensor) -> list[float]:
-    """Of the positions that have a token for it: the share at which each head and all before it are right."""
+    """Return for each head the share of its positions at which it and all heads before it are right."""
     with torch.no_grad():
         guesses = heads(hidden).argmax(-1).T
         right = torch.eq(guesses, goals).long().cumprod(-1)
@@ -120,7 +122,7 @@ def right_so_far(heads: Heads, hidden: Tensor, goals: Tensor) -> list[float]:
 
 
 def train(target: Any, tokenizer: Tokenizer, steps: int, rate: float, seed: int) -> Heads:
-    """Adam with warm-up and a cosine decay."""
+    """Train new heads with Adam, warm-up and a cosine decay."""
     torch.manual_seed(seed)
     rng = random.Random(f"medusa {seed}")
     heads = Heads(target.lm_head.weight.detach())

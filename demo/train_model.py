@@ -73,7 +73,7 @@ class Options:
 
 
 def build_model(tokenizer: Tokenizer) -> Any:
-    """A four-layer Llama; heads of 32 are the smallest that vLLM's CPU attention accepts."""
+    """Build a four-layer Llama. Its heads of 32 are the smallest that vLLM's CPU attention accepts."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followe
 
 
 def build_optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, Adam for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers and Adam for the embedding and the norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     embedding = [model.model.embed_tokens.weight]
     norms = [p for p in model.parameters() if p.ndim == 1]
@@ -153,12 +153,15 @@ def build_optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def rate_factor(step: int, options: Options) -> float:
-    """Warm up, hold, then fall to zero over the second half, which makes the model certain of its choices."""
+    """Return the rate's factor: it warms up, holds, then falls to zero over the second half.
+
+    The fall makes the model certain of its choices.
+    """
     return min((step + 1) / 20, 1.0, (options.steps - step) / (options.steps * 0.5))
 
 
 def conversation(rng: random.Random, early: bool) -> list[Message]:
-    """A random training conversation; the early ones are short, so that copying is learned quickly."""
+    """Return a random training conversation. Early ones are short, so that the model learns to copy quickly."""
     seed = rng.randrange(FIRST_HELD_OUT_SEED)
     if early:
         return copying(seed) if rng.random() < 0.5 else first_turns(seed, rng.randint(1, 2))
@@ -166,7 +169,7 @@ def conversation(rng: random.Random, early: bool) -> list[Message]:
 
 
 def batches(tokenizer: Tokenizer, options: Options, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of token ids and of what to learn, from the given step on.
+    """Return batches of token ids and of what to learn, from the given step on.
 
     A step's batch depends only on its number, so a resumed run sees what an unbroken one would have seen.
     """
@@ -183,14 +186,14 @@ def batches(tokenizer: Tokenizer, options: Options, start: int) -> Iterator[tupl
 
 
 def pad_rows(rows: list[tuple[list[int], list[bool]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows of one width; what is added is never learned."""
+    """Return the rows padded to one width. The padding is never learned."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
     return ids, torch.tensor([row + [False] * (width - len(row)) for _, row in rows])
 
 
 def loss_of(model: Any, ids: Tensor, learn: Tensor) -> tuple[Tensor, float]:
-    """Mean loss over the tokens to learn, and the share of them that greedy decoding gets right."""
+    """Return the mean loss over the tokens to learn, and the share of them that greedy decoding gets right."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     mask = learn[:, 1:]
     logits = model.lm_head(hidden[:, :-1][mask])
@@ -233,7 +236,7 @@ class Trainer:
         self.seconds = 0.0
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run to go on with, or a new one."""
+        """Return the tokenizer of the run to go on with, or a new one."""
         earlier = self.options.out / "tokenizer.json"
         if self.checkpoint.exists() and earlier.exists():
             return Tokenizer.from_file(str(earlier))
@@ -265,7 +268,7 @@ class Trainer:
         export(self.model, self.tokenizer, self.options.out, self.card())
 
     def card(self) -> str:
-        """What a reader of the model folder should know."""
+        """Return the README of the model folder."""
         options = self.options
         return CARD.format(
             parameters=f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f}",
@@ -275,7 +278,7 @@ class Trainer:
         )
 
     def train_step(self, ids: Tensor, learn: Tensor) -> tuple[float, float]:
-        """One update; returns the loss and the share of right tokens."""
+        """Make one update. Returns the loss and the share of right tokens."""
         factor = rate_factor(self.step, self.options)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, scale in zip(groups, (1.0, 0.4, 0.05), strict=True):  # matrices, embedding, norms

@@ -1,7 +1,9 @@
-"""Several sessions at once: each reviews one file, then all summaries are drawn together in another.
+"""Review several files at once, one session each, then order all findings in another session.
 
-agentspec serve MODEL
-python examples/agents/async_fanout.py --model MODEL FILE [FILE ...]
+    agentspec serve MODEL
+    python examples/agents/async_fanout.py --model MODEL FILE [FILE ...]
+
+The two turns of a review share most of their text, so the server drafts the second from the session.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from agentspec import AsyncAgentClient
 
 
 async def review(client: AsyncAgentClient, path: Path) -> str:
-    """Two turns in a session of the file's own; the second builds on the first."""
+    """Review one file in a session of its own. Returns its most important finding."""
     session = client.session(f"review:{path.name}")
-    await session.clear()  # a review starts afresh, whatever an earlier run left
+    await session.clear()  # start afresh, whatever an earlier run left
     await session.chat(f"Review this file.\n\n{path.read_text()[:4000]}", max_tokens=256)
     reply = await session.chat("Name the most important finding in one sentence.", max_tokens=64)
     accepted = f", {reply.speculation.accepted} drafted tokens accepted" if reply.speculation else ""

@@ -1,10 +1,10 @@
-"""An agent that writes a function, runs its tests and hands the failures back until they pass.
+"""Let a model write a function, run its tests and hand the failures back until they pass.
 
     agentspec serve MODEL
     python examples/agents/refine_loop.py --model MODEL
 
-Each turn repeats most of the last one, which is what the server's session trees draft from. The code that the
-model writes is run in a subprocess of its own, with a time limit but without a sandbox: use a model you trust.
+Each turn repeats most of the last one, so the server drafts it from the session. The code that the model writes runs in
+a subprocess with a time limit but without a sandbox: use a model you trust.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODE_BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def run_tests(answer: str) -> str:
-    """The last line of what went wrong, or "" when all tests passed."""
+    """Run the tests on an answer. Returns the last line of what went wrong, or "" when all tests passed."""
     found = CODE_BLOCK.search(answer)
     program = (found.group(1) if found else answer) + TESTS
     try:
@@ -38,7 +38,7 @@ def run_tests(answer: str) -> str:
 
 
 def describe(turn: int, reply: Reply) -> str:
-    """One line of figures."""
+    """Return one line of figures about a reply."""
     line = f"turn {turn}: {reply.usage.completion_tokens if reply.usage else '?'} tokens"
     if (speculation := reply.speculation) is not None:
         sources = ", ".join(f"{name} {count}" for name, count in speculation.accepted_by_source.items())
@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--session", help="go on with this session; a new one is made without it")
+    parser.add_argument("--session", help="go on with this session (default: a new one)")
     parser.add_argument("--turns", type=int, default=4)
     options = parser.parse_args()
 

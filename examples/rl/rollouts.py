@@ -3,11 +3,11 @@
     python examples/rl/rollouts.py problems.jsonl --model MODEL --samples 8 --epochs 3 --out rollouts.jsonl
 
 ``problems.jsonl`` holds one object a line: ``{"id": "p1", "prompt": "..."}``, or ``"messages": [...]`` for a chat.
-The problem is the session: later samples and epochs draft from earlier ones, and so does a later run of this
-script with the same ``--store``. At T > 0 drafting changes the speed and not the distribution of the samples.
+The problem is the session: later samples and epochs draft from earlier ones, and so does a later run of this script
+with the same ``--store``. At T > 0 drafting changes the speed and not the distribution of the samples.
 
-Why no group: where every answer is a session of its own, problems are groups (``extra_args={"group_id": ...}``).
-On recorded rollouts both draft alike (2.745 tokens a step). What problems have in common is shared either way.
+If every answer is a session of its own, make the problem its group (``extra_args={"group_id": ...}``). On recorded
+rollouts both ways draft the same (2.745 tokens a step).
 """
 
 import argparse
@@ -26,7 +26,7 @@ from agentspec.server_ext.vllm_launch import engine_options
 
 
 def main() -> int:
-    """Run all epochs; prints a line an epoch and writes one JSON object a sample."""
+    """Run all epochs. Prints one row an epoch and writes one JSON object a sample."""
     arguments = _arguments()
     try:
         problems = list(read_problems(Path(arguments.problems)))
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def read_problems(path: Path) -> Iterator[dict[str, Any]]:
-    """Problems of a JSONL file. Raises ValueError naming the line and what it lacks."""
+    """Read the problems of a JSONL file. Raises ValueError naming the line and what it lacks."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -74,7 +74,7 @@ def read_problems(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_epoch(llm: Any, problems: list[dict[str, Any]], epoch: int, arguments: Any, out: Any) -> list[str]:
-    """Sample every problem, write the samples, and return the epoch's row of the table."""
+    """Sample every problem and write the samples. Returns the epoch's row of the table."""
     from vllm import SamplingParams
 
     jobs = [(problem, sample) for problem in problems for sample in range(arguments.samples)]
@@ -106,7 +106,7 @@ def run_epoch(llm: Any, problems: list[dict[str, Any]], epoch: int, arguments: A
 
 
 def engine_counts(llm: Any) -> tuple[int, int]:
-    """Tokens drafted and accepted since the engine started; zeros without agentspec."""
+    """Return the tokens drafted and accepted since the engine started; zeros without agentspec."""
     try:
         answers = llm.collective_rpc("agentspec_rpc", args=("stats",))
     except Exception:  # plain vLLM does not know the method
