@@ -228,7 +228,7 @@ PolicySettings settings_of(const nb::object& policy) {
   PolicySettings settings;
   settings.max_draft = nb::cast<std::size_t>(policy.attr("max_draft"));
   settings.min_match = nb::cast<std::size_t>(policy.attr("min_match"));
-  settings.rerank = nb::cast<bool>(policy.attr("judge"));
+  settings.rerank = nb::cast<bool>(policy.attr("rerank"));
   settings.prior_weight = nb::cast<double>(policy.attr("prior_weight"));
   settings.memory = nb::cast<double>(policy.attr("memory"));
   settings.learning_rate = nb::cast<double>(policy.attr("learning_rate"));

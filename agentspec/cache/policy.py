@@ -1,12 +1,13 @@
-"""DraftPolicy: what to draft and how long it is worth it, from odds of acceptance that are learned while serving.
+"""DraftPolicy: what to draft and how long it is worth it, by odds of acceptance that are learned while serving.
 
 A draft grows token by token. At each position every source (request, session, group, global) proposes the two most
-frequent successors of its longest match, and a trail, the text behind a place that was being copied when the copy went
-wrong once, proposes one more. A table of odds, counted online, gives each proposal's chance of being accepted, by its
-origin, match length, agreement among the matched places and depth. The CANDIDATES likeliest tokens go before a judge:
-logistic regression, learned online, over hashed features that see which tokens these are. Its likeliest is taken. The
-draft is cut where it brings the most expected tokens per unit of work, (1 + sum of cumulative chances) / (1 + cost *
-length), and left out where none pays. Every candidate at a position that the verified tokens reveal is learned from.
+frequent successors of its longest match. A resume point proposes one more: the text behind a place that was being
+copied when the copy went wrong once. A table that counts acceptance gives each proposal its probability, by its origin,
+match length, agreement among the matched places and depth. A reranker corrects the likeliest four: a logistic
+regression, learned online, over hashed features that see which tokens these are. The likeliest token is taken. The
+draft is cut where it brings the most expected tokens for the step's price, (1 + sum of cumulative probabilities) /
+(1 + cost * length), and left out where none pays. Every candidate at a position that verified tokens reveal is learned
+from.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ DEFAULT_COST = 0.03
 
 @dataclass(frozen=True, slots=True)
 class FixedRule:
-    """Parameters of the peer's drafting rule, with its meaning; `DraftPolicy.fixed` explains them.
+    """Parameters of ArcticInference's drafting rule, as it means them; `DraftPolicy.fixed` explains them.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -44,16 +45,16 @@ class DraftPolicy:
 
     cost: price of verifying one more token, as a share of a decode step; higher means shorter drafts. None: measured
     while serving, and DEFAULT_COST until then. max_draft: most tokens in a draft. min_match: shortest context, in
-    tokens, that may be drafted from. judge: whether the judge corrects the table's odds; without it drafting costs
-    about half the time and finds less. prior_weight: observations that the prior odds count for. memory: observations
-    of one kind after which the older ones count half. learning_rate: of the judge. rule: set by `fixed`; the other
+    tokens, that may be drafted from. rerank: whether the reranker corrects the table; without it drafting costs about
+    half the time and finds less. prior_weight: observations that the prior odds count for. memory: observations
+    of one kind after which the older ones count half. learning_rate: of the reranker. rule: set by `fixed`; the other
     settings but max_draft are not used then. Raises ConfigurationError for a value out of range.
     """
 
     cost: float | None = None
     max_draft: int = MAX_DRAFT
     min_match: int = 1
-    judge: bool = True
+    rerank: bool = True
     prior_weight: float = 200.0
     memory: float = 1000.0
     learning_rate: float = 0.5
@@ -67,8 +68,8 @@ class DraftPolicy:
         _check("prior_weight", self.prior_weight, 0.1, 1e6)
         _check("memory", self.memory, 2.0, 1e12)
         _check("learning_rate", self.learning_rate, 0.0, 10.0)
-        if not isinstance(self.judge, bool):
-            raise ConfigurationError(f"judge={self.judge!r}: give True or False")
+        if not isinstance(self.rerank, bool):
+            raise ConfigurationError(f"rerank={self.rerank!r}: give True or False")
         if self.rule is not None and not isinstance(self.rule, FixedRule):
             raise ConfigurationError(f"rule={self.rule!r}: use DraftPolicy.fixed(...) or leave it None")
 
@@ -81,8 +82,9 @@ class DraftPolicy:
         min_token_prob: float = 0.1,
         max_draft: int = 32,
     ) -> "DraftPolicy":
-        """The rule of ArcticInference's suffix decoding, to compare with: nothing is learned, session and group are
-        not drafted from.
+        """Return a policy that drafts by the rule of ArcticInference's suffix decoding.
+
+        Nothing is learned, and session and group are not drafted from.
 
         max_depth: most tokens of context and draft together. A match of n tokens allows a draft of
         max_spec_factor * n + max_spec_offset tokens, at most max_draft, as long as its probability, by the counts, is

@@ -48,7 +48,7 @@ class Fuzzer:
             [
                 DraftPolicy(cost=rng.choice([0.0, 0.01, 0.1, 0.5])),
                 DraftPolicy(cost=0.01, min_match=2),
-                DraftPolicy(cost=0.02, judge=False, memory=5.0),
+                DraftPolicy(cost=0.02, rerank=False, memory=5.0),
                 DraftPolicy.fixed(max_depth=depth, max_spec_factor=factor),
             ]
         )

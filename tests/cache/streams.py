@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
 from tests.oracle.cache import Drafted, Oracle
-from tests.oracle.holdings import Limits
+from tests.oracle.entries import Limits
 
 LARGEST = 2**31 - 1
 

@@ -3,15 +3,15 @@
 import pytest
 
 from agentspec.cache._native import draft_value
-from tests.oracle.drafting import _CAUTION, _Prospect
+from tests.oracle.drafting import CAUTION, DraftValue
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.02, 0.3])
 def test_it_is_the_value_that_drafts_are_cut_by(cost: float) -> None:
-    prospect = _Prospect(_CAUTION * cost)
+    value = DraftValue(CAUTION * cost)
     for probability in (0.9, 0.5, 0.8, 0.1):
-        prospect.add(probability)
-        assert draft_value(prospect.expected - 1.0, prospect.size, cost) == pytest.approx(prospect.whole, rel=1e-15)
+        value.add(probability)
+        assert draft_value(value.expected - 1.0, value.length, cost) == pytest.approx(value.value, rel=1e-15)
     assert draft_value(0.0, 0, cost) == 1.0
 
 

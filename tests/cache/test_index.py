@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.streams import fibonacci
-from tests.oracle.index import BOUNDARY, WINDOW, Match, TextIndex
+from tests.oracle.index import BOUNDARY, WINDOW, Match, SuffixIndex
 
 small_tokens = st.lists(st.integers(0, 2), max_size=25)
 edge_tokens = st.lists(st.sampled_from([0, 1, 2**31 - 1]), max_size=25)
@@ -43,9 +43,9 @@ def longest(text: list[int], indexed: set[int], context: list[int]) -> Match:
     return occurrences(text, indexed, context, length)
 
 
-def build(documents: list[tuple[list[int], list[int]]]) -> tuple[TextIndex, list[int], set[int]]:
+def build(documents: list[tuple[list[int], list[int]]]) -> tuple[SuffixIndex, list[int], set[int]]:
     """An index of documents (context only, then findable), its text, and what is indexed."""
-    index, text, indexed = TextIndex(), list[int](), set[int]()
+    index, text, indexed = SuffixIndex(), list[int](), set[int]()
     for hidden, findable in documents:
         index.append_boundary()
         index.append(hidden, findable=False)
@@ -132,7 +132,7 @@ def test_counts_are_exact_and_the_listing_is_even() -> None:
 
 
 def test_pending_tokens_are_not_found() -> None:
-    index = TextIndex()
+    index = SuffixIndex()
     index.append([1, 2, 3, 4])
     assert index.advance(2) == 2
     assert index.look_up([1]).positions == [1]
@@ -142,7 +142,7 @@ def test_pending_tokens_are_not_found() -> None:
 
 
 def test_pending_tokens_that_are_removed_are_never_indexed() -> None:
-    index = TextIndex()
+    index = SuffixIndex()
     index.append([1, 2, 3, 1, 2])
     index.advance(2)
     index.append_boundary()
@@ -178,7 +178,7 @@ def test_a_length_that_the_context_does_not_have(length: int) -> None:
 
 
 def test_the_version_changes_with_what_is_indexed_only() -> None:
-    index = TextIndex()
+    index = SuffixIndex()
     index.append([1, 2, 3])
     assert index.version == 0
     index.advance(1)

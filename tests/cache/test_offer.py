@@ -132,10 +132,10 @@ def test_what_was_accepted_is_counted_for_the_model() -> None:
 
 @pytest.mark.parametrize("said", [[99, 17], [16, 17], [50, 51]])
 def test_the_trees_learn_as_without_an_offer(said: list[int]) -> None:
-    """The first position is revealed in any case: its candidates are learned from, and its copy leaves a trail."""
+    """The first position is revealed in any case: its candidates are learned from, its copy leaves a resume point."""
     answers = []
     for offered in (False, True):
-        cache, _ = begun(TURN + TURN[:5], room=1, judge=False, memory=3.0, cost=0.0)
+        cache, _ = begun(TURN + TURN[:5], room=1, rerank=False, memory=3.0, cost=0.0)
         if offered:
             assert offer(cache, [99], [1.0], room=1).lists() == [[99]]
         cache.extend("r", said)

@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, harm: str) -> None:
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
-    cache = SuffixCache(policy=DraftPolicy(judge=False))
+    cache = SuffixCache(policy=DraftPolicy(rerank=False))
     cache.start("r", [1, 2], session="s", tenant="t")
     cache.extend("r", [3, 4, 5])
     cache.finish("r")

@@ -2,12 +2,12 @@
 
 Read in this order:
 
-``index``       where a context occurred before
-``scoring``     the candidates for one token and their chances
-``drafting``    how a draft grows, and what is learned from verification
-``fixed_rule``  ArcticInference's rule, to compare with
-``holdings``    what is kept of finished requests, and what is evicted
-``cache``       the calls
+``index``               where a context occurred before
+``scoring``             the candidates for one token and their probabilities
+``drafting``            how a draft grows, and what is learned from verification
+``arctic_suffix_rule``  ArcticInference's rule, to compare with
+``entries``             what is kept of finished requests, and what is evicted
+``cache``               the calls
 
 tests/cache/fuzz.py and tests/cache/test_equivalence.py compare the core with it, answer by answer.
 """

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, Scope
-from agentspec.cache.policy import DEFAULT_COST
-from tests.oracle.drafting import DraftPath, Given, MatchState, draft, learn, take_offer
-from tests.oracle.fixed_rule import draft_fixed
-from tests.oracle.holdings import OVERLAP, Group, Holding, Holdings, Limits, Session, Tenant
-from tests.oracle.index import TextIndex
+from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
+from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
+from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
+from tests.oracle.entries import CacheEntries, CacheEntry, Group, Limits, Session, Tenant
+from tests.oracle.index import OVERLAP, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
 
 INDEX_PER_CALL = 1024  # positions indexed in one call
-REQUEST_BITS = 12  # slots of the judge of a request that shares nothing, as a power of two
+REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
 Turn = tuple[int, list[int], list[int]]
 """Tokens of the session's previous context that the prompt repeats, the rest of the prompt, the response."""
@@ -48,20 +48,23 @@ class Request:
     prompt_length: int
     shared: bool
     own_group: bool
-    index: TextIndex = field(default_factory=TextIndex)  # the whole text; findable is what the session lacks
+    index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; findable is what the session lacks
     state: MatchState = field(default_factory=MatchState)
-    draft: DraftPath = field(default_factory=DraftPath)
+    draft: Draft = field(default_factory=Draft)
 
-    def sources(self) -> list[TextIndex | None]:
-        holdings = [holding.index if holding and not holding.gone else None for holding in (self.session, self.group)]
-        return [self.index, *holdings, self.tenant.corpus.index if self.tenant and self.shared else None]
+    def sources(self) -> list[SuffixIndex | None]:
+        entries = [entry.index if entry and not entry.gone else None for entry in (self.session, self.group)]
+        return [self.index, *entries, self.tenant.corpus.index if self.tenant and self.shared else None]
+
+    def for_drafter(self) -> DraftRequest:
+        return DraftRequest(self.sources(), self.index.text, self.state, self.draft, self.learned)
 
     def source_of(self, candidate: Proposed) -> int:
         """Return where a candidate comes from as users see it."""
         return 1 if self.own_group and candidate.source == 2 else candidate.source
 
-    def holdings(self) -> list[Holding]:
-        return [holding for holding in (self.session, self.group) if holding is not None]
+    def entries(self) -> list[CacheEntry]:
+        return [entry for entry in (self.session, self.group) if entry is not None]
 
     def drafted(self) -> Drafted:
         taken = self.draft.taken
@@ -75,11 +78,12 @@ class Oracle:
         self, policy: DraftPolicy | None = None, limits: Limits | None = None, vocab_size: int = 2**31
     ) -> None:
         self._policy = policy or DraftPolicy()
+        self._drafter = ArcticSuffixRule(self._policy) if self._policy.rule else SuffixDrafter(self._policy)
         self._vocab_size = vocab_size
         self._requests: dict[str, Request] = {}
         self._slots: list[str | None] = []  # running requests in the order in which catch_up visits them
         self._free: list[int] = []
-        self._held = Holdings(self._policy, limits or Limits())
+        self._held = CacheEntries(self._policy, limits or Limits())
 
     def start(
         self,
@@ -96,17 +100,12 @@ class Oracle:
         teacher = of_tenant if shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
         request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
-        for holding in request.holdings():
-            holding.running += 1
+        for entry in request.entries():
+            entry.running += 1
         request.state.begin = len(prompt)
         request.state.ends = frozenset(end_tokens)
-        # The fixed rule drafts from the request's own text, all of it and at once, and not from its session's.
-        fixed = self._policy.rule is not None
-        kept = common_prefix(prompt, of_session.last) if of_session and not fixed else 0
-        request.index.append(list(prompt[:kept]), findable=False)
-        request.index.append(list(prompt[kept:]))
-        if fixed:
-            request.index.advance(len(prompt))
+        in_session = common_prefix(prompt, of_session.last) if of_session else 0
+        self._drafter.start(request.index, list(prompt), in_session)
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -123,8 +122,7 @@ class Oracle:
         for request_id, free in zip(request_ids, room, strict=True):
             request = self._requests[request_id]
             budget -= self._advance(request, budget)
-            self._draft(request, free, self._cost(cost))
-            request.draft.open = True
+            self._draft(request, free, self._cost(cost), is_open=True)
             drafts.append(request.drafted())
         return drafts
 
@@ -145,20 +143,27 @@ class Oracle:
             counts = self._take(request, fresh[: next(illegal, None)], verified)
             budget -= self._advance(request, budget)
             sound = len(request.index) == len(text)  # otherwise a draft would continue another text than the engine's
-            self._draft(request, free if sound else 0, self._cost(cost))
-            request.draft.open = sound
+            self._draft(request, free if sound else 0, self._cost(cost), is_open=sound)
             drafted = request.drafted()
             drafted.accepted, drafted.verified = counts
             drafts.append(drafted)
         return drafts
 
     def offer(
-        self, request_ids: Sequence[str], offers: Sequence[Given], room: Sequence[int], cost: float | None = None
+        self,
+        request_ids: Sequence[str],
+        offers: Sequence[ExternalDraft],
+        room: Sequence[int],
+        cost: float | None = None,
     ) -> list[Drafted]:
         drafts = []
-        for request_id, given, free in zip(request_ids, offers, room, strict=True):
+        for request_id, external, free in zip(request_ids, offers, room, strict=True):
             request = self._requests[request_id]
-            request.draft = self._offered(request, given, free, self._cost(cost))
+            draft = Draft()
+            if request.draft.open:
+                draft = self._drafter.merge_draft(request.for_drafter(), external, self._limit(free), self._cost(cost))
+                draft.open = True
+            request.draft = draft
             drafts.append(request.drafted())
         return drafts
 
@@ -173,7 +178,7 @@ class Oracle:
             ]
             for scored in request.draft.path
         ]
-        while positions and not positions[-1]:  # given tokens beside which nothing was proposed
+        while positions and not positions[-1]:  # another drafter's tokens beside which nothing was proposed
             positions.pop()
         return positions
 
@@ -196,9 +201,9 @@ class Oracle:
         slot = self._slots.index(request_id)
         self._slots[slot] = None
         self._free.append(slot)
-        for holding in self._requests.pop(request_id).holdings():
-            holding.running -= 1
-            self._held.forget_if_empty(holding)
+        for entry in self._requests.pop(request_id).entries():
+            entry.running -= 1
+            self._held.forget_if_empty(entry)
 
     def restore(self, turn: FinishedTurn) -> None:
         tenant, session, group = self._names(turn.session, turn.group, turn.tenant, turn.scope)
@@ -207,9 +212,9 @@ class Oracle:
         self._keep(
             session, group, tenant, turn.scope == "tenant", (kept, turn.prompt_tail.tolist(), turn.response.tolist())
         )
-        for holding in (session, group):
-            if holding:
-                self._held.forget_if_empty(holding)
+        for entry in (session, group):
+            if entry:
+                self._held.forget_if_empty(entry)
         self._held.evict(tenant)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
@@ -257,10 +262,10 @@ class Oracle:
     def _advance(self, request: Request, budget: int) -> int:
         left = budget
         left -= request.index.advance(left)
-        for holding in request.holdings():
-            if not holding.gone:
-                left -= holding.advance(left)
-                left -= holding.sweep(left)
+        for entry in request.entries():
+            if not entry.gone:
+                left -= entry.advance(left)
+                left -= entry.sweep(left)
         if request.tenant:
             left -= request.tenant.corpus.advance(left)
             left -= request.tenant.corpus.sweep(left)
@@ -271,37 +276,22 @@ class Oracle:
         accepted, verified = [0] * len(SOURCES), [0] * len(SOURCES)
         if not tokens:
             return accepted, verified
-        judged = request.draft.taken[: max(scheduled, 0)]
-        right = common_prefix([candidate.token for candidate in judged], tokens)
-        for depth, candidate in enumerate(judged):
+        checked = request.draft.taken[: max(scheduled, 0)]
+        right = common_prefix([candidate.token for candidate in checked], tokens)
+        for depth, candidate in enumerate(checked):
             source = request.source_of(candidate)
             verified[source] += 1
             accepted[source] += depth < right
-        learn(self._policy, request.sources(), tokens, request.state, request.draft, request.learned)
+        self._drafter.learn(request.for_drafter(), tokens)
         request.index.append(tokens)
         return accepted, verified
 
-    def _draft(self, request: Request, room: int, cost: float) -> None:
-        policy, sources, text = self._policy, request.sources(), request.index.text
-        if policy.rule is None:
-            request.draft = draft(policy, request.learned, sources, text, room, cost, request.state)
-            return
-        fixed = draft_fixed(
-            policy.rule, sources[0], sources[3], text, request.prompt_length, min(room, policy.max_draft)
-        )
-        request.draft = DraftPath(match_length=fixed.length if fixed.tokens else 0)
-        request.draft.taken = [
-            Proposed(token, 3 if fixed.source else 0, 0, fixed.length + depth, 0, probability, probability, 0)
-            for depth, (token, probability) in enumerate(zip(fixed.tokens, fixed.probabilities, strict=True))
-        ]
+    def _limit(self, room: int) -> int:
+        return max(min(room, self._policy.max_draft, MAX_DRAFT), 0)
 
-    def _offered(self, request: Request, given: Given, room: int, cost: float) -> DraftPath:
-        if not request.draft.open:
-            return DraftPath()
-        sources, text, state = request.sources(), request.index.text, request.state
-        draft = take_offer(self._policy, request.learned, sources, text, given, room, cost, state, request.draft)
-        draft.open = True
-        return draft
+    def _draft(self, request: Request, room: int, cost: float, is_open: bool) -> None:
+        request.draft = self._drafter.draft(request.for_drafter(), self._limit(room), cost)
+        request.draft.open = is_open
 
     def _keep(
         self, session: Session | None, group: Group | None, tenant: Tenant | None, shared: bool, turn: Turn
@@ -310,8 +300,7 @@ class Oracle:
         budget = INDEX_PER_CALL
         if tenant and shared and response:
             context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
-            if self._policy.rule is not None:
-                context = []  # the fixed rule's text holds responses alone
+            context = context[max(len(context) - self._drafter.kept_context, 0) :]
             key = session.key if session else None
             tenant.corpus.add(key, context, response)
             tenant.used = self._held.next_tick()

@@ -1,6 +1,6 @@
 """Specify the suffix index: where a context occurred before.
 
-Implemented by csrc/text_index, context_order and context_search.
+Implemented by csrc/index.
 
 An index is an append-only log of tokens and all its indexed positions, sorted by what precedes them. The context of
 position p is text[p-1], text[p-2], ... back to a boundary or to the start of the text, without a limit of depth. Where
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 BOUNDARY = -1  # between documents: ends every context; equal to nothing, not even itself
+OVERLAP = 8  # tokens of context kept in front of a text, so that its first tokens can be matched
 WINDOW = 32  # occurrences that a match lists
 
 
@@ -34,7 +35,7 @@ class Match:
         return len(self.positions) == self.count
 
 
-class TextIndex:
+class SuffixIndex:
     def __init__(self) -> None:
         self.text: list[int] = []
         self.version = 0  # changes whenever indexed positions change

@@ -1,9 +1,10 @@
-"""Specify the chances of a draft's next token: odds, judge and candidates. Implemented by csrc/odds, judge, scoring.
+"""Specify the probabilities of a draft's next token: acceptance table, reranker and candidates.
 
-The odds count how often proposals of a kind were accepted. The judge, a logistic regression that sees which tokens are
-proposed, corrects them. At each position of a draft `score` gathers what the sources propose, takes the likeliest
-tokens by the odds as candidates, and has the judge correct their chances. Doubles and the order of operations match
-the core bit for bit; the judge's weights are 32-bit floats in both.
+Implemented by csrc/drafting/acceptance_table, reranker and scoring. The table counts how often proposals of a kind were
+accepted. The reranker, a logistic regression that sees which tokens are proposed, corrects it. At each position of a
+draft `score` gathers what the sources propose, takes the likeliest tokens by the table as candidates, and has the
+reranker correct their probabilities. Doubles and the order of operations match the core bit for bit; the reranker's
+weights are 32-bit floats in both.
 """
 
 import math
@@ -15,22 +16,22 @@ from dataclasses import dataclass, field, replace
 
 from agentspec.cache.policy import DraftPolicy
 from agentspec.cache.types import MODEL
-from tests.oracle.index import Match, TextIndex
+from tests.oracle.index import Match, SuffixIndex
 
-CANDIDATES = 4  # judged at each position of a draft
+CANDIDATES = 4  # scored at each position of a draft
 _CLIP = 9.0  # log-odds stay within
-_MISSES_MOST = 4  # in a row, then a trail ends
-_TRAIL_LENGTH = 4  # a match of so many tokens that goes wrong leaves a trail
+_MOST_MISSES = 4  # in a row, then a resume point is dropped
+_WORTH_RESUMING = 4  # a match of so many tokens that goes wrong leaves a resume point
 
 
-TRAIL = 4  # kind of the trail's proposals; the others have their source's
+RESUME = 4  # kind of the resume point's proposals; the others have their source's
 KINDS = 5
 LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
 
 # Prior log-odds: longer matches and more agreement are likelier to go on.
 _PRIOR_LENGTH = (-2.2, -1.4, -0.9, -0.4, 0.1, 0.6, 1.0, 1.5, 2.2)
 _PRIOR_SHAPE = (0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6)
-_SECOND_MINUS, _TRAIL_MINUS = 1.0, 0.5
+_SECOND_MINUS, _RESUME_MINUS = 1.0, 0.5
 _LENGTHS, _SHAPES, _RANKS, _DEPTHS = len(_PRIOR_LENGTH), len(_PRIOR_SHAPE), 2, 3
 _LEAST = 1e-6  # observations: nothing is certain
 
@@ -62,7 +63,7 @@ def _shape(count: int, winner: int) -> int:
 
 def _priors() -> list[float]:
     return [
-        1.0 / (1.0 + math.exp(rank * _SECOND_MINUS + (kind == TRAIL) * _TRAIL_MINUS - (length + shape)))
+        1.0 / (1.0 + math.exp(rank * _SECOND_MINUS + (kind == RESUME) * _RESUME_MINUS - (length + shape)))
         for kind in range(KINDS)
         for length in _PRIOR_LENGTH
         for shape in _PRIOR_SHAPE
@@ -74,8 +75,8 @@ def _priors() -> list[float]:
 _PRIORS = _priors()
 
 
-class Odds:
-    """Odds of acceptance, counted online, one tally a cell."""
+class AcceptanceTable:
+    """AcceptanceTable of acceptance, counted online, one tally a cell."""
 
     def __init__(self, prior_weight: float, memory: float) -> None:
         self._hits = [prior * prior_weight for prior in _PRIORS]
@@ -97,7 +98,7 @@ class Odds:
             self._hits[at] += 1.0
 
 
-class Judge:
+class Reranker:
     """Online logistic regression over hashed features, AdaGrad; 2**bits weights, each beside its squared errors."""
 
     def __init__(self, bits: int) -> None:
@@ -134,20 +135,20 @@ class Learned:
     """What acceptance taught: one for each tenant, each session that keeps to itself, and each request with neither."""
 
     def __init__(self, policy: DraftPolicy, bits: int) -> None:
-        self.table = Odds(policy.prior_weight, policy.memory)
-        self.judge = Judge(bits)
+        self.table = AcceptanceTable(policy.prior_weight, policy.memory)
+        self.reranker = Reranker(bits)
 
 
-Sources = Sequence[TextIndex | None]
+Sources = Sequence[SuffixIndex | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One possible next token.
 
-    rank: 0 the source's most frequent successor, 1 its second, 2 the trail's. match_length: tokens of context that
-    agree. share: of the `count` occurrences that were looked at, those followed by the token. place: where it was
-    found in its source. slots: of the judge's features.
+    rank: 0 the source's most frequent successor, 1 its second, 2 the resume point's. match_length: tokens of context
+    that agree. share: of the `count` occurrences that were looked at, those followed by the token. place: where it was
+    found in its source. slots: of the reranker's features.
     """
 
     token: int
@@ -162,10 +163,10 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Scored:
-    """The judged candidates, likeliest by the table first; what the draft takes; (token, cell) of every proposal.
+class ScoredPosition:
+    """The scored candidates, likeliest by the table first; what the draft takes; (token, cell) of every proposal.
 
-    best: the likeliest candidate. taken: that one, unless another token was given.
+    best: the likeliest candidate. taken: that one, unless another drafter's token was taken.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -173,14 +174,16 @@ class Scored:
     taken: Candidate = field(init=False)
     proposals: list[tuple[int, int]] = field(default_factory=list)
 
-    def take(self, token: int, chance: float) -> None:
-        """Take a given token, with a given chance that it is right."""
+    def take(self, token: int, probability: float) -> None:
+        """Take another drafter's token, which is accepted with this probability."""
         own = self.best is not None and self.best.token == token
-        self.taken = replace(self.best, probability=chance) if self.best and own else given_token(token, chance)
+        self.taken = (
+            replace(self.best, probability=probability) if self.best and own else external_token(token, probability)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class ResumePoint:
     """A place that was being copied when the copy went wrong once: text often goes on there after a replaced token.
 
     place: of the token that it proposes. hits: tokens that agreed since the last that did not. misses: in a row.
@@ -191,37 +194,37 @@ class Trail:
     hits: int = 0
     misses: int = 0
 
-    def advanced(self, text: list[int], token: int) -> "Trail | None":
+    def advanced(self, text: list[int], token: int) -> "ResumePoint | None":
         if self.place >= len(text):
             return None
         hit = text[self.place] == token
-        moved = Trail(self.source, self.place + 1, self.hits + 1 if hit else 0, 0 if hit else self.misses + 1)
-        ended = moved.misses > _MISSES_MOST or moved.place >= len(text) or text[moved.place] < 0
+        moved = ResumePoint(self.source, self.place + 1, self.hits + 1 if hit else 0, 0 if hit else self.misses + 1)
+        ended = moved.misses > _MOST_MISSES or moved.place >= len(text) or text[moved.place] < 0
         return None if ended else moved
 
 
-def given_token(token: int, chance: float) -> Candidate:
+def external_token(token: int, probability: float) -> Candidate:
     """Return another drafter's token as a candidate."""
-    return Candidate(token, MODEL, 0, 0, 0, 0.0, chance, 0)
+    return Candidate(token, MODEL, 0, 0, 0, 0.0, probability, 0)
 
 
-def leave_trail(scored: Scored, token: int, trail: Trail | None) -> Trail | None:
-    """Return the trail, or a new one where `token` shows that a likeliest candidate worth following went wrong."""
+def mark_resume_point(scored: ScoredPosition, token: int, resume: ResumePoint | None) -> ResumePoint | None:
+    """Return the resume point, or a new one where a likeliest candidate worth following was not `token`."""
     wrong = scored.best
     if wrong is None or wrong.token == token or wrong.rank > 1:
-        return trail
-    return Trail(wrong.source, wrong.place) if wrong.match_length >= _TRAIL_LENGTH or trail is None else trail
+        return resume
+    return ResumePoint(wrong.source, wrong.place) if wrong.match_length >= _WORTH_RESUMING or resume is None else resume
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What the judge sees besides a candidate.
+class ScoringContext:
+    """What the reranker sees besides a candidate.
 
-    context: its end, with the draft so far. depth: tokens drafted before this one. prompt: length of the context in
-    front of the response. written: tokens of the response before this one. outcome: of the last draft.
+    tokens: the end of the text, with the draft so far. depth: tokens drafted before this one. prompt: length of the
+    context in front of the response. written: tokens of the response before this one. outcome: of the last draft.
     """
 
-    context: list[int]
+    tokens: list[int]
     depth: int
     prompt: int
     written: int
@@ -229,8 +232,8 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """A proposed token and where it comes from. kind: its source, or TRAIL. winner: occurrences that it follows."""
+class _Proposal:
+    """A proposed token and where it comes from. kind: its source, or RESUME. winner: occurrences that it follows."""
 
     token: int
     winner: int
@@ -249,28 +252,28 @@ def score(
     learned: Learned,
     sources: Sources,
     matches: list[Match],
-    trail: Trail | None,
-    situation: Situation,
-) -> Scored:
+    resume: ResumePoint | None,
+    context: ScoringContext,
+) -> ScoredPosition:
     """Return the scored candidates for the next token, the likeliest of them taken; none where nothing is proposed."""
-    origins = list(_gather(policy, learned, sources, matches, trail, situation.depth))
-    scored = Scored(proposals=[(origin.token, origin.cell) for origin in origins])
-    features = _Features(learned.judge, situation)
-    for origin in _choose(origins):
+    proposals = list(_gather(policy, learned, sources, matches, resume, context.depth))
+    scored = ScoredPosition(proposals=[(proposal.token, proposal.cell) for proposal in proposals])
+    features = _Features(learned.reranker, context)
+    for proposal in _choose(proposals):
         candidate = Candidate(
-            origin.token,
-            origin.source,
-            origin.rank,
-            origin.length,
-            origin.count,
-            origin.winner / origin.count,
-            origin.probability,
-            origin.place,
+            proposal.token,
+            proposal.source,
+            proposal.rank,
+            proposal.length,
+            proposal.count,
+            proposal.winner / proposal.count,
+            proposal.probability,
+            proposal.place,
         )
-        if policy.judge:
-            own = origin.source == 0 and origin.place >= situation.prompt
-            slots = features.slots(origin, _agreement(origins, origin.token), own)
-            total = _clipped(_clipped(learned.table.log_odds(origin.cell)) + learned.judge.correction(slots))
+        if policy.rerank:
+            own = proposal.source == 0 and proposal.place >= context.prompt
+            slots = features.slots(proposal, _agreement(proposals, proposal.token), own)
+            total = _clipped(_clipped(learned.table.log_odds(proposal.cell)) + learned.reranker.correction(slots))
             candidate = replace(candidate, probability=1.0 / (1.0 + math.exp(-total)), slots=slots)
         scored.candidates.append(candidate)
     if scored.candidates:
@@ -287,26 +290,26 @@ def _gather(
     learned: Learned,
     sources: Sources,
     matches: list[Match],
-    trail: Trail | None,
+    resume: ResumePoint | None,
     depth: int,
-) -> Iterator[_Origin]:
-    def origin(
+) -> Iterator[_Proposal]:
+    def proposal(
         token: int, winner: int, place: int, length: int, count: int, kind: int, source: int, rank: int
-    ) -> _Origin:
+    ) -> _Proposal:
         at = cell(kind, length, count, winner, rank == 1, depth)
-        return _Origin(token, winner, place, length, count, kind, source, rank, at, learned.table.probability(at))
+        return _Proposal(token, winner, place, length, count, kind, source, rank, at, learned.table.probability(at))
 
     for number, (source, match) in enumerate(zip(sources, matches, strict=True)):
         if source is not None and match.positions and match.length >= policy.min_match:
             for rank, (token, winner, place) in enumerate(_successors(source, match)):
-                yield origin(token, winner, place, match.length, len(match.positions), number, number, rank)
-    if trail is not None and (source := sources[trail.source]) is not None:
+                yield proposal(token, winner, place, match.length, len(match.positions), number, number, rank)
+    if resume is not None and (source := sources[resume.source]) is not None:
         # As if there had been one occurrence more for each miss, all with other successors.
-        token = source.text[trail.place]
-        yield origin(token, 1, trail.place, trail.hits + 1, trail.misses + 1, TRAIL, trail.source, 2)
+        token = source.text[resume.place]
+        yield proposal(token, 1, resume.place, resume.hits + 1, resume.misses + 1, RESUME, resume.source, 2)
 
 
-def _successors(index: TextIndex, match: Match) -> list[tuple[int, int, int]]:
+def _successors(index: SuffixIndex, match: Match) -> list[tuple[int, int, int]]:
     """Return the two most frequent successors of the listed occurrences; of equal ones, the one listed first."""
     places: dict[int, int] = {}
     counts: Counter[int] = Counter()
@@ -318,26 +321,26 @@ def _successors(index: TextIndex, match: Match) -> list[tuple[int, int, int]]:
     return [(token, count, places[token]) for token, count in counts.most_common(2)]
 
 
-def _choose(origins: list[_Origin]) -> list[_Origin]:
-    """Return the likeliest origin of each proposed token by the odds, likeliest first."""
-    chosen: list[_Origin] = []
-    for origin in origins:
-        at = next((i for i, other in enumerate(chosen) if other.token == origin.token), len(chosen))
-        if at < len(chosen) and not origin.probability > chosen[at].probability:
+def _choose(proposals: list[_Proposal]) -> list[_Proposal]:
+    """Return the likeliest proposal of each proposed token by the odds, likeliest first."""
+    chosen: list[_Proposal] = []
+    for proposal in proposals:
+        at = next((i for i, other in enumerate(chosen) if other.token == proposal.token), len(chosen))
+        if at < len(chosen) and not proposal.probability > chosen[at].probability:
             continue
         del chosen[at : at + 1]
-        while at > 0 and chosen[at - 1].probability < origin.probability:
+        while at > 0 and chosen[at - 1].probability < proposal.probability:
             at -= 1
-        chosen.insert(at, origin)
+        chosen.insert(at, proposal)
     return chosen[:CANDIDATES]
 
 
-def _agreement(origins: list[_Origin], token: int) -> int:
+def _agreement(proposals: list[_Proposal], token: int) -> int:
     """Return two bits a kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it proposes others."""
     code = 0
-    for origin in origins:
-        says = 3 if origin.token != token else 2 if origin.rank == 1 else 1
-        shift = 2 * origin.kind
+    for proposal in proposals:
+        says = 3 if proposal.token != token else 2 if proposal.rank == 1 else 1
+        shift = 2 * proposal.kind
         if says != 3 or code >> shift & 3 == 0:
             code = code & ~(3 << shift) | says << shift
     return code
@@ -353,22 +356,22 @@ def _share_bucket(count: int, winner: int) -> int:
 
 
 class _Features:
-    """The judge's features of candidates at one position."""
+    """The reranker's features of candidates at one position."""
 
-    def __init__(self, judge: Judge, situation: Situation) -> None:
-        last, second = [token % 2**32 for token in [*situation.context[:-3:-1], -3, -3][:2]]
-        self._slot = judge.slot
+    def __init__(self, reranker: Reranker, context: ScoringContext) -> None:
+        last, second = [token % 2**32 for token in [*context.tokens[:-3:-1], -3, -3][:2]]
+        self._slot = reranker.slot
         self._last = mixed(1, last)
         self._pair = mixed(self._last, second)
-        self._depth = situation.depth
-        self._outcome = situation.outcome if situation.depth == 0 else 3
-        self._age = situation.written if situation.written < 6 else 3 + situation.written.bit_length()
+        self._depth = context.depth
+        self._outcome = context.outcome if context.depth == 0 else 3
+        self._age = context.written if context.written < 6 else 3 + context.written.bit_length()
 
-    def slots(self, origin: _Origin, agreement: int, own: bool) -> tuple[int, ...]:
-        slot, kind, depth, age = self._slot, origin.kind, self._depth, self._age
-        length = bisect_left(LENGTH_BOUNDS, origin.length)
-        share = _share_bucket(origin.count, origin.winner)
-        token = token_key(origin.token)
+    def slots(self, proposal: _Proposal, agreement: int, own: bool) -> tuple[int, ...]:
+        slot, kind, depth, age = self._slot, proposal.kind, self._depth, self._age
+        length = bisect_left(LENGTH_BOUNDS, proposal.length)
+        share = _share_bucket(proposal.count, proposal.winner)
+        token = token_key(proposal.token)
         return (
             slot(self._pair ^ token),
             slot(1000 + kind * 4 + min(depth, 3) ^ token),

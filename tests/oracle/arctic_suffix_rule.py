@@ -1,9 +1,9 @@
-"""Specify the drafting rule of ArcticInference's suffix decoding. Implemented by csrc/fixed_rule and fixed_draft.
+"""Specify the drafting rule of ArcticInference's suffix decoding. Implemented by csrc/drafting/arctic_suffix_rule.
 
-Every length of context that occurred before gives a draft: its most
-frequent successors, as many as `max_spec_factor * length + max_spec_offset` allows, as long as the draft's probability
-is at least `min_token_prob` and context and draft have at most `max_depth` tokens together. The draft with the
-largest sum of probabilities wins; of equal ones the request's, then the one with the longest context.
+Every length of context that occurred before gives a draft: its most frequent successors, as many as
+`max_spec_factor * length + max_spec_offset` allows, as long as the draft's probability is at least `min_token_prob` and
+context and draft have at most `max_depth` tokens together. The draft with the largest sum of probabilities wins; of
+equal ones the request's, then the one with the longest context.
 
 Two texts are drafted from: the request's own, and the responses of all, of which the running one counts as part. As in
 ArcticInference's trees, the context's own end is an occurrence too, which nothing has followed yet: text that occurred
@@ -14,14 +14,69 @@ of the lengths of context only SAMPLED and the longest are tried.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentspec.cache.policy import FixedRule
-from tests.oracle.index import TextIndex
+from agentspec.cache.policy import DraftPolicy, FixedRule
+from tests.oracle.drafting import (
+    CAUTION,
+    Draft,
+    DraftRequest,
+    DraftValue,
+    ExternalDraft,
+    shared_with,
+    with_probabilities,
+)
+from tests.oracle.index import SuffixIndex
+from tests.oracle.scoring import Candidate, external_token
 
 SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 
 
+class ArcticSuffixRule:
+    """The rule as a drafter. It learns nothing, and it draws on the request and on the responses of all alone."""
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        assert policy.rule is not None
+        self._rule = policy.rule
+        self.kept_context = 0  # the responses of all have no context in front
+
+    def start(self, own: SuffixIndex, prompt: list[int], _: int) -> None:
+        """Index the whole prompt at once, whatever the session holds."""
+        own.append(prompt)
+        own.advance(len(prompt))
+
+    def draft(self, request: DraftRequest, limit: int, _: float) -> Draft:
+        own, shared = request.sources[0], request.sources[3]
+        copied = draft_arctic(self._rule, own, shared, request.text, request.state.begin, limit)
+        draft = Draft(match_length=copied.length if copied.tokens else 0)
+        draft.taken = [
+            Candidate(token, 3 if copied.source else 0, 0, copied.length + depth, 0, probability, probability, 0)
+            for depth, (token, probability) in enumerate(zip(copied.tokens, copied.probabilities, strict=True))
+        ]
+        return draft
+
+    def merge_draft(self, request: DraftRequest, external: ExternalDraft, limit: int, cost: float) -> Draft:
+        """Return the better of the draft, uncut, and another drafter's tokens, with nothing added behind them."""
+        draft, external = request.draft, external[:limit]
+        present = DraftValue(CAUTION * cost)
+        for candidate in draft.taken:
+            present.add(candidate.probability)
+        offered = DraftValue(CAUTION * cost, max(present.value, 1.0))
+        alike = with_probabilities(draft.taken, external)[: shared_with(external, draft.taken)]
+        taken = alike + [external_token(token, probability) for token, probability in external[len(alike) :]]
+        for candidate in taken:
+            if not offered.can_grow:
+                break
+            offered.add(candidate.probability)
+        if offered.best_length == 0:
+            return draft
+        return Draft(taken=taken[: offered.best_length], match_length=draft.match_length if alike else 0)
+
+    def learn(self, request: DraftRequest, verified: Sequence[int]) -> None:
+        if verified:
+            request.draft.open = False
+
+
 @dataclass(slots=True)
-class FixedDraft:
+class CopiedDraft:
     """tokens, and of each: its probability given those before it, and how many listed places have the draft up to it.
 
     source: 0 the request, 1 the responses of all. length, count: of the matched context, and its occurrences.
@@ -48,21 +103,21 @@ class _Found:
     whole: bool
 
 
-def draft_fixed(
+def draft_arctic(
     settings: FixedRule,
-    request: TextIndex | None,
-    shared: TextIndex | None,
+    request: SuffixIndex | None,
+    shared: SuffixIndex | None,
     context: Sequence[int],
     begin: int,
     room: int,
-) -> FixedDraft:
+) -> CopiedDraft:
     """Return the rule's draft of at most `room` tokens after `context`, the request's whole text.
 
     The response begins at `begin`; `shared` holds the responses of all, without the running one.
     """
     tail = list(context[-settings.max_depth :])
     limit = min(room, 128)
-    best = FixedDraft(source=2)
+    best = CopiedDraft(source=2)
     matched = _longest(request, tail)
     if limit > 0 and request is not None:
         for length in range(1, matched + 1):
@@ -77,19 +132,19 @@ def draft_fixed(
             if request is not None and length <= known:
                 found = _with_running(found, request, tail, length, begin)
             best = _better(settings, found, length, length == longest, length <= response, limit, 1, best)
-    return best if best.tokens else FixedDraft()
+    return best if best.tokens else CopiedDraft()
 
 
-def _longest(index: TextIndex | None, tail: list[int]) -> int:
+def _longest(index: SuffixIndex | None, tail: list[int]) -> int:
     return index.look_up(tail[1:]).length if index is not None and len(tail) > 1 else 0
 
 
-def _find(index: TextIndex, tail: list[int], length: int) -> _Found:
+def _find(index: SuffixIndex, tail: list[int], length: int) -> _Found:
     match = index.look_up(tail, length)
     return _Found(match.count, [(index.text, p) for p in sorted(match.positions)], match.complete)
 
 
-def _with_running(found: _Found, request: TextIndex, tail: list[int], length: int, begin: int) -> _Found:
+def _with_running(found: _Found, request: SuffixIndex, tail: list[int], length: int, begin: int) -> _Found:
     """Add the occurrences in the running response, if all are known."""
     if not found.whole:
         return found
@@ -108,21 +163,21 @@ def _better(
     open_end: bool,
     limit: int,
     source: int,
-    best: FixedDraft,
-) -> FixedDraft:
+    best: CopiedDraft,
+) -> CopiedDraft:
     """Return the better of `best` and the draft from a context of `length` tokens."""
     allowed = length * settings.max_spec_factor + settings.max_spec_offset + 1e-6
     room = 0 if allowed < 1 else int(min(allowed, limit, settings.max_depth - length))
     if found.count == 0 or room == 0 or not (found.whole or longest or length in SAMPLED):
         return best
-    draft = FixedDraft(source=source, length=length, count=found.count)
+    draft = CopiedDraft(source=source, length=length, count=found.count)
     _grow(draft, found, found.count + open_end, room, settings.min_token_prob)
     level = draft.score == best.score and (length > best.length if source == best.source else source < best.source)
     return draft if draft.score > best.score or level else best
 
 
-def _grow(draft: FixedDraft, found: _Found, occurrences: float, room: int, min_token_prob: float) -> None:
-    places, weight, chance = found.places, found.count / len(found.places), 1.0
+def _grow(draft: CopiedDraft, found: _Found, occurrences: float, room: int, min_token_prob: float) -> None:
+    places, weight, so_far = found.places, found.count / len(found.places), 1.0
     while len(draft.tokens) < room:
         following = list(_following(places))
         if not following:
@@ -130,13 +185,13 @@ def _grow(draft: FixedDraft, found: _Found, occurrences: float, room: int, min_t
         token = most_frequent([text[position] for text, position in following])
         places = [(text, position + 1) for text, position in following if text[position] == token]
         count = weight * len(places)
-        chance *= count / occurrences
-        if chance < min_token_prob:
+        so_far *= count / occurrences
+        if so_far < min_token_prob:
             return
         draft.tokens.append(token)
         draft.probabilities.append(count / occurrences)
         draft.places.append(len(places))
-        draft.score += chance
+        draft.score += so_far
         occurrences = count
 
 

@@ -1,6 +1,6 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/corpus, holdings and eviction. Not specified here: the core forgets the least recently used of more
+Implemented by csrc/cache/corpus and entries. Not specified here: the core forgets the least recently used of more
 than 4,096 tenants, and what all but the 64 tenants used last learned.
 """
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentspec.cache import Budget, DraftPolicy
-from tests.oracle.index import BOUNDARY, TextIndex
+from tests.oracle.index import BOUNDARY, OVERLAP, SuffixIndex
 from tests.oracle.scoring import Learned
 
-OVERLAP = 8  # tokens of context kept in front of a response, so that its first tokens can be matched
 SWEEP_COST = 16  # removing a position costs as much as indexing so many
 SWEEP_SOME = 4  # positions removed at once
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
@@ -21,7 +20,7 @@ NO_LIMIT = Budget()
 
 BYTES_PER_TOKEN = 12  # as budgets count
 BYTES_PER_LEARNER = 1 << 17  # what a session that keeps to itself learned
-TENANT_BITS, SESSION_BITS = 18, 14  # slots of the judge, as a power of two
+TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
 Key = tuple[Literal["session", "group", "own group"], str, str]
 """Kind, tenant, name. A session without a group has a group of its own, under the session's name."""
@@ -41,7 +40,7 @@ class Corpus:
     A dropped document no longer counts. Its positions leave the index with the next sweeps, a few at a time.
     """
 
-    index: TextIndex = field(default_factory=TextIndex)
+    index: SuffixIndex = field(default_factory=SuffixIndex)
     documents: deque[Document] = field(default_factory=deque)
     dropped: deque[Document] = field(default_factory=deque)
     tokens: int = 0
@@ -49,7 +48,7 @@ class Corpus:
     def add(self, session: Key | None, context: list[int], response: list[int]) -> None:
         begin = len(self.index)
         self.index.append_boundary()
-        self.index.append(context[-OVERLAP:], findable=False)
+        self.index.append(context, findable=False)
         self.index.append(response)
         self.documents.append(Document(session, begin, len(self.index)))
         self.tokens += len(self.index) - begin
@@ -114,7 +113,7 @@ class Session:
     key: Key
     tenant: Tenant
     learned: Learned | None = None  # from requests that keep to their session
-    index: TextIndex = field(default_factory=TextIndex)
+    index: SuffixIndex = field(default_factory=SuffixIndex)
     last: list[int] = field(default_factory=list)
     running: int = 0
     gone: bool = False
@@ -167,7 +166,7 @@ class Group:
     gone: bool = False
 
     @property
-    def index(self) -> TextIndex:
+    def index(self) -> SuffixIndex:
         return self.corpus.index
 
     @property
@@ -188,7 +187,7 @@ class Group:
         self.corpus.settle()
 
 
-Holding = Session | Group
+CacheEntry = Session | Group
 """What is evicted as a whole. running: requests that draft from it; it stays as long as there are any."""
 
 
@@ -199,12 +198,12 @@ class Limits:
     session: Budget = NO_LIMIT
 
 
-class Holdings:
+class CacheEntries:
     """All sessions, groups and tenants."""
 
     def __init__(self, policy: DraftPolicy, limits: Limits) -> None:
         self.limits = limits
-        self.held: dict[Key, Holding] = {}  # least recently used first
+        self.held: dict[Key, CacheEntry] = {}  # least recently used first
         self.tenants: dict[str, Tenant] = {}
         self._policy = policy
         self._tick = 0
@@ -245,13 +244,13 @@ class Holdings:
             of.learned = Learned(self._policy, TENANT_BITS if isinstance(of, Tenant) else SESSION_BITS)
         return of.learned
 
-    def touch(self, holding: Holding) -> None:
-        self.held.pop(holding.key, None)
-        self.held[holding.key] = holding
+    def touch(self, entry: CacheEntry) -> None:
+        self.held.pop(entry.key, None)
+        self.held[entry.key] = entry
 
-    def forget_if_empty(self, holding: Holding) -> None:
-        if not holding.gone and holding.running == 0 and holding.tokens == 0:
-            self._drop(holding)
+    def forget_if_empty(self, entry: CacheEntry) -> None:
+        if not entry.gone and entry.running == 0 and entry.tokens == 0:
+            self._drop(entry)
 
     def trim(self, session: Session) -> None:
         """Cut a session that is over its budget to the newest half of what it may hold."""
@@ -299,25 +298,25 @@ class Holdings:
             left -= min(left, self.evict(tenant))
             left -= tenant.corpus.advance(left)
             left -= tenant.corpus.sweep(left)
-        for holding in self.held.values():
-            left -= holding.advance(left)
-            left -= holding.sweep(left)
+        for entry in self.held.values():
+            left -= entry.advance(left)
+            left -= entry.sweep(left)
         return budget - left
 
     def settle(self) -> None:
         """Index all that is pending and sweep all that was dropped, as saving does."""
         for tenant in self.tenants.values():
             tenant.corpus.settle()
-        for holding in self.held.values():
-            holding.settle()
+        for entry in self.held.values():
+            entry.settle()
 
     def size(self, tenant: Tenant | None) -> tuple[int, int]:
         """Return tokens and bytes held for one tenant, or (None) altogether, as budgets count them."""
-        held: list[Holding | Corpus] = [h for h in self.held.values() if tenant is None or h.tenant is tenant]
+        held: list[CacheEntry | Corpus] = [h for h in self.held.values() if tenant is None or h.tenant is tenant]
         held += [t.corpus for t in self.tenants.values() if tenant is None or t is tenant]
         return sum(part.tokens for part in held), sum(part.bytes for part in held)
 
-    def indexes(self) -> list[TextIndex]:
+    def indexes(self) -> list[SuffixIndex]:
         return [held.index for held in self.held.values()] + [tenant.corpus.index for tenant in self.tenants.values()]
 
     def _evict_one(self, only: Tenant | None) -> bool:
@@ -340,9 +339,9 @@ class Holdings:
     def _over(self, tenant: Tenant | None, most: Budget) -> bool:
         return _over(*self.size(tenant), most)
 
-    def _drop(self, holding: Holding) -> None:
-        holding.gone = True
-        del self.held[holding.key]
+    def _drop(self, entry: CacheEntry) -> None:
+        entry.gone = True
+        del self.held[entry.key]
 
 
 def _over(tokens: int, size: int, most: Budget) -> bool:
