@@ -8,7 +8,7 @@ import typer
 from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.server_ext.settings import default_store
-from agentspec.server_ext.vllm_launch import run_vllm, serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,8 +1,7 @@
 """The extension of ``vllm serve``: session-aware suffix drafts, verified by vLLM.
 
-``plugin``        vLLM's entry points (a general plugin, loaded in every process of vLLM)
-``vllm_adapter``  the one package that knows vLLM's internals: its hooks, engine state -> Step, drafts -> engine
-``vllm_launch``   ``agentspec serve`` -> ``vllm serve`` with the right options and environment
+``vllm_adapter``  the one package that knows vLLM: its plugin and patches, its command line, its model runner -> Step
+``vllm_launch``   ``engine_options``, for an offline ``LLM``
 ``step``          plain data that passes between the adapter, the drafting engine and fusion
 ``engine``        DraftingEngine: one step from verified tokens to drafts; needs neither vLLM nor torch
 ``fusion``        the suffix indexes and a draft model together

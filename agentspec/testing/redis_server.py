@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from agentspec.errors import ConfigurationError, StoreUnavailableError
+from agentspec.testing.server import free_port
 
 _START_SECONDS = 10.0
 
@@ -43,7 +44,7 @@ class RedisServer:
     def start(self) -> None:
         """Start it, again if need be, and wait until it answers."""
         for _ in range(3):  # somebody else may take the free port first
-            port = self.port or _free_port()
+            port = self.port or free_port()
             self._process = self._launch(port)
             if self._wait_until_up(port):
                 self.port = port
@@ -108,13 +109,6 @@ def find_redis_server() -> str:
     if program is None:
         raise ConfigurationError("redis-server is not installed; install it with: apt-get install redis-server")
     return program
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(port: int) -> bool:

@@ -12,6 +12,7 @@ The engine's output is checked against the record, token by token. Times are tho
 a tiny model makes drafting look expensive and verification cheap, compared with a large one.
 """
 
+import json
 import multiprocessing
 import os
 import sys
@@ -26,7 +27,6 @@ from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError
-from agentspec.testing.replay_model import write_model
 from agentspec.testing.replay_types import (
     METHODS,
     NGRAM_DRAFT,
@@ -232,8 +232,40 @@ def fitting_length(calls: Iterable[Call], max_draft: int | None = None) -> int:
     return longest + 2 * (MAX_DRAFT if max_draft is None else max_draft) + 2
 
 
+def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Path:
+    """Write the ``config.json`` of a Llama of that shape, which vLLM fills with random weights. Return the folder.
+
+    ``max_model_len``: in tokens. Raises ConfigurationError for a shape that no such model can have.
+    """
+    if min(shape.vocab_size, shape.hidden, shape.layers, shape.heads) < 1 or shape.hidden % shape.heads:
+        raise ConfigurationError(f"{shape}: every size must be at least 1, and heads must divide hidden")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 4 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.hidden // shape.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_model_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return path
+
+
 def _check_suffix(paths: Sequence[str]) -> None:
-    """Looks for the module without importing it: an installed one patches vLLM when it is imported."""
+    """Raise ConfigurationError without the module. Does not import it: an installed one then patches vLLM."""
     if PathFinder.find_spec("arctic_inference", [*paths, *sys.path]) is None:
         raise ConfigurationError(
             "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/arctic.py of this "

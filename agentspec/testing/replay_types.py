@@ -130,9 +130,9 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     if method == "none":
         return None
     if method == "agentspec":
-        from agentspec.server_ext import vllm_launch
+        from agentspec.server_ext.vllm_adapter.launch import speculative_config as agentspec_config
 
-        return vllm_launch.speculative_config(max_draft)
+        return agentspec_config(max_draft)
     config: dict[str, Any] = {"method": method}
     if max_draft is not None:
         config["num_speculative_tokens"] = max_draft

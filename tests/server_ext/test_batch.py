@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from agentspec.server_ext.identity import Identity, tag_request
 from agentspec.server_ext.step import Step
-from agentspec.server_ext.vllm_adapter.batch import BatchReader
+from agentspec.server_ext.vllm_adapter.step_reader import StepReader
 
 LONGEST = 100
 
@@ -26,7 +26,7 @@ class Runner:
         )
         self.requests: dict[str, Any] = {}
         self.known: set[str] = set()
-        self.reader = BatchReader(4, LONGEST, "t", "tenant", self.known.__contains__)
+        self.reader = StepReader(4, LONGEST, "t", "tenant", self.known.__contains__)
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:

@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
-from agentspec.server_ext.vllm_launch import engine_options
+from agentspec.server_ext.vllm_adapter.launch import (
+    LEAST_STATES,
+    MOST_STATES,
+    STATE_SHARE,
+    _state_bytes,
+    engine_options,
+)
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
 
 

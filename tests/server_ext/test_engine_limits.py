@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.server_ext.vllm_adapter import engine
-from agentspec.server_ext.vllm_adapter.structured_output import patch_grammar_bitmask
-from agentspec.server_ext.vllm_launch import engine_options
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.vllm_adapter.launch import engine_options
+from agentspec.server_ext.vllm_adapter.runner import engine_limits
 from tests.server_ext.vllm_configs import DENSE, engine_args
 
 
@@ -21,7 +21,7 @@ def config(tmp_path: Path) -> Any:
 
 
 def test_on_a_host_a_share_of_its_memory_counts_as_free(config: Any) -> None:
-    limits = engine.engine_limits(config)
+    limits = engine_limits(config)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert limits.free_bytes == physical // 4
     assert limits.position_bytes == 1000 * 4 * 8
@@ -35,7 +35,7 @@ def test_on_cuda_what_vllm_leaves_counts_as_free(config: Any, monkeypatch: pytes
     cuda = SimpleNamespace(is_cuda_alike=lambda: True, get_device_total_memory=lambda: 80 << 30)
     monkeypatch.setattr(platforms, "current_platform", cuda)
     config.cache_config.gpu_memory_utilization = 0.9
-    limits = engine.engine_limits(config)
+    limits = engine_limits(config)
     assert limits.free_bytes == pytest.approx(8 << 30, rel=1e-6)
     assert limits.position_bytes == 1000 * 4 * 4
     assert limits.provided_tokens == config.scheduler_config.max_num_seqs
@@ -83,8 +83,8 @@ def manager_of(config: Any) -> tuple[Any, list[int]]:
 
 
 def test_the_bitmask_grows_with_the_drafts_that_there_are(config: Any) -> None:
-    patch_grammar_bitmask()
-    patch_grammar_bitmask()
+    vllm_adapter.register()
+    vllm_adapter.register()
     manager, allocated = manager_of(config)
     seqs = config.scheduler_config.max_num_seqs
     requests = {

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.server_ext.vllm_adapter.graphs import drafts_are_ragged, patch_graph_dispatch, patch_graph_sizes
-from agentspec.server_ext.vllm_launch import engine_options
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.vllm_adapter.cheap_steps import drafts_are_ragged
+from agentspec.server_ext.vllm_adapter.launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
 DEFAULT_SIZES: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -76,10 +77,7 @@ class Engine:
 
 @pytest.fixture
 def patched() -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    patch_graph_sizes()
-    patch_graph_dispatch(GPUModelRunner)
+    vllm_adapter.install(vllm_adapter.PATCHES)
 
 
 @pytest.fixture

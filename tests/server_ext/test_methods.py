@@ -9,11 +9,12 @@ import pytest
 
 from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError, SpeculatorError
+from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.engine import draft_policy
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.speculative_methods import translate
-from agentspec.server_ext.vllm_adapter import methods
-from agentspec.server_ext.vllm_launch import PROPOSER_PATH, serve_arguments
+from agentspec.server_ext.vllm_adapter import launch
+from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH, serve_arguments
 
 ARCTIC = {
     "method": "arctic",
@@ -215,14 +216,14 @@ class TestOffline:
 
     def test_arctic_becomes_our_proposer(self) -> None:
         arguments = self.arguments(dict(ARCTIC), {"other": 1})
-        methods.take_over(arguments)
+        launch.translate_method(arguments)
         assert arguments.speculative_config["model"] == PROPOSER_PATH
         assert arguments.additional_config["agentspec"]["speculator"] == ARCTIC["model"]
         assert arguments.additional_config["other"] == 1
 
     def test_vllms_short_options_mean_the_same(self) -> None:
         arguments = self.arguments(None, spec_method="arctic", spec_model="folder", spec_tokens=3)
-        methods.take_over(arguments)
+        launch.translate_method(arguments)
         assert arguments.additional_config["agentspec"] == {
             "speculator": "folder",
             "speculator_tokens": 3,
@@ -233,7 +234,7 @@ class TestOffline:
     @pytest.mark.parametrize("config", [None, {"method": "ngram", "prompt_lookup_max": 3}])
     def test_other_methods_are_left_alone(self, config: dict[str, Any] | None) -> None:
         arguments = self.arguments(config)
-        methods.take_over(arguments)
+        launch.translate_method(arguments)
         assert arguments.speculative_config == config
         assert arguments.additional_config == {}
 
@@ -241,9 +242,9 @@ class TestOffline:
     def test_where_the_peer_is_installed_it_takes_a_section_of_settings(
         self, additional: dict[str, Any], ours: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(methods, "_has_arctic_inference", lambda: True)
+        monkeypatch.setattr(launch, "_has_arctic_inference", lambda: True)
         arguments = self.arguments({"method": "suffix"}, additional)
-        methods.take_over(arguments)
+        launch.translate_method(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
     @pytest.mark.parametrize(("additional", "ours"), [({}, False), ({"agentspec": {}}, True)])
@@ -251,17 +252,15 @@ class TestOffline:
         self, additional: dict[str, Any], ours: bool
     ) -> None:
         arguments = self.arguments({"method": "medusa", "model": "heads", "num_speculative_tokens": 4}, additional)
-        methods.take_over(arguments)
+        launch.translate_method(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
     def test_vllm_itself_makes_such_a_config(self) -> None:
         """The wrap is where vLLM makes its SpeculativeConfig of what the user wrote."""
         from vllm.engine.arg_utils import EngineArgs
 
-        methods.take_over_methods()
-        methods.take_over_methods()
-        made = EngineArgs.create_speculative_config
-        assert not getattr(made.__wrapped__, "_agentspec_hooked", False), "wrapped once"
+        vllm_adapter.register()
+        vllm_adapter.register()
         arguments = object.__new__(EngineArgs)
         vars(arguments).update(vars(self.arguments({"method": "arctic", "model": 5})))
         with pytest.raises(ConfigurationError, match="model"):

@@ -25,8 +25,8 @@ from vllm.engine.arg_utils import EngineArgs
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft
-from agentspec.server_ext.vllm_adapter.forward import ForwardPass
-from agentspec.server_ext.vllm_adapter.native_drafters import MedusaDrafter, NgramDrafter
+from agentspec.server_ext.vllm_adapter.draft_models import MedusaDrafter, NgramDrafter
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 WIDTH, VOCABULARY = 192, 1536
@@ -176,8 +176,8 @@ def test_ngram_answers_for_the_rows_asked(engine: Any) -> None:
 THREADS = """
 import numpy
 import torch
-from agentspec.server_ext.vllm_adapter.native_drafters import spare_threads
-spare_threads()
+from agentspec.server_ext.vllm_adapter.draft_models import limit_numba_threads
+limit_numba_threads()
 import numba
 @numba.njit(parallel=True)
 def count(values):

@@ -17,9 +17,9 @@ from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter import speculator as adapter
-from agentspec.server_ext.vllm_adapter.forward import ForwardPass
-from agentspec.server_ext.vllm_adapter.speculator import SpeculatorDrafter
+from agentspec.server_ext.vllm_adapter import draft_models
+from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 HIDDEN, VOCABULARY = 16, 64
 
@@ -48,7 +48,7 @@ def drafter(folder: Path, hidden: int = HIDDEN, **settings: Any) -> SpeculatorDr
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no tensor-parallel group of vLLM's here."""
-    monkeypatch.setattr(adapter, "tensor_parallel_group", lambda: None)
+    monkeypatch.setattr(draft_models, "tensor_parallel_group", lambda: None)
 
 
 def forward(sampled: list[list[int]], drafted: list[int] | None) -> ForwardPass:

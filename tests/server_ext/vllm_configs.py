@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentspec.server_ext import plugin
+from agentspec.server_ext import vllm_adapter
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +57,7 @@ def engine_args(folder: Path, model: dict[str, Any], **options: Any) -> Any:
     """Return vLLM's EngineArgs for a model of that config.json, with agentspec's plugin loaded."""
     from vllm.engine.arg_utils import EngineArgs
 
-    plugin.register()
+    vllm_adapter.register()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model))
     return EngineArgs(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, **options)

@@ -1,49 +1,270 @@
-"""What knows vLLM's internals, and all that does: a new vLLM version is a change in this package.
+"""Everything that knows vLLM's internals: a new vLLM version is a change in this package, and nowhere else.
 
-``drafter``       vLLM's drafter object (``custom_class``): engine state -> Step, drafts -> engine
-``batch``         a step read out of the model runner, once every decode step
-``hooks``         the methods of vLLM's model runner that are wrapped
-``empty_steps``   those of them that keep a step without drafts cheap
-``greedy_steps``  greedy verification without copies of the logits, on CPUs
-``graphs``        CUDA graphs for steps without drafts and for ragged ones
-``runner``        what the wrapped methods ask of a drafter
-``forward``       what vLLM hands over after a step, and what a draft model there has to offer
-``speculator``    the speculator: hidden states in, drafted tokens out
-``ranks``         the tensor-parallel ranks around a draft model
-``engine``        which engines are supported, and the proposer that one gets
-``methods``       vLLM's speculative methods that agentspec takes over
-``draft_limit``   the longest draft where the user gave no number, by model
-``native_drafters``  vLLM's own drafters beside the trees: n-gram and Medusa
-``callers``       who sent a request, and its session, on their way from the API server to the worker
-``structured_output``  the bitmask of allowed tokens, sized by the drafts that there are
-``frontend``      request ids of the API, and the HTTP routes' questions to the engines
-``rpc``           the worker's answers to them
-``cpu_sampling``  a defect of vLLM's CPU build, mended
+``launch``        ``agentspec serve`` -> ``vllm serve``; speculative methods that become ours; the draft limit by model
+``frontend``      in the API server: who sent a request, its session and its id; questions to the engines
+``runner``        in the worker: the object on vLLM's model runner that drafts, and the methods that reach it
+``step_reader``   the runner's batch after a step -> ``Step``
+``draft_models``  speculators and vLLM's own drafters beside the suffix index; tensor-parallel ranks
+``cheap_steps``   what vLLM would make as dear as if every row drafted ``num_speculative_tokens`` tokens
+
+PATCHES below lists every method of vLLM that is replaced, where and why; all of them exist in the versions from
+OLDEST_VERSION to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's.
 """
 
-from agentspec.server_ext.vllm_adapter.callers import carry_callers, uses_agentspec
-from agentspec.server_ext.vllm_adapter.cpu_sampling import mend_cpu_sampling
-from agentspec.server_ext.vllm_adapter.drafter import AgentSpecProposer
-from agentspec.server_ext.vllm_adapter.engine import check_engine, check_version
-from agentspec.server_ext.vllm_adapter.frontend import api_request_id, ask_engines
-from agentspec.server_ext.vllm_adapter.graphs import patch_graph_sizes
-from agentspec.server_ext.vllm_adapter.methods import take_over_methods
-from agentspec.server_ext.vllm_adapter.rpc import RPC_METHOD, add_worker_rpc, worker_rpc
-from agentspec.server_ext.vllm_adapter.structured_output import patch_grammar_bitmask
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentspec.errors import UnsupportedEngineError
+from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, runner
+from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
+from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+from agentspec.server_ext.vllm_adapter.runner import worker_rpc
 
 __all__ = [
-    "RPC_METHOD",
+    "PATCHES",
     "AgentSpecProposer",
-    "add_worker_rpc",
+    "Patch",
     "api_request_id",
     "ask_engines",
-    "carry_callers",
     "check_engine",
     "check_version",
-    "mend_cpu_sampling",
-    "patch_grammar_bitmask",
-    "patch_graph_sizes",
-    "take_over_methods",
+    "install",
+    "register",
     "uses_agentspec",
     "worker_rpc",
 ]
+
+logger = logging.getLogger("vllm.agentspec")
+
+OLDEST_VERSION = (0, 32)
+NEWEST_VERSION = (0, 32)
+
+_MARK = "agentspec_replacement"
+"""Attribute of each function that stands in a patched place: the replacement that it calls."""
+
+Process = Literal["all", "frontend", "engine core", "worker", "runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One method of vLLM that is replaced.
+
+    process: where it takes effect. "frontend" is the API server, or the process of an offline ``LLM``. "runner" is a
+    worker whose engine drafts with agentspec, right before it makes its model runner; the others are installed in all
+    processes. owner: "module:class", or a
+    module. replacement: a function that gets the original in front of its arguments; where nothing of that name is
+    there (``adds``), the attribute itself. cpu_only: other platforms keep the original.
+    """
+
+    process: Process
+    owner: str
+    name: str
+    replacement: Any
+    why: str
+    adds: bool = False
+    cpu_only: bool = False
+
+    def original(self) -> Any:
+        """Return vLLM's own function. Raises UnsupportedEngineError where this vLLM has none of that name."""
+        method, _ = self._present()
+        while _MARK in vars(method):
+            method = method.__wrapped__
+        return method
+
+    def install(self) -> None:
+        """Replace the method. A second call changes nothing. Raises UnsupportedEngineError as ``original`` does."""
+        if self.cpu_only and not _on_cpu():
+            return
+        if self.adds:
+            setattr(self._find_owner(), self.name, self.replacement)
+            return
+        method, is_property = self._present()
+        if not self._wraps(method):
+            wrapped = self._wrap(method)
+            setattr(self._find_owner(), self.name, property(wrapped) if is_property else wrapped)
+
+    def _find_owner(self) -> Any:
+        module, _, name = self.owner.partition(":")
+        owner = importlib.import_module(module)
+        return getattr(owner, name) if name else owner
+
+    def _present(self) -> tuple[Any, bool]:
+        """Return the function that is there now, and whether it is a property's."""
+        present: Any = inspect.getattr_static(self._find_owner(), self.name, None)
+        if present is None:
+            raise UnsupportedEngineError(f"this vLLM has no {self.owner}.{self.name}; see the supported versions")
+        return (present.fget, True) if isinstance(present, property) else (present, False)
+
+    def _wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        replacement = self.replacement
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return replacement(method, *args, **kwargs)
+
+        setattr(wrapped, _MARK, replacement)
+        return wrapped
+
+    def _wraps(self, method: Any) -> bool:
+        """Return whether the method, or one below it, is this patch's."""
+        while method is not None:
+            if vars(method).get(_MARK) is self.replacement:
+                return True
+            method = getattr(method, "__wrapped__", None)
+        return False
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def install(patches: Sequence[Patch]) -> None:
+    """Install patches; doing it again changes nothing."""
+    for patch in patches:
+        patch.install()
+
+
+def init_device(original: Callable[[Any], None], worker: Any) -> None:
+    """Patch the model runner before a worker makes its own, if its engine drafts with agentspec."""
+    if uses_agentspec(worker.vllm_config):
+        install([patch for patch in PATCHES if patch.process == "runner"])
+    original(worker)
+
+
+_ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
+_MIDDLEWARE = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
+_INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
+_CONFIG = "vllm.config:VllmConfig"
+_GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
+_WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+_WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"  # the CPU's runner inherits from it
+_GRAPHS = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
+_SAMPLING = "vllm.v1.sample.rejection_sampler"
+_SAMPLER = f"{_SAMPLING}:RejectionSampler"
+
+# fmt: off
+PATCHES = (
+    Patch("frontend", _ENGINE_ARGS, "create_speculative_config", launch.create_speculative_config,
+          "translates the user's speculative method, decides a draft limit that nobody gave"),
+    Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
+          "full CUDA graphs are for steps without drafts"),
+    Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
+          "adds graph sizes for steps with drafts"),
+    Patch("frontend", _MIDDLEWARE, "__call__", frontend.authenticate,
+          "remembers whose API key a request showed"),
+    Patch("frontend", _INPUTS, "__init__", frontend.init_input_processor,
+          "takes that along into the thread that prepares prompts"),
+    Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
+          "writes session and caller where the worker finds them"),
+    Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
+          "allocates it for the drafts that there are, not for the longest ones"),
+    Patch("worker", _SAMPLING, "expand_batch_to_tokens", cheap_steps.expand_batch_to_tokens,
+          "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
+    Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
+          "answers the HTTP routes", adds=True),
+    Patch("worker", _WRAPPER, "init_device", init_device,
+          "installs the patches below, before the worker makes its model runner"),
+    Patch("runner", _RUNNER, "__init__", runner.init_runner,
+          "attaches agentspec to the runner"),
+    Patch("runner", _RUNNER, "propose_draft_token_ids", runner.propose_draft_token_ids,
+          "drafts with all that the runner knows; a custom_class proposer gets the sampled tokens alone"),
+    Patch("runner", _RUNNER, "_on_request_state_removed", runner.on_request_state_removed,
+          "tells the engine that a request has ended"),
+    Patch("runner", _RUNNER, "_input_fits_in_drafter", runner.input_fits_in_drafter,
+          "drafts go on near max_model_len, cut row by row"),
+    Patch("runner", _RUNNER, "_calc_spec_decode_metadata", cheap_steps.calc_spec_decode_metadata,
+          "makes the metadata of a step without drafts once"),
+    Patch("runner", _RUNNER, "_sample", cheap_steps.sample,
+          "leaves out the rejection sampler where nothing was drafted"),
+    Patch("runner", _RUNNER, "take_draft_token_ids", cheap_steps.take_draft_token_ids,
+          "hands no empty drafts to the scheduler"),
+    Patch("runner", _RUNNER, "uniform_decode_query_len", cheap_steps.configured_query_len,
+          "recognises steps without drafts, and captures graphs for them", adds=True),
+    Patch("runner", _GRAPHS, "uniform_decode_query_len", cheap_steps.configured_query_len,
+          "picks the graph", adds=True),
+    Patch("runner", _SAMPLER, "forward", cheap_steps.verify,
+          "reads greedy choices without copies of the logits", cpu_only=True),
+)
+# fmt: on
+
+
+def register() -> None:
+    """Install the patches; vLLM's entry point ``vllm.general_plugins``, loaded in each of its processes.
+
+    Changes nothing for a server that was started with another method than agentspec's, or with one that is
+    ArcticInference's there, except for the CPU build's sampling.
+    """
+    import vllm
+
+    try:
+        check_version(vllm.__version__)
+    except UnsupportedEngineError as error:
+        # Without agentspec's proposer this vLLM is none of our business; with it, the proposer raises the same.
+        logger.debug("agentspec stays out: %s", error)
+        return
+    install([patch for patch in PATCHES if patch.process != "runner"])
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedEngineError unless ``version`` is one that the patches were written for."""
+    try:
+        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        found = ()
+    if not OLDEST_VERSION <= found <= NEWEST_VERSION:
+        known = sorted({".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION)})
+        raise UnsupportedEngineError(
+            f"vLLM {version} is not supported: agentspec works with vLLM {' to '.join(known)}; "
+            f'install it, e.g. pip install "vllm=={known[-1]}.*"'
+        )
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise UnsupportedEngineError for a vLLM version or a parallel layout that cannot work."""
+    import vllm
+
+    check_version(vllm.__version__)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedEngineError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: vLLM's V1 engine cannot verify drafts over "
+            "several pipeline stages; use tensor parallelism, or serve without agentspec"
+        )
+
+
+class AgentSpecProposer:
+    """What vLLM's ``custom_class`` constructs: refuses an engine that cannot work, and loads ``runner.agentspec``.
+
+    Drafts come from the extension, which the wrapped constructor of the runner puts here. Raises
+    UnsupportedEngineError or ConfigurationError at start, with the remedy.
+    """
+
+    extension: runner.RunnerExtension
+
+    def __init__(self, vllm_config: Any) -> None:
+        check_engine(vllm_config)
+        load_settings(vllm_config.additional_config)
+        check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        if not hasattr(GPUModelRunner.__init__, _MARK):
+            raise UnsupportedEngineError(
+                "vLLM has not loaded the plugin of agentspec: name it in VLLM_PLUGINS, or unset that variable"
+            )
+
+    def load_model(self, target: Any, *_: Any, **__: Any) -> None:
+        """Read the draft model and the store. vLLM counts what that takes as memory of the model."""
+        self.extension.load(target)
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """Return no drafts: vLLM's own entry says too little, and is only reached where the runner is bypassed."""
+        return [[] for _ in sampled_token_ids]

@@ -1,29 +1,193 @@
-"""What the wrapped methods of vLLM's model runner ask of its drafter."""
+"""agentspec in a worker: an object that hangs on vLLM's model runner, and the runner's methods that reach it.
 
+vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a request
+ends. So the engine is not the runner's drafter but ``runner.agentspec``, made with the runner. The wrapped methods, the
+worker's RPC and the removal of requests find it there; a runner without it is left alone.
+"""
+
+import logging
+import os
+from collections.abc import Callable
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.forward import ForwardPass
+from agentspec.cache.store import namespace, open_store
+from agentspec.server_ext.draft_budget import EngineLimits
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.vllm_adapter.draft_models import build_draft_model
+from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens
+
+logger = logging.getLogger("vllm.agentspec")
+
+_LOGITS_COPIES = 4
+"""Of each position, in float32, while vLLM's rejection sampler works: the logits, the target's among them, a clone that
+is processed while the first stays for logprobs, and its softmax where sampling is random."""
+_LOGITS_COPIES_SORTED = 8
+"""Without Triton, top-p sorts them too: values, 64-bit indices and the softmax of the values."""
+_FREE_ON_HOST = 0.25
 
 
-class RunnerDrafter:
-    """A drafter that vLLM's model runner, wrapped by ``hooks`` and ``empty_steps``, drives.
+class RunnerExtension:
+    """Drafts for one model runner of vLLM. The runner carries it as ``runner.agentspec``.
 
-    No abstract class: whether a drafter is one is asked several times in every step, and of those that takes longer.
+    engine: the engine; None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: None
+    where the settings name none. drafted_nothing: whether the latest step left every row without a draft.
+
+    The constructor and ``load`` raise AgentSpecError with the remedy; nothing raises once vLLM serves.
     """
 
-    idle: bool = False
-    """whether the latest step left every row without a draft"""
+    def __init__(self, vllm_config: Any) -> None:
+        self.settings = load_settings(vllm_config.additional_config)
+        self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
+        self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
+        self.draft_model = build_draft_model(self.settings, vllm_config)
+        self.drafted_nothing = True
+        self._reported = False
+        knows = self.engine.knows if self.engine is not None else bool
+        limit = vllm_config.model_config.max_model_len
+        self._reader = StepReader(self.max_draft, limit, self.settings.tenant, self.settings.scope, knows)
 
-    def propose_for(self, runner: Any, forward: ForwardPass) -> list[list[int]]:
-        """Drafts for the runner's batch, one list a row."""
-        raise NotImplementedError
+    def load(self, target: Any) -> None:
+        """Read the draft model's weights and the store, before vLLM serves. target: the served model."""
+        if self.draft_model is not None:
+            self.draft_model.load(target)
+        if self.engine is not None:
+            restored = self.engine.warm_up()
+            logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
 
-    def request_removed(self, request_id: str, state: Any) -> None:
-        """The request has finished or was aborted. ``state``: vLLM's CachedRequestState, or None."""
-        raise NotImplementedError
+    def draft(self, runner: Any, forward: ForwardPass) -> list[list[int]]:
+        """Return drafts for the runner's batch, one list a row. Never raises."""
+        self.drafted_nothing = True
+        if self.settings.enabled:
+            try:
+                if self.engine is not None:
+                    return self._draft(self.engine, runner, forward)
+                if self.draft_model is not None:
+                    self.draft_model.follow(forward)
+            except Exception:  # vLLM's state was not as expected
+                self._report()
+        return [[] for _ in forward.sampled]
+
+    def finish(self, request_id: str, state: Any) -> None:
+        """Tell the engine that a request has finished or was aborted. state: vLLM's CachedRequestState, or None."""
+        if self.engine is not None:
+            self.engine.finish(request_id, None if state is None else returned_tokens(state))
+
+    def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
+        bound = None if self.draft_model is None else self.draft_model.bind(forward)
+        try:
+            step = self._reader.read(runner, forward.scheduler_output, forward.sampled)
+            drafts = engine.propose(step, bound)
+        finally:
+            if bound is not None:
+                bound.close()
+        self.drafted_nothing = not any(drafts)
+        if len(drafts) == len(forward.sampled):
+            return drafts
+        result: list[list[int]] = [[] for _ in forward.sampled]
+        for row, draft in zip(step.batch.rows.tolist(), drafts, strict=True):
+            result[row] = draft
+        return result
+
+    def _report(self) -> None:
+        """Count an error, and log the first one."""
+        if self.engine is not None:
+            self.engine.metrics.counters["errors_adapter"] += 1
+        if not self._reported:
+            self._reported = True
+            logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
 
 
-def drafter_of(runner: Any) -> RunnerDrafter | None:
-    """The runner's drafter if it is one of ours; another one is left alone."""
-    drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, RunnerDrafter) else None
+# --- The wrapped methods of vLLM's V1 model runner, and the worker's RPC
+
+
+def init_runner(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Attach the extension to a new runner, and give it to the drafter, which vLLM tells when to load weights."""
+    original(runner, *args, **kwargs)
+    if uses_agentspec(runner.vllm_config):
+        runner.agentspec = runner.drafter.extension = RunnerExtension(runner.vllm_config)
+
+
+def propose_draft_token_ids(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
+    """Draft from the scheduler's output, the runner's batch and the target's hidden states."""
+    extension = getattr(runner, "agentspec", None)
+    if extension is None:
+        return original(runner, *args)
+    forward = ForwardPass(*args)
+    forward.input_batch = runner.input_batch
+    return extension.draft(runner, forward)
+
+
+def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: str, req_state: Any) -> None:
+    """Tell the engine that a request has ended. A request that is missing from a batch may come back."""
+    original(runner, req_id, req_state)
+    extension = getattr(runner, "agentspec", None)
+    if extension is not None:
+        extension.finish(req_id, req_state)
+
+
+def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
+    """Draft near ``max_model_len`` too, where vLLM would skip the whole batch. The reader cuts drafts by row."""
+    if getattr(runner, "agentspec", None) is not None:
+        return common_attn_metadata is not None
+    return bool(original(runner, common_attn_metadata))
+
+
+def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
+    """Answer the API server's ``ask_engines``: ``stats``, or ``request`` with an id. None where no engine is."""
+    extension = getattr(getattr(worker, "model_runner", None), "agentspec", None)
+    if extension is None or extension.engine is None:
+        return None
+    if what == "request":
+        return extension.engine.request(str(args[0]))
+    return extension.engine.stats()
+
+
+# --- The engine of a model
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process is the tensor-parallel rank whose drafts vLLM takes."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()) == 0
+
+
+def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
+    """Return the engine of this model and tenant, on the store of the settings."""
+    model = vllm_config.model_config
+    key = namespace(
+        model_name(model.model),
+        tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision),
+        settings.tenant,
+    )
+    persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
+    return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
+
+
+def engine_limits(vllm_config: Any) -> EngineLimits:
+    """Return what vLLM leaves for drafts on its device.
+
+    On CUDA that is what ``gpu_memory_utilization`` leaves of the memory, beside what vLLM's profiling run has measured:
+    a sampler's step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
+    counts as free.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler = vllm_config.scheduler_config
+    if current_platform.is_cuda_alike():
+        unclaimed = 1.0 - vllm_config.cache_config.gpu_memory_utilization
+        free, copies = unclaimed * current_platform.get_device_total_memory(), _LOGITS_COPIES
+        provided = scheduler.max_num_seqs
+    else:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, copies, provided = _FREE_ON_HOST * physical, _LOGITS_COPIES_SORTED, 0
+    return EngineLimits(
+        free_bytes=int(free),
+        position_bytes=4 * copies * vllm_config.model_config.get_vocab_size(),
+        provided_tokens=provided,
+        scheduled_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+    )

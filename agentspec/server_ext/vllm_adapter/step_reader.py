@@ -1,4 +1,4 @@
-"""vLLM's model runner after a decode step -> Step: the part of the adapter that runs in every step.
+"""Read a ``Step`` out of vLLM's model runner after each decode step.
 
 Rows come and go much more rarely than steps. What depends only on which rows there are is therefore kept until they
 change, and a step in between touches no array at all, however many rows there are.
@@ -18,7 +18,43 @@ from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 
 @dataclass(slots=True)
-class _Batch:
+class ForwardPass:
+    """The arguments of vLLM's ``propose_draft_token_ids``, in its order and under its names."""
+
+    scheduler_output: Any
+    sampled: Sequence[Sequence[int]]
+    """the tokens that each row was given; empty for a prompt that is still being read"""
+    sampling_metadata: Any = None
+    hidden_states: Any = None
+    """[T, H] of all tokens in the pass, after the target's final norm"""
+    sample_hidden_states: Any = None
+    """[S, H] of those that were sampled from: each row's drafts and one more, row by row"""
+    aux_hidden_states: Any = None
+    spec_decode_metadata: Any = None
+    """None: one sampled position a row"""
+    common_attn_metadata: Any = None
+    slot_mappings: Any = None
+    input_batch: Any = None
+    """vLLM's InputBatch, which is the runner's and no argument"""
+
+    def newest(self, rows: Sequence[int]) -> list[int]:
+        """Return the last token that each of these rows was given."""
+        return [self.sampled[row][-1] for row in rows]
+
+    def positions(self, rows: Sequence[int]) -> list[int]:
+        """Return where in ``sample_hidden_states`` the state is that produced each of these rows' newest token."""
+        if self.spec_decode_metadata is None:
+            return list(rows)
+        drafted = self.spec_decode_metadata.num_draft_tokens
+        begins, begin = [], 0
+        for count in drafted:
+            begins.append(begin)
+            begin += count + 1
+        return [begins[row] + len(self.sampled[row]) - 1 for row in rows]
+
+
+@dataclass(slots=True)
+class _ReadBatch:
     """What stays the same while the engine's batch holds the same requests in the same order."""
 
     engine_batch: Any
@@ -27,21 +63,21 @@ class _Batch:
     """its requests then, whether they were given tokens or not"""
     step: Step
     """filled anew in every step: the ``n`` rows that were given tokens"""
-    most: Int32
+    longest: Int32
     """[n] length at which a row has no room for a draft: one more token is always sampled"""
-    nothing: Int32
-    """[n] zeros"""
-    full: Int32
+    zeros: Int32
+    """[n]"""
+    full_room: Int32
     """[n] the longest draft"""
-    free: int = 0
+    least_room: int = 0
     """tokens that each row has room for, at least"""
 
 
-class BatchReader:
+class StepReader:
     """Reads steps out of one model runner.
 
     max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant, scope: the server's.
-    knows: whether a request was given to the proposer before.
+    knows: whether a request was given to the engine before.
     """
 
     def __init__(
@@ -52,11 +88,11 @@ class BatchReader:
         self._tenant = tenant
         self._scope = scope
         self._knows = knows
-        self._kept: _Batch | None = None  # only while every row of the engine's batch is given tokens
+        self._kept: _ReadBatch | None = None  # only while every row of the engine's batch is given tokens
         self._last = 0.0
 
     def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
-        """The rows that were given tokens in this step (a prompt still being prefilled was not).
+        """Return the rows that were given tokens in this step; a prompt still being prefilled was not.
 
         The step is only good until the next call: its arrays are the engine's or will be filled anew.
         """
@@ -70,14 +106,14 @@ class BatchReader:
             or kept.engine_batch is not runner.input_batch
             or not all(sampled)
         ):
-            kept = self._pick(runner, sampled)
+            kept = self._read_rows(runner, sampled)
             kept.step.started = self._started(runner, kept.step.batch.request_ids)
         else:
             kept.step.started = ()
         step = kept.step
         drafts = scheduler_output.scheduled_spec_decode_tokens
         step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
-        step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.nothing
+        step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.zeros
         step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
         # Without new requests, and with nothing but one token and the draft of each row, the step before was one of
         # the same requests: the engine was not idle in between, and what has passed is the time of this step.
@@ -89,31 +125,31 @@ class BatchReader:
         self._last = now
         return step
 
-    def _pick(self, runner: Any, sampled: Sequence[Sequence[int]]) -> _Batch:
-        """Other rows than before."""
+    def _read_rows(self, runner: Any, sampled: Sequence[Sequence[int]]) -> _ReadBatch:
+        """Read a batch whose rows may have changed since the last step."""
         batch = runner.input_batch
         states = [runner.requests[request_id] for request_id in batch.req_ids[: len(sampled)]]
         # A prompt given as embeddings has no tokens to match.
         picked = [i for i, new in enumerate(sampled) if new and states[i].prompt_token_ids is not None]
         whole = len(picked) == len(batch.req_ids)
-        nothing = np.zeros(len(picked), dtype=np.int32)
+        zeros = np.zeros(len(picked), dtype=np.int32)
         rows = np.array(picked, dtype=np.int32)
         step = Step(
             started=(),
             batch=Batch(tuple(batch.req_ids[i] for i in picked), rows),
             tokens=batch.token_ids_cpu,
             lengths=batch.num_tokens_no_spec[: len(rows)] if whole else batch.num_tokens_no_spec[rows],
-            max_draft_tokens=nothing,
-            num_verified_draft_tokens=nothing,
+            max_draft_tokens=zeros,
+            num_verified_draft_tokens=zeros,
             num_draft_tokens=0,
         )
-        kept = _Batch(
+        kept = _ReadBatch(
             engine_batch=batch,
             engine_ids=list(batch.req_ids),
             step=step,
-            most=np.array([self._most(states[i]) for i in picked], dtype=np.int32),
-            nothing=nothing,
-            full=np.full(len(picked), self._max_draft, dtype=np.int32),
+            longest=np.array([self._longest(states[i]) for i in picked], dtype=np.int32),
+            zeros=zeros,
+            full_room=np.full(len(picked), self._max_draft, dtype=np.int32),
         )
         self._kept = kept if whole else None
         return kept
@@ -132,18 +168,18 @@ class BatchReader:
                 started.append(NewRequest(request_id, state.prompt_token_ids, identity, ends, api_id))
         return started
 
-    def _room(self, kept: _Batch, limit: int) -> Int32:
-        """[n] how many tokens each row may draft; counted only where a row may be near its end."""
-        kept.free -= kept.step.num_draft_tokens + 1  # no row can have grown by more
-        if kept.free >= limit == self._max_draft:
-            return kept.full
-        room: Int32 = np.maximum(kept.most - kept.step.lengths, 0)
-        kept.free = int(room.min()) if len(room) else 0
+    def _room(self, kept: _ReadBatch, limit: int) -> Int32:
+        """Return how many tokens each of the [n] rows may draft. Counts only where a row may be near its end."""
+        kept.least_room -= kept.step.num_draft_tokens + 1  # no row can have grown by more
+        if kept.least_room >= limit == self._max_draft:
+            return kept.full_room
+        room: Int32 = np.maximum(kept.longest - kept.step.lengths, 0)
+        kept.least_room = int(room.min()) if len(room) else 0
         np.minimum(room, min(limit, self._max_draft), out=room)
         return room
 
-    def _most(self, state: Any) -> int:
-        """Nothing past either limit can be returned."""
+    def _longest(self, state: Any) -> int:
+        """Return the length of a request at which vLLM returns no token past the next one."""
         most = self._max_model_len
         max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
         if max_tokens is not None:
@@ -161,13 +197,30 @@ def end_tokens(params: Any) -> set[int]:
     return ends
 
 
+def returned_tokens(state: Any) -> int:
+    """Return how many tokens of a response vLLM returned: accepted drafts may run past a stop or ``max_tokens``.
+
+    state: vLLM's CachedRequestState.
+    """
+    output = state.output_token_ids
+    params = state.sampling_params
+    if params is None:
+        return len(output)
+    end = len(output) if params.max_tokens is None else min(len(output), params.max_tokens)
+    stops = end_tokens(params)
+    for i in range(min(params.min_tokens or 0, end), end):
+        if output[i] in stops:
+            return i + 1
+    return end
+
+
 def _adapter_name(lora_request: Any) -> str | None:
     """Return name and place of a LoRA adapter: the name alone may be given to another one later."""
     return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
 
 
 def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:
-    """[n] how many draft tokens of each row were verified: only what the scheduler kept.
+    """Return how many draft tokens of each of the [n] rows were verified: only what the scheduler kept.
 
     A grammar may have cut the draft, and a prefix-cache hit leaves placeholders (-1).
     """

