@@ -1,40 +1,113 @@
 #include "index/position_tree.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
-
-#include "index/sorted_positions.hpp"
 
 namespace agentspec {
 namespace {
 
-template <class Array>
-void open_gap(Array& array, std::uint32_t at, std::uint32_t size) {
-  std::memmove(&array[at + 1], &array[at], (size - at) * sizeof(array[0]));
-}
-
-template <class Array>
-void close_gap(Array& array, std::uint32_t at, std::uint32_t size) {
-  std::memmove(&array[at], &array[at + 1], (size - at - 1) * sizeof(array[0]));
-}
-
-template <class Array>
-void copy_part(Array& to, std::uint32_t at, const Array& from, std::uint32_t begin, std::uint32_t count) {
-  std::memcpy(&to[at], &from[begin], count * sizeof(to[0]));
+// Applies a function to each column of a chunk.
+template <class Function>
+void each_column(PositionTree::Chunk& chunk, Function apply) {
+  apply(chunk.keys);
+  apply(chunk.firsts);
+  apply(chunk.leaves);
+  apply(chunk.counts);
 }
 
 }  // namespace
 
-std::size_t SortedPositions::bytes() const {
+std::size_t PositionTree::bytes() const {
   return positions_.bytes() + owners_.bytes() + chunks_.bytes() +
          row_.keys.capacity() * (sizeof(Key) + sizeof(Position) + 2 * sizeof(std::uint32_t));
 }
 
-// The key and the first position of a leaf, in its chunk and, for a chunk's first leaf, in the row.
-void SortedPositions::set_first(const Token* text, std::uint32_t chunk, std::uint32_t leaf) {
+bool PositionTree::previous(Place& place) const {
+  if (place.slot == 0) {
+    if (place.leaf == 0) {
+      if (place.chunk == 0) return false;
+      --place.chunk;
+      place.leaf = chunk_at(place.chunk).size;
+    }
+    --place.leaf;
+    place.slot = chunk_at(place.chunk).counts[place.leaf];
+  }
+  --place.slot;
+  return true;
+}
+
+bool PositionTree::normalise(Place& place) const {
+  if (size_ == 0) return false;
+  const Chunk& chunk = chunk_at(place.chunk);
+  if (place.slot < chunk.counts[place.leaf]) return true;
+  if (place.leaf + 1 < chunk.size) {
+    place = {place.chunk, place.leaf + 1, 0};
+    return true;
+  }
+  if (place.chunk + 1 == row_.chunks.size()) return false;
+  place = {place.chunk + 1, 0, 0};
+  return true;
+}
+
+std::size_t PositionTree::rank_in_chunk(const Place& place) const {
+  const Chunk& chunk = chunk_at(place.chunk);
+  std::size_t count = place.slot;
+  for (std::uint32_t i = 0; i < place.leaf; ++i) count += chunk.counts[i];
+  return count;
+}
+
+std::size_t PositionTree::distance(const Place& low, const Place& high) const {
+  if (low.chunk == high.chunk && low.leaf == high.leaf) return high.slot - low.slot;
+  __builtin_prefetch(chunk_at(high.chunk).counts.data());
+  std::size_t sum = 0;
+  for (std::uint32_t i = low.chunk; i < high.chunk; ++i) sum += row_.counts[i];
+  return sum + rank_in_chunk(high) - rank_in_chunk(low);
+}
+
+void PositionTree::skip(Place& place, std::size_t count) const {
+  count += rank_in_chunk(place);
+  while (count >= row_.counts[place.chunk]) count -= row_.counts[place.chunk++];
+  enter(place, count);
+}
+
+// The place with the given rank within its chunk.
+void PositionTree::enter(Place& place, std::size_t rank) const {
+  const Chunk& chunk = chunk_at(place.chunk);
+  for (place.leaf = 0; rank >= chunk.counts[place.leaf]; ++place.leaf) rank -= chunk.counts[place.leaf];
+  place.slot = static_cast<std::uint32_t>(rank);
+}
+
+// In rounds, so that the chunks, then the leaves, then the text that the caller will read are waited for together.
+void PositionTree::pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const {
+  if (low.slot + count <= chunk_at(low.chunk).counts[low.leaf]) {
+    const Position* const leaf = leaf_at(low) + low.slot;
+    for (std::size_t k = 0; k < picked.size(); ++k) picked[k] = leaf[k * count / picked.size()];
+  } else {
+    std::array<Place, kMostPicked> places;
+    std::array<std::size_t, kMostPicked> ranks;
+    const std::size_t first = rank_in_chunk(low);
+    std::uint32_t chunk = low.chunk;
+    std::size_t before = 0;
+    for (std::size_t k = 0; k < picked.size(); ++k) {
+      const std::size_t rank = first + k * count / picked.size();
+      while (rank - before >= row_.counts[chunk]) before += row_.counts[chunk++];
+      places[k].chunk = chunk;
+      ranks[k] = rank - before;
+      __builtin_prefetch(chunk_at(chunk).counts.data());
+    }
+    for (std::size_t k = 0; k < picked.size(); ++k) {
+      enter(places[k], ranks[k]);
+      __builtin_prefetch(leaf_at(places[k]) + places[k].slot);
+    }
+    for (std::size_t k = 0; k < picked.size(); ++k) picked[k] = at(places[k]);
+  }
+  for (const Position position : picked) __builtin_prefetch(text + position);
+}
+
+// Sets the key and the first position of a leaf, in its chunk and, for a chunk's first leaf, in the row.
+void PositionTree::set_first(const Token* text, std::uint32_t chunk, std::uint32_t leaf) {
   Chunk& c = chunk_at(chunk);
-  const Position first = leaf_at({chunk, leaf, 0})[0];
+  const Position first = at({chunk, leaf, 0});
   c.firsts[leaf] = first;
   c.keys[leaf] = key_before(text + first);
   if (leaf == 0) {
@@ -43,26 +116,16 @@ void SortedPositions::set_first(const Token* text, std::uint32_t chunk, std::uin
   }
 }
 
-void SortedPositions::insert_first(const Token* text, Position position) {
-  new_chunk();
-  row_.chunks.assign(1, 0);
-  row_.counts.assign(1, 1);
-  row_.keys.assign(1, {});
-  row_.firsts.assign(1, 0);
-  const std::uint32_t leaf = new_leaf(0);
-  positions_[std::size_t{kLeaf} * leaf] = position;
-  put_leaf(0, 0, leaf, 1);
-  set_first(text, 0, 0);
-  size_ = 1;
-}
-
-void SortedPositions::insert(const Token* text, Place place, Position position) {
-  if (size_ == 0) return insert_first(text, position);
-  if (chunk_at(place.chunk).counts[place.leaf] == kLeaf) split_leaf(text, place);
-  Chunk& chunk = chunk_at(place.chunk);
+void PositionTree::insert(const Token* text, Place place, Position position) {
+  if (size_ == 0) {
+    new_chunk();
+    put_chunk(0, 0, 0);
+    put_leaf(0, 0, new_leaf(0), 0);
+  }
+  if (leaf_size(place) == kLeaf) split_leaf(text, place);
   Position* const leaf = leaf_at(place);
-  std::uint8_t& count = chunk.counts[place.leaf];
-  std::memmove(leaf + place.slot + 1, leaf + place.slot, (count - place.slot) * sizeof(Position));
+  std::uint8_t& count = chunk_at(place.chunk).counts[place.leaf];
+  std::copy_backward(leaf + place.slot, leaf + count, leaf + count + 1);
   leaf[place.slot] = position;
   ++count;
   ++row_.counts[place.chunk];
@@ -70,54 +133,10 @@ void SortedPositions::insert(const Token* text, Place place, Position position) 
   if (place.slot == 0) set_first(text, place.chunk, place.leaf);
 }
 
-Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
-  std::array<Search, kBatch> searches;
-  std::array<Found, kBatch> found{};
-  std::array<bool, kBatch> stale{};
-  Neighbours last;
-  if (size_ > 0) {
-    for (std::uint32_t i = 0; i < count; ++i) searches[i] = Search(*this, text, Query::of_position(text, begin + i));
-    SearchTogether<kBatch>::run({searches.data(), count});
-    for (std::uint32_t i = 0; i < count; ++i) found[i] = searches[i].found();
-  }
-  for (std::uint32_t i = 0; i < count; ++i) {
-    if (stale[i]) found[i] = search(text, Query::of_position(text, begin + i));
-    const Place place = found[i].place;
-    if (i + 1 == count) last = neighbours(found[i]);
-    const std::size_t leaves = owners_.size();
-    const std::size_t chunks = row_.chunks.size();
-    insert(text, place, begin + i);
-    const bool leaf_split = owners_.size() != leaves;
-    const bool chunk_split = row_.chunks.size() != chunks;
-    for (std::uint32_t k = i + 1; k < count; ++k) {
-      Place& other = found[k].place;
-      if (chunk_split || (other.chunk == place.chunk && other.leaf == place.leaf)) {
-        stale[k] = true;
-      } else if (leaf_split && other.chunk == place.chunk && other.leaf > place.leaf) {
-        ++other.leaf;
-      }
-    }
-  }
-  return last;
-}
-
-void SortedPositions::erase_batch(const Token* text, std::span<const Position> positions) {
-  std::array<Search, kBatch> searches;
-  for (std::size_t i = 0; i < positions.size(); ++i) {
-    searches[i] = Search(*this, text, Query::of_position(text, positions[i], kShallow));
-  }
-  SearchTogether<kBatch>::run({searches.data(), positions.size()});
-  for (std::size_t i = 0; i < positions.size(); ++i) {
-    Place place = searches[i].found().place;  // out of date where the ones before changed it
-    if (find_near(place, positions[i]) || locate(text, positions[i], place)) erase(text, place);
-  }
-}
-
-void SortedPositions::erase(const Token* text, Place place) {
-  Chunk& chunk = chunk_at(place.chunk);
+void PositionTree::erase(const Token* text, Place place) {
   Position* const leaf = leaf_at(place);
-  std::uint8_t& count = chunk.counts[place.leaf];
-  close_gap(leaf, place.slot, count);
+  std::uint8_t& count = chunk_at(place.chunk).counts[place.leaf];
+  std::copy(leaf + place.slot + 1, leaf + count, leaf + place.slot);
   --count;
   --row_.counts[place.chunk];
   --size_;
@@ -125,87 +144,101 @@ void SortedPositions::erase(const Token* text, Place place) {
   if (count < kLeaf / 2) merge_leaf(place.chunk, place.leaf);
 }
 
-void SortedPositions::rebase(Position by) {
-  for (std::size_t rank = 0; rank < row_.chunks.size(); ++rank) {
-    row_.firsts[rank] -= by;
-    Chunk& chunk = chunk_at(static_cast<std::uint32_t>(rank));
+void PositionTree::rebase(Position by) {
+  for (Position& first : row_.firsts) first -= by;
+  for (std::size_t number = 0; number < chunks_.size(); ++number) {
+    Chunk& chunk = chunks_[number];
     for (std::uint32_t i = 0; i < chunk.size; ++i) {
       chunk.firsts[i] -= by;
-      Position* const leaf = positions_.data() + std::size_t{kLeaf} * chunk.leaves[i];
-      for (std::uint32_t k = 0; k < chunk.counts[i]; ++k) leaf[k] -= by;
+      Position* const positions = leaf(chunk.leaves[i]);
+      for (std::uint32_t k = 0; k < chunk.counts[i]; ++k) positions[k] -= by;
     }
   }
 }
 
-std::uint32_t SortedPositions::new_leaf(std::uint32_t owner) {
-  const auto leaf = static_cast<std::uint32_t>(owners_.size());
-  owners_.resize(leaf + 1);
-  owners_[leaf] = owner;
+std::uint32_t PositionTree::new_leaf(std::uint32_t owner) {
+  const auto number = static_cast<std::uint32_t>(owners_.size());
+  owners_.resize(number + 1);
+  owners_[number] = owner;
   positions_.resize(positions_.size() + kLeaf);
-  std::fill_n(&positions_[std::size_t{kLeaf} * leaf], kLeaf, 0);
-  return leaf;
+  std::fill_n(leaf(number), kLeaf, 0);
+  return number;
 }
 
 // All of it is zero, and what is unused stays so: snapshots hold it as it is, and nothing of erased text.
-std::uint32_t SortedPositions::new_chunk() {
-  const auto chunk = static_cast<std::uint32_t>(chunks_.size());
-  chunks_.resize(chunk + 1);
-  std::memset(static_cast<void*>(&chunks_[chunk]), 0, sizeof(Chunk));
-  return chunk;
+std::uint32_t PositionTree::new_chunk() {
+  const auto number = static_cast<std::uint32_t>(chunks_.size());
+  chunks_.resize(number + 1);
+  std::memset(static_cast<void*>(&chunks_[number]), 0, sizeof(Chunk));
+  return number;
 }
 
-// The last leaf moves to where `leaf` was.
-void SortedPositions::free_leaf(std::uint32_t leaf) {
+// The last leaf moves to where `number` was.
+void PositionTree::free_leaf(std::uint32_t number) {
   const auto last = static_cast<std::uint32_t>(owners_.size() - 1);
-  if (leaf != last) {
-    std::memcpy(&positions_[std::size_t{kLeaf} * leaf], &positions_[std::size_t{kLeaf} * last],
-                kLeaf * sizeof(Position));
-    owners_[leaf] = owners_[last];
-    Chunk& chunk = chunks_[owners_[leaf]];
-    *std::find(chunk.leaves.begin(), chunk.leaves.begin() + chunk.size, last) = leaf;
+  if (number != last) {
+    std::copy_n(leaf(last), kLeaf, leaf(number));
+    owners_[number] = owners_[last];
+    *std::ranges::find(chunks_[owners_[number]].leaves, last) = number;
   }
   owners_.resize(last);
   positions_.resize(std::size_t{kLeaf} * last);
 }
 
-// The last chunk moves to where `chunk` was.
-void SortedPositions::free_chunk(std::uint32_t chunk) {
+// The last chunk moves to where `number` was.
+void PositionTree::free_chunk(std::uint32_t number) {
   const auto last = static_cast<std::uint32_t>(chunks_.size() - 1);
-  if (chunk != last) {
-    std::memcpy(&chunks_[chunk], &chunks_[last], sizeof(Chunk));
-    for (std::uint32_t i = 0; i < chunks_[chunk].size; ++i) owners_[chunks_[chunk].leaves[i]] = chunk;
-    *std::find(row_.chunks.begin(), row_.chunks.end(), last) = chunk;
+  if (number != last) {
+    std::memcpy(static_cast<void*>(&chunks_[number]), &chunks_[last], sizeof(Chunk));
+    for (std::uint32_t i = 0; i < chunks_[number].size; ++i) owners_[chunks_[number].leaves[i]] = number;
+    *std::ranges::find(row_.chunks, last) = number;
   }
   chunks_.resize(last);
 }
 
-void SortedPositions::put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32_t leaf, std::uint32_t count) {
+void PositionTree::put_leaf(std::uint32_t chunk, std::uint32_t rank, std::uint32_t leaf, std::uint32_t count) {
   Chunk& c = chunk_at(chunk);
-  open_gap(c.keys, rank, c.size);
-  open_gap(c.firsts, rank, c.size);
-  open_gap(c.leaves, rank, c.size);
-  open_gap(c.counts, rank, c.size);
+  each_column(c, [&](auto& column) {
+    std::copy_backward(column.begin() + rank, column.begin() + c.size, column.begin() + c.size + 1);
+  });
   c.leaves[rank] = leaf;
   c.counts[rank] = static_cast<std::uint8_t>(count);
   ++c.size;
 }
 
-void SortedPositions::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
+void PositionTree::drop_leaf(std::uint32_t chunk, std::uint32_t rank) {
   Chunk& c = chunk_at(chunk);
   const std::uint32_t leaf = c.leaves[rank];
-  close_gap(c.keys, rank, c.size);
-  close_gap(c.firsts, rank, c.size);
-  close_gap(c.leaves, rank, c.size);
-  close_gap(c.counts, rank, c.size);
-  c.keys[--c.size] = {};
+  each_column(c, [&](auto& column) {
+    std::copy(column.begin() + rank + 1, column.begin() + c.size, column.begin() + rank);
+    column[c.size - 1] = {};
+  });
+  --c.size;
   free_leaf(leaf);
 }
 
-void SortedPositions::split_leaf(const Token* text, Place& place) {
+// Puts a chunk of `count` positions into the row.
+void PositionTree::put_chunk(std::uint32_t rank, std::uint32_t chunk, std::uint32_t count) {
+  row_.keys.insert(row_.keys.begin() + rank, chunks_[chunk].keys[0]);
+  row_.firsts.insert(row_.firsts.begin() + rank, chunks_[chunk].firsts[0]);
+  row_.chunks.insert(row_.chunks.begin() + rank, chunk);
+  row_.counts.insert(row_.counts.begin() + rank, count);
+}
+
+void PositionTree::drop_chunk(std::uint32_t rank) {
+  const std::uint32_t chunk = row_.chunks[rank];
+  row_.keys.erase(row_.keys.begin() + rank);
+  row_.firsts.erase(row_.firsts.begin() + rank);
+  row_.chunks.erase(row_.chunks.begin() + rank);
+  row_.counts.erase(row_.counts.begin() + rank);
+  free_chunk(chunk);
+}
+
+void PositionTree::split_leaf(const Token* text, Place& place) {
   if (chunk_at(place.chunk).size == kChunk) split_chunk(place);
   const std::uint32_t fresh = new_leaf(row_.chunks[place.chunk]);
   constexpr std::uint32_t kept = kLeaf / 2;
-  std::memcpy(&positions_[std::size_t{kLeaf} * fresh], leaf_at(place) + kept, (kLeaf - kept) * sizeof(Position));
+  std::copy_n(leaf_at(place) + kept, kLeaf - kept, leaf(fresh));
   chunk_at(place.chunk).counts[place.leaf] = kept;
   put_leaf(place.chunk, place.leaf + 1, fresh, kLeaf - kept);
   set_first(text, place.chunk, place.leaf + 1);
@@ -215,23 +248,29 @@ void SortedPositions::split_leaf(const Token* text, Place& place) {
   }
 }
 
-void SortedPositions::split_chunk(Place& place) {
-  const std::uint32_t fresh = new_chunk();
-  Chunk& from = chunk_at(place.chunk);
-  Chunk& to = chunks_[fresh];
-  constexpr std::uint32_t kept = kChunk / 2;
-  to.size = kChunk - kept;
-  copy_part(to.keys, 0, from.keys, kept, to.size);
-  copy_part(to.firsts, 0, from.firsts, kept, to.size);
-  copy_part(to.leaves, 0, from.leaves, kept, to.size);
-  copy_part(to.counts, 0, from.counts, kept, to.size);
-  from.size = kept;
-  std::fill(from.keys.begin() + kept, from.keys.end(), Key{});
+// Appends the leaves of `from`, from `begin` on, to chunk `number`. Returns how many positions they hold.
+std::uint32_t PositionTree::move_leaves(Chunk& from, std::uint32_t begin, std::uint32_t number) {
+  Chunk& to = chunks_[number];
+  const std::uint32_t count = from.size - begin;
+  std::copy_n(from.keys.begin() + begin, count, to.keys.begin() + to.size);
+  std::copy_n(from.firsts.begin() + begin, count, to.firsts.begin() + to.size);
+  std::copy_n(from.leaves.begin() + begin, count, to.leaves.begin() + to.size);
+  std::copy_n(from.counts.begin() + begin, count, to.counts.begin() + to.size);
   std::uint32_t moved = 0;
-  for (std::uint32_t i = 0; i < to.size; ++i) {
-    owners_[to.leaves[i]] = fresh;
-    moved += to.counts[i];
+  for (std::uint32_t i = begin; i < from.size; ++i) {
+    owners_[from.leaves[i]] = number;
+    moved += from.counts[i];
   }
+  to.size += count;
+  from.size = begin;
+  each_column(from, [&](auto& column) { std::fill(column.begin() + begin, column.end(), std::remove_cvref_t<decltype(column[0])>{}); });
+  return moved;
+}
+
+void PositionTree::split_chunk(Place& place) {
+  constexpr std::uint32_t kept = kChunk / 2;
+  const std::uint32_t fresh = new_chunk();
+  const std::uint32_t moved = move_leaves(chunk_at(place.chunk), kept, fresh);
   row_.counts[place.chunk] -= moved;
   put_chunk(place.chunk + 1, fresh, moved);
   if (place.leaf >= kept) {
@@ -240,63 +279,38 @@ void SortedPositions::split_chunk(Place& place) {
   }
 }
 
-// Puts a chunk of so many positions into the row.
-void SortedPositions::put_chunk(std::uint32_t rank, std::uint32_t chunk, std::uint32_t count) {
-  row_.keys.insert(row_.keys.begin() + rank, chunks_[chunk].keys[0]);
-  row_.firsts.insert(row_.firsts.begin() + rank, chunks_[chunk].firsts[0]);
-  row_.chunks.insert(row_.chunks.begin() + rank, chunk);
-  row_.counts.insert(row_.counts.begin() + rank, count);
-}
-
-void SortedPositions::drop_chunk(std::uint32_t rank) {
-  const std::uint32_t chunk = row_.chunks[rank];
-  row_.keys.erase(row_.keys.begin() + rank);
-  row_.firsts.erase(row_.firsts.begin() + rank);
-  row_.chunks.erase(row_.chunks.begin() + rank);
-  row_.counts.erase(row_.counts.begin() + rank);
-  free_chunk(chunk);
-}
-
 // Joins a leaf that lost positions with a neighbour in its chunk, where both fit with room to spare.
-void SortedPositions::merge_leaf(std::uint32_t rank, std::uint32_t leaf) {
+void PositionTree::merge_leaf(std::uint32_t rank, std::uint32_t at) {
   Chunk& chunk = chunk_at(rank);
-  if (chunk.counts[leaf] == 0) {
-    drop_leaf(rank, leaf);
-    if (chunk.size > 0 && leaf == 0) {
+  if (chunk.counts[at] == 0) {
+    drop_leaf(rank, at);
+    if (chunk.size > 0 && at == 0) {
       row_.firsts[rank] = chunk.firsts[0];
       row_.keys[rank] = chunk.keys[0];
     }
     return merge_chunk(rank);
   }
-  for (std::uint32_t left = leaf > 0 ? leaf - 1 : leaf; left <= leaf && left + 1 < chunk.size; ++left) {
+  for (std::uint32_t left = at > 0 ? at - 1 : at; left <= at && left + 1 < chunk.size; ++left) {
     const std::uint32_t a = chunk.counts[left], b = chunk.counts[left + 1];
     if (a + b > kLeaf * 3 / 4) continue;
-    std::memcpy(leaf_at({rank, left, a}) + a, leaf_at({rank, left + 1, 0}), b * sizeof(Position));
+    std::copy_n(leaf(chunk.leaves[left + 1]), b, leaf(chunk.leaves[left]) + a);
     chunk.counts[left] = static_cast<std::uint8_t>(a + b);
     drop_leaf(rank, left + 1);
     return merge_chunk(rank);
   }
 }
 
-void SortedPositions::merge_chunk(std::uint32_t rank) {
+void PositionTree::merge_chunk(std::uint32_t rank) {
   if (chunk_at(rank).size == 0) return drop_chunk(rank);
   if (chunk_at(rank).size >= kChunk / 2) return;
   for (std::uint32_t left = rank > 0 ? rank - 1 : rank; left <= rank && left + 1 < row_.chunks.size(); ++left) {
-    Chunk& to = chunk_at(left);
-    const Chunk& from = chunk_at(left + 1);
-    if (to.size + from.size > kChunk * 3 / 4) continue;
-    copy_part(to.keys, to.size, from.keys, 0, from.size);
-    copy_part(to.firsts, to.size, from.firsts, 0, from.size);
-    copy_part(to.leaves, to.size, from.leaves, 0, from.size);
-    copy_part(to.counts, to.size, from.counts, 0, from.size);
-    for (std::uint32_t i = 0; i < from.size; ++i) owners_[from.leaves[i]] = row_.chunks[left];
-    to.size += from.size;
-    row_.counts[left] += row_.counts[left + 1];
+    if (chunk_at(left).size + chunk_at(left + 1).size > kChunk * 3 / 4) continue;
+    row_.counts[left] += move_leaves(chunk_at(left + 1), 0, row_.chunks[left]);
     return drop_chunk(left + 1);
   }
 }
 
-void SortedPositions::restore(SnapshotReader& reader, std::size_t end) {
+void PositionTree::restore(SnapshotReader& reader, std::size_t end) {
   const auto numbers = std::exchange(row_, {}).chunks;
   std::vector<bool> seen(chunks_.size());
   std::size_t leaves = 0, size = 0;
@@ -311,7 +325,7 @@ void SortedPositions::restore(SnapshotReader& reader, std::size_t end) {
       const std::uint32_t leaf = chunk.leaves[k], count = chunk.counts[k];
       right = leaf < owners_.size() && owners_[leaf] == number && count - 1 < kLeaf;
       if (!right) break;
-      const Position* const positions = &positions_[std::size_t{kLeaf} * leaf];
+      const Position* const positions = this->leaf(leaf);
       right = chunk.firsts[k] == positions[0] && *std::max_element(positions, positions + count) < end;
       size += count;
     }

@@ -1,19 +1,156 @@
-// Finding things among the sorted positions.
 #include "index/sorted_positions.hpp"
 
 #include <algorithm>
+#include <array>
 
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kScan = 16;  // leaves that are looked through for a position before contexts are compared deeper
+constexpr std::size_t kScan = 16;     // leaves that are looked through for a position before contexts are compared deeper
+constexpr std::size_t kShallow = 64;  // tokens that are always compared directly
+
+// Number of keys below `key` (or with `equal`, not above it): a binary search without branches.
+std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, bool equal) {
+  std::uint32_t base = 0;
+  while (size > 0) {
+    const std::uint32_t half = size - size / 2;
+    const Key& other = keys[base + half - 1];
+    base += (other < key) | (equal & (other == key)) ? half : 0;
+    size -= half;
+  }
+  return base;
+}
+
+// One descent in small moves, so that several searches can take turns: each asks for memory, and the others' moves pass
+// while it comes.
+class Search {
+ public:
+  Search() = default;
+  Search(const PositionTree& tree, const Token* text, const Query& query)
+      : tree_(&tree), text_(text), query_(query) {
+    narrow(tree.row().keys.data(), tree.row().firsts.data(), 0, static_cast<std::uint32_t>(tree.row().keys.size()));
+  }
+
+  const Found& found() const { return found_; }
+
+  bool open() const { return low_ < high_; }
+
+  // The row is searched: on to the chunk.
+  void find_chunk() {
+    front_ = low_ == 0;
+    found_.place.chunk = front_ ? 0 : low_ - 1;
+    chunk_ = &tree_->chunk_at(found_.place.chunk);
+    const auto* keys = reinterpret_cast<const char*>(chunk_->keys.data());
+    for (std::size_t line = 0; line < sizeof(chunk_->keys) / 64; ++line) __builtin_prefetch(keys + 64 * line);
+    __builtin_prefetch(&chunk_->size);
+  }
+
+  void enter_chunk() {
+    low_ = high_ = 1;
+    if (!front_) narrow(chunk_->keys.data(), chunk_->firsts.data(), 1, chunk_->size);
+  }
+
+  // The chunk is searched: on to the leaf.
+  void enter_leaf() {
+    found_.place.leaf = low_ - 1;
+    firsts_ = tree_->leaf_at(found_.place);
+    known_ = 0;
+    low_ = front_ ? 0 : 1;
+    high_ = front_ ? 0 : chunk_->counts[found_.place.leaf];
+    for (std::uint32_t i = 0; i < kLeaf; i += 16) __builtin_prefetch(firsts_ + i);
+  }
+
+  void finish() { found_.place.slot = low_; }
+
+  // Asks for the text that the next steps may read: of 2^levels - 1 entries.
+  void aim(std::uint32_t levels) const {
+    const std::size_t depth = skip() + 1;
+    const std::uint32_t parts = 1u << levels;
+    for (std::uint32_t k = 1; k < parts; ++k) {
+      __builtin_prefetch(text_ + firsts_[low_ + (high_ - low_) * k / parts] - depth);
+    }
+  }
+
+  void step() {
+    const std::uint32_t middle = low_ + (high_ - low_) / 2;
+    const Order order = compare(query_, text_, firsts_[middle], skip());
+    low_ = order.less ? low_ : middle + 1;
+    high_ = order.less ? middle : high_;
+    found_.left = order.less ? found_.left : order.common;
+    found_.right = order.less ? order.common : found_.right;
+  }
+
+ private:
+  // Searches [low, high) by keys alone: what remains has the query's own key.
+  void narrow(const Key* keys, const Position* firsts, std::uint32_t low, std::uint32_t high) {
+    const Key& key = query_.key;
+    low_ = low + count_below(keys + low, high - low, key, false);
+    high_ = low_;
+    if (low_ < high && keys[low_] == key) high_ += count_below(keys + low_, high - low_, key, true);
+    const auto common = [&](const Key& other) {
+      return static_cast<std::uint32_t>(std::min<std::size_t>(key_common(key, other), query_.length));
+    };
+    if (low_ > low) found_.left = common(keys[low_ - 1]);
+    if (high_ < high) found_.right = common(keys[high_]);
+    known_ = common(key);
+    firsts_ = firsts;
+  }
+
+  std::size_t skip() const { return std::max<std::size_t>(known_, std::min(found_.left, found_.right)); }
+
+  const PositionTree* tree_ = nullptr;
+  const Token* text_ = nullptr;
+  Query query_;
+  Found found_;
+  const PositionTree::Chunk* chunk_ = nullptr;
+  const Position* firsts_ = nullptr;
+  std::size_t known_ = 0;  // tokens that everything in [low, high) shares with the query
+  std::uint32_t low_ = 0, high_ = 0;
+  bool front_ = false;     // in front of everything
+};
+
+// Moves all searches on to the end of their level.
+template <std::size_t kMost>
+void step_all(std::span<Search> searches) {
+  // Where they are few, they ask for more than they will need, so as not to wait for each step.
+  constexpr std::uint32_t kAhead = kMost > 4 ? 1 : 3;
+  std::array<Search*, kMost> open;
+  std::size_t count = 0;
+  for (Search& search : searches) {
+    if (search.open()) open[count++] = &search;
+  }
+  while (count > 0) {
+    for (std::size_t i = 0; i < count; ++i) open[i]->aim(kAhead);
+    for (std::uint32_t k = 0; k < kAhead; ++k) {
+      std::size_t left = 0;
+      for (std::size_t i = 0; i < count; ++i) {
+        open[i]->step();
+        open[left] = open[i];
+        left += open[i]->open();
+      }
+      count = left;
+    }
+  }
+}
+
+// Runs at most kMost searches side by side, level by level.
+template <std::size_t kMost>
+void run(std::span<Search> searches) {
+  step_all<kMost>(searches);
+  for (Search& search : searches) search.find_chunk();
+  for (Search& search : searches) search.enter_chunk();
+  step_all<kMost>(searches);
+  for (Search& search : searches) search.enter_leaf();
+  step_all<kMost>(searches);
+  for (Search& search : searches) search.finish();
+}
 
 }  // namespace
 
 Found SortedPositions::search(const Token* text, const Query& query) const {
-  if (size_ == 0) return {};
-  std::array<Search, 1> search{Search(*this, text, query)};
-  SearchTogether<1>::run(search);
+  if (tree_.size() == 0) return {};
+  std::array<Search, 1> search{Search(tree_, text, query)};
+  run<1>(search);
   return search[0].found();
 }
 
@@ -26,14 +163,14 @@ Found SortedPositions::search_deep(const Token* text, std::span<const Token> con
   const Query query = Query::of_context(context, context.size(), Query::Tie::kFirst);
   const Place begin = found.place;
   const Place end = search(text, Query::of_context(context, shallow, Query::Tie::kLast)).place;
-  std::size_t low = 0, high = distance(begin, end);
+  std::size_t low = 0, high = tree_.distance(begin, end);
   found.left = found.right = 0;  // within [low, high) all share at least `shallow` tokens
   for (std::size_t tried = 0; low < high; ++tried) {
     const std::size_t middle = tried == 0 ? high - 1 : tried == 1 ? low : low + (high - low) / 2;
     Place place = begin;
-    skip(place, middle);
+    tree_.skip(place, middle);
     const std::size_t known = std::max<std::size_t>(shallow, std::min(found.left, found.right));
-    const Order order = compare(query, text, at(place), known);
+    const Order order = compare(query, text, tree_.at(place), known);
     if (order.less) {
       high = middle;
       found.right = order.common;
@@ -48,9 +185,9 @@ Found SortedPositions::search_deep(const Token* text, std::span<const Token> con
 }
 
 Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::size_t length) const {
-  std::array<Search, 2> searches{Search(*this, text, Query::of_context(context, length, Query::Tie::kFirst)),
-                                 Search(*this, text, Query::of_context(context, length, Query::Tie::kLast))};
-  SearchTogether<2>::run(searches);
+  std::array<Search, 2> searches{Search(tree_, text, Query::of_context(context, length, Query::Tie::kFirst)),
+                                 Search(tree_, text, Query::of_context(context, length, Query::Tie::kLast))};
+  run<2>(searches);
   return {searches[0].found().place, searches[1].found().place};
 }
 
@@ -65,21 +202,21 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   std::array<Place*, 2> results;
   std::size_t open = 0;
   if (found.left >= length && !first_in_leaf(text, queries[0], extent.low)) {
-    searches[open] = Search(*this, text, queries[0]);
+    searches[open] = Search(tree_, text, queries[0]);
     results[open++] = &extent.low;
   }
   if (found.right >= length && !last_in_leaf(text, queries[1], extent.high)) {
-    searches[open] = Search(*this, text, queries[1]);
+    searches[open] = Search(tree_, text, queries[1]);
     results[open++] = &extent.high;
   }
-  if (open > 0) SearchTogether<2>::run({searches.data(), open});
+  if (open > 0) run<2>({searches.data(), open});
   for (std::size_t i = 0; i < open; ++i) *results[i] = searches[i].found().place;
   return extent;
 }
 
 // Moves `place` to the first position in its leaf that shares the whole query; false if there may be more before.
 bool SortedPositions::first_in_leaf(const Token* text, const Query& query, Place& place) const {
-  const Position* const leaf = leaf_at(place);
+  const Position* const leaf = tree_.leaf_at(place);
   const std::uint32_t behind = place.slot;
   std::uint32_t low = 0, high = behind;
   while (low < high) {
@@ -96,9 +233,9 @@ bool SortedPositions::first_in_leaf(const Token* text, const Query& query, Place
 
 // Moves `place` behind the last position in its leaf that shares the whole query; false if there may be more behind.
 bool SortedPositions::last_in_leaf(const Token* text, const Query& query, Place& place) const {
-  if (!normalise(place)) return true;
-  const Position* const leaf = leaf_at(place);
-  const std::uint32_t count = chunk_at(place.chunk).counts[place.leaf];
+  if (!tree_.normalise(place)) return true;
+  const Position* const leaf = tree_.leaf_at(place);
+  const std::uint32_t count = tree_.leaf_size(place);
   const std::uint32_t first = place.slot;
   std::uint32_t low = first, high = count;
   while (low < high) {
@@ -115,23 +252,23 @@ bool SortedPositions::last_in_leaf(const Token* text, const Query& query, Place&
 
 Neighbours SortedPositions::neighbours(const Found& found) const {
   Neighbours result;
-  if (size_ == 0) return result;
+  if (tree_.size() == 0) return result;
   Place place = found.place;
-  if (normalise(place)) {
-    result.right = at(place);
+  if (tree_.normalise(place)) {
+    result.right = tree_.at(place);
     result.right_common = found.right;
   }
   place = found.place;
-  if (previous(place)) {
-    result.left = at(place);
+  if (tree_.previous(place)) {
+    result.left = tree_.at(place);
     result.left_common = found.left;
   }
   return result;
 }
 
 bool SortedPositions::find_in_leaf(Place& place, Position position) const {
-  const Position* const leaf = leaf_at(place);
-  const std::uint32_t count = chunk_at(place.chunk).counts[place.leaf];
+  const Position* const leaf = tree_.leaf_at(place);
+  const std::uint32_t count = tree_.leaf_size(place);
   std::uint32_t slot = count;
   for (std::uint32_t i = 0; i < count; ++i) slot = leaf[i] == position ? i : slot;  // without branches
   place.slot = slot;
@@ -140,10 +277,10 @@ bool SortedPositions::find_in_leaf(Place& place, Position position) const {
 
 // Looks for a position in the leaf of a place that may be out of date, and in the leaf behind it.
 bool SortedPositions::find_near(Place& place, Position position) const {
-  if (place.chunk >= row_.chunks.size() || place.leaf >= chunk_at(place.chunk).size) return false;
+  if (place.chunk >= tree_.row().chunks.size() || place.leaf >= tree_.chunk_at(place.chunk).size) return false;
   if (find_in_leaf(place, position)) return true;
   place.slot = kLeaf;
-  return normalise(place) && find_in_leaf(place, position);
+  return tree_.normalise(place) && find_in_leaf(place, position);
 }
 
 // Looks for a position in the leaves from `low` to `high`, from both ends, not too far.
@@ -156,13 +293,13 @@ bool SortedPositions::find_between(Place low, Place high, Position position, Pla
     if (low.chunk == high.chunk && low.leaf >= high.leaf) return false;
     low.slot = kLeaf;
     high.slot = 0;
-    if (!normalise(low) || !previous(high)) return false;
+    if (!tree_.normalise(low) || !tree_.previous(high)) return false;
   }
   return false;
 }
 
 bool SortedPositions::locate(const Token* text, Position position, Place& place) const {
-  if (size_ == 0) return false;
+  if (tree_.size() == 0) return false;
   for (std::size_t length = kShallow;; length *= 8) {
     const bool whole = length >= position;
     Query query = Query::of_position(text, position, whole ? Query::kUnlimited : length);
@@ -175,86 +312,47 @@ bool SortedPositions::locate(const Token* text, Position position, Place& place)
   }
 }
 
-bool SortedPositions::previous(Place& place) const {
-  if (place.slot == 0) {
-    if (place.leaf == 0) {
-      if (place.chunk == 0) return false;
-      --place.chunk;
-      place.leaf = chunk_at(place.chunk).size;
-    }
-    --place.leaf;
-    place.slot = chunk_at(place.chunk).counts[place.leaf];
+Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
+  std::array<Search, kBatch> searches;
+  std::array<Found, kBatch> found{};
+  std::array<bool, kBatch> stale{};
+  Neighbours last;
+  if (tree_.size() > 0) {
+    for (std::uint32_t i = 0; i < count; ++i) searches[i] = Search(tree_, text, Query::of_position(text, begin + i));
+    run<kBatch>({searches.data(), count});
+    for (std::uint32_t i = 0; i < count; ++i) found[i] = searches[i].found();
   }
-  --place.slot;
-  return true;
-}
-
-bool SortedPositions::normalise(Place& place) const {
-  if (size_ == 0) return false;
-  const Chunk& chunk = chunk_at(place.chunk);
-  if (place.slot < chunk.counts[place.leaf]) return true;
-  if (place.leaf + 1 < chunk.size) {
-    place = {place.chunk, place.leaf + 1, 0};
-    return true;
-  }
-  if (place.chunk + 1 == row_.chunks.size()) return false;
-  place = {place.chunk + 1, 0, 0};
-  return true;
-}
-
-std::size_t SortedPositions::rank_in_chunk(const Place& place) const {
-  const Chunk& chunk = chunk_at(place.chunk);
-  std::size_t count = place.slot;
-  for (std::uint32_t i = 0; i < place.leaf; ++i) count += chunk.counts[i];
-  return count;
-}
-
-std::size_t SortedPositions::distance(const Place& low, const Place& high) const {
-  if (low.chunk == high.chunk && low.leaf == high.leaf) return high.slot - low.slot;
-  __builtin_prefetch(chunk_at(high.chunk).counts.data());
-  std::size_t sum = 0;
-  for (std::uint32_t i = low.chunk; i < high.chunk; ++i) sum += row_.counts[i];
-  return sum + rank_in_chunk(high) - rank_in_chunk(low);
-}
-
-void SortedPositions::skip(Place& place, std::size_t count) const {
-  count += rank_in_chunk(place);
-  while (count >= row_.counts[place.chunk]) count -= row_.counts[place.chunk++];
-  enter(place, count);
-}
-
-// The place with the given rank within its chunk.
-void SortedPositions::enter(Place& place, std::size_t rank) const {
-  const Chunk& chunk = chunk_at(place.chunk);
-  for (place.leaf = 0; rank >= chunk.counts[place.leaf]; ++place.leaf) rank -= chunk.counts[place.leaf];
-  place.slot = static_cast<std::uint32_t>(rank);
-}
-
-// In rounds, so that the chunks, then the leaves, then the text that the caller will read are waited for together.
-void SortedPositions::pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const {
-  if (low.slot + count <= chunk_at(low.chunk).counts[low.leaf]) {
-    const Position* const leaf = leaf_at(low) + low.slot;
-    for (std::size_t k = 0; k < picked.size(); ++k) picked[k] = leaf[k * count / picked.size()];
-  } else {
-    std::array<Place, kMostPicked> places;
-    std::array<std::size_t, kMostPicked> ranks;
-    const std::size_t first = rank_in_chunk(low);
-    std::uint32_t chunk = low.chunk;
-    std::size_t before = 0;
-    for (std::size_t k = 0; k < picked.size(); ++k) {
-      const std::size_t rank = first + k * count / picked.size();
-      while (rank - before >= row_.counts[chunk]) before += row_.counts[chunk++];
-      places[k].chunk = chunk;
-      ranks[k] = rank - before;
-      __builtin_prefetch(chunk_at(chunk).counts.data());
+  for (std::uint32_t i = 0; i < count; ++i) {
+    if (stale[i]) found[i] = search(text, Query::of_position(text, begin + i));
+    const Place place = found[i].place;
+    if (i + 1 == count) last = neighbours(found[i]);
+    const std::size_t leaves = tree_.leaves();
+    const std::size_t chunks = tree_.row().chunks.size();
+    tree_.insert(text, place, begin + i);
+    const bool leaf_split = tree_.leaves() != leaves;
+    const bool chunk_split = tree_.row().chunks.size() != chunks;
+    for (std::uint32_t k = i + 1; k < count; ++k) {
+      Place& other = found[k].place;
+      if (chunk_split || (other.chunk == place.chunk && other.leaf == place.leaf)) {
+        stale[k] = true;
+      } else if (leaf_split && other.chunk == place.chunk && other.leaf > place.leaf) {
+        ++other.leaf;
+      }
     }
-    for (std::size_t k = 0; k < picked.size(); ++k) {
-      enter(places[k], ranks[k]);
-      __builtin_prefetch(leaf_at(places[k]) + places[k].slot);
-    }
-    for (std::size_t k = 0; k < picked.size(); ++k) picked[k] = at(places[k]);
   }
-  for (const Position position : picked) __builtin_prefetch(text + position);
+  return last;
+}
+
+void SortedPositions::erase_batch(const Token* text, std::span<const Position> positions) {
+  std::array<Search, kBatch> searches;
+  for (std::size_t i = 0; i < positions.size(); ++i) {
+    searches[i] = Search(tree_, text, Query::of_position(text, positions[i], kShallow));
+  }
+  run<kBatch>({searches.data(), positions.size()});
+  for (std::size_t i = 0; i < positions.size(); ++i) {
+    Place place = searches[i].found().place;  // out of date where the ones before changed it
+    if (find_near(place, positions[i]) || locate(text, positions[i], place)) tree_.erase(text, place);
+  }
 }
 
 }  // namespace agentspec

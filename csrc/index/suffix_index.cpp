@@ -55,15 +55,15 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
     Range& range = pending_.front();
     const std::size_t left = std::min<std::size_t>(budget - done, range.end - range.begin);
     auto count = static_cast<std::uint32_t>(std::min<std::size_t>(left, SortedPositions::kBatch));
-    if (trail_next_ == range.begin && std::max(trail_.left_common, trail_.right_common) >= kDeep) {
+    if (next_ == range.begin && std::max(last_.left_common, last_.right_common) >= kDeep) {
       if (!stopwatch) stopwatch.emplace();
       if (++deep % kDeepSome == 0 && stopwatch->over(kDeepTime)) break;
       count = 1;
       insert_next(range.begin);
     } else {
-      trail_ = order_.insert_batch(text, range.begin, count);
+      last_ = sorted_.insert_batch(text, range.begin, count);
     }
-    trail_next_ = range.begin + count;
+    next_ = range.begin + count;
     for (std::uint32_t i = 0; i < count; ++i) mark(range.begin + i, true);
     range.begin += count;
     done += count;
@@ -83,62 +83,62 @@ void SuffixIndex::insert_next(Position position) {
   auto follows = [&](Position neighbour, std::uint32_t common) {
     return common > 0 && at(neighbour) == at(position - 1) && is_indexed(neighbour + 1);
   };
-  const bool left = follows(trail_.left, trail_.left_common);
-  const bool right = follows(trail_.right, trail_.right_common);
+  const bool left = follows(last_.left, last_.left_common);
+  const bool right = follows(last_.right, last_.right_common);
   Found found;
   bool known = false;
-  if (left && order_.locate(text, trail_.left + 1, found.place)) {
+  if (left && sorted_.locate(text, last_.left + 1, found.place)) {
     ++found.place.slot;
-    found.left = trail_.left_common + 1;
+    found.left = last_.left_common + 1;
     Place next = found.place;
     known = true;
-    if (order_.normalise(next)) {
-      const Position other = order_.at(next);
-      const Order order = right && other == trail_.right + 1 ? Order{true, trail_.right_common + 1}
+    if (sorted_.tree().normalise(next)) {
+      const Position other = sorted_.tree().at(next);
+      const Order order = right && other == last_.right + 1 ? Order{true, last_.right_common + 1}
                                                               : compare(query, text, other, 0);
       found.right = order.common;
       known = order.less;
     }
-  } else if (right && order_.locate(text, trail_.right + 1, found.place)) {
-    found.right = trail_.right_common + 1;
+  } else if (right && sorted_.locate(text, last_.right + 1, found.place)) {
+    found.right = last_.right_common + 1;
     Place before = found.place;
     known = true;
-    if (order_.previous(before)) {
-      const Order order = compare(query, text, order_.at(before), 0);
+    if (sorted_.tree().previous(before)) {
+      const Order order = compare(query, text, sorted_.tree().at(before), 0);
       found.left = order.common;
       known = !order.less;
     }
   }
-  if (!known) found = order_.search(text, query);
-  trail_ = order_.neighbours(found);
-  order_.insert(text, found.place, position);
+  if (!known) found = sorted_.search(text, query);
+  last_ = sorted_.neighbours(found);
+  sorted_.tree().insert(text, found.place, position);
 }
 
 void SuffixIndex::look_up(std::span<const Token> context, Match& match) const {
   match.clear();
-  if (context.empty() || order_.size() == 0) return;
+  if (context.empty() || sorted_.tree().size() == 0) return;
   const Token* const text = text_.data() + kPad;
-  const Found found = order_.search_deep(text, context);
+  const Found found = sorted_.search_deep(text, context);
   const std::uint32_t length = std::max(found.left, found.right);
   if (length == 0) return;
-  list(order_.extent(text, context, length, found), length, match);
+  list(sorted_.extent(text, context, length, found), length, match);
 }
 
 void SuffixIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
   match.clear();
-  if (length == 0 || length > context.size() || order_.size() == 0) return;
+  if (length == 0 || length > context.size() || sorted_.tree().size() == 0) return;
   const Token* const text = text_.data() + kPad;
-  list(order_.extent(text, context, length), length, match);
+  list(sorted_.extent(text, context, length), length, match);
 }
 
 // Fills `match` with the positions of an extent.
 void SuffixIndex::list(const Extent& extent, std::size_t length, Match& match) const {
-  const std::size_t count = order_.distance(extent.low, extent.high);
+  const std::size_t count = sorted_.tree().distance(extent.low, extent.high);
   if (count == 0) return;
   match.length = static_cast<std::uint32_t>(length);
   match.count = static_cast<std::uint32_t>(count);
   match.listed = static_cast<std::uint32_t>(std::min(count, kWindow));
-  order_.pick(text_.data() + kPad, extent.low, count, {match.positions.data(), match.listed});
+  sorted_.tree().pick(text_.data() + kPad, extent.low, count, {match.positions.data(), match.listed});
   if (match.complete()) std::sort(match.positions.begin(), match.positions.begin() + count, std::greater<>());
 }
 
@@ -172,7 +172,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
       mark(last, false);
     }
     if (count == 0) break;
-    order_.erase_batch(text, {batch.data(), count});
+    sorted_.erase_batch(text, {batch.data(), count});
     std::fill(text + first, text + end, kBoundary);  // no indexed context reaches it any more
     end = first;
     done += count;
@@ -182,7 +182,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
     end = begin;
   }
   version_ += done > 0;
-  trail_next_ = 0;
+  next_ = 0;
   return done;
 }
 
@@ -237,10 +237,10 @@ void SuffixIndex::rebase(Position by) {
     std::copy_n(marks_.data() + by / kMarks, marks.size(), marks.data());
   }
   marks_ = std::move(marks);
-  order_.rebase(by);
+  sorted_.tree().rebase(by);
   for (Range& range : pending_) range = {range.begin - by, range.end - by};
   released_ -= by;
-  trail_next_ = 0;
+  next_ = 0;
   ++version_;
 }
 
@@ -263,11 +263,11 @@ void SuffixIndex::restore(SnapshotReader& reader) {
   bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
   for (std::size_t k = 0; right && !text_.empty() && k < kPad; ++k) right = text_[released_ + k] == kBoundary;
   if (!right || marks_.size() > size() / kMarks + 1) reader.damaged("text");
-  order_.restore(reader, size());
+  sorted_.tree().restore(reader, size());
 }
 
 std::size_t SuffixIndex::bytes() const {
-  return sizeof(*this) + text_.bytes() + marks_.bytes() + order_.bytes() + pending_.size() * sizeof(Range);
+  return sizeof(*this) + text_.bytes() + marks_.bytes() + sorted_.tree().bytes() + pending_.size() * sizeof(Range);
 }
 
 }  // namespace agentspec

@@ -7,14 +7,14 @@
 #include <span>
 
 #include "index/context.hpp"
-#include "index/position_tree.hpp"
+#include "index/sorted_positions.hpp"
 #include "storage/buffer.hpp"
 #include "storage/snapshot.hpp"
 
 namespace agentspec {
 
 inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
-static_assert(kWindow <= SortedPositions::kMostPicked);
+static_assert(kWindow <= PositionTree::kMostPicked);
 inline constexpr std::size_t kMarks = 64;   // bits in a word of marks
 
 // Where the end of a context occurred before.
@@ -75,7 +75,7 @@ class SuffixIndex {
   std::span<const Token> text() const { return {text_.data() + (text_.empty() ? 0 : kPad), size()}; }
   std::size_t size() const { return text_.empty() ? 0 : text_.size() - kPad; }
   std::size_t pending() const { return pending_count_; }
-  std::size_t indexed() const { return order_.size(); }
+  std::size_t indexed() const { return sorted_.tree().size(); }
   std::size_t bytes() const;  // memory held, in bytes
 
   // Needs pending() == 0 to be saved. Loading, into an empty index, maps large parts privately: they are copied where
@@ -85,7 +85,7 @@ class SuffixIndex {
     archive.number(released_);
     archive.array(text_);
     archive.array(marks_);
-    order_.describe(archive);
+    sorted_.tree().describe(archive);
     if constexpr (Archive::kLoading) restore(archive);
   }
 
@@ -105,11 +105,11 @@ class SuffixIndex {
 
   Buffer<Token> text_;            // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;   // one bit a position: indexed
-  SortedPositions order_;
+  SortedPositions sorted_;
   std::deque<Range> pending_;     // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;
-  Neighbours trail_;           // of the position that was indexed last, which is followed by
-  Position trail_next_ = 0;    // this one; 0: unknown
+  Neighbours last_;           // of the position that was indexed last, which is followed by
+  Position next_ = 0;    // this one; 0: unknown
   Position released_ = 0;
   std::uint64_t version_ = 0;
 };
