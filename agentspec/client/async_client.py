@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
-from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 import openai
@@ -114,9 +113,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _probe(self, call: Call) -> None:
@@ -267,7 +264,5 @@ class AsyncReplyStream(StreamBase[ParsedT]):
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

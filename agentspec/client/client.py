@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Generator, Iterator
-from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 import openai
@@ -134,9 +133,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _probe(self, call: Call) -> None:
@@ -299,7 +296,5 @@ class ReplyStream(StreamBase[ParsedT]):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -25,7 +25,8 @@ class Turn(NamedTuple):
 class Conversation:
     """A history that grows by whole turns: a call that fails leaves it as it was.
 
-    id: the session's; "" for calls of no session. new: there is nothing to load.
+    id: the session's; "" for calls of no session. loaded: whether the stored messages have been read; a new session
+    has none.
     """
 
     def __init__(self, session: str, log: SessionLog, *, group: str | None = None, new: bool = False) -> None:
@@ -36,25 +37,20 @@ class Conversation:
         self._guard = threading.Lock()
         self._load_lock = threading.Lock()
         self._busy = False
-        self._loaded = new
+        self.loaded = new
         self._saving = True
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the stored messages have been read."""
-        return self._loaded
 
     def load(self) -> None:
         """Read the stored messages, once. What was added before goes behind them. May block."""
         with self._load_lock:
-            if self._loaded:
+            if self.loaded:
                 return
             stored = self._log.read(self.id)
             with self._guard:
                 # New messages must not follow unread ones: that would splice two conversations.
                 self._saving = stored is not None
                 added, self._messages = self._messages, [*(stored or ()), *self._messages]
-                self._loaded = True
+                self.loaded = True
                 self._save(added)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -74,7 +70,7 @@ class Conversation:
             self._log.remove(self.id)
             with self._guard:
                 self._messages = []
-                self._loaded = self._saving = True
+                self.loaded = self._saving = True
 
     def copy_to(self, other: Conversation) -> None:
         """Append the history to a loaded conversation. Raises InvalidSessionError if that one is not empty."""
@@ -115,7 +111,7 @@ class Conversation:
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         kept = copy.deepcopy(list(messages))
         self._messages.extend(kept)
-        if self._loaded:
+        if self.loaded:
             self._save(kept)
 
     def _save(self, messages: Sequence[dict[str, Any]]) -> None:
