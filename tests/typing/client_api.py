@@ -61,6 +61,9 @@ def sync(client: AgentClient) -> None:
     assert_type(client.session("sample-1", group="problem-7").group, str | None)
     assert_type(client.chat("hello", group="problem-7"), Reply)
     assert_type(client.chat("hello", group="problem-7", stream=True), ReplyStream)
+    assert_type(client.stream("hello"), ReplyStream)
+    assert_type(client.stream("judge", response_format=Verdict), ReplyStream[Verdict])
+    assert_type(session.stream("judge", response_format={"type": "json_object"}).reply.parsed, None)
     assert_type(client.openai, openai.OpenAI)
 
 
@@ -70,6 +73,9 @@ async def twins(client: AsyncAgentClient) -> None:
     assert_type(await session.chat("hello"), Reply)
     assert_type((await session.chat("judge", response_format=Verdict)).parsed, Verdict | None)
     assert_type(await session.chat("hello", stream=True), AsyncReplyStream)
+    assert_type(await session.chat("judge", stream=True, response_format=Verdict), AsyncReplyStream[Verdict])
+    assert_type(client.stream("judge", response_format=Verdict), AsyncReplyStream[Verdict])
+    assert_type(client.openai, openai.AsyncOpenAI)
     async for text in session.stream("hello"):
         assert_type(text, str)
     assert_type(await session.fork("other"), AsyncSession)

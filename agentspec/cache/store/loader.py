@@ -98,7 +98,7 @@ class Chain:
         return record if kept == record.kept and not record.gap else replace(record, kept=kept, gap=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoaderStats:
     """Counts since the start.
 
@@ -107,14 +107,14 @@ class LoaderStats:
     requested and not yet delivered. state: the breaker's.
     """
 
-    delivered: int
-    damaged: int
-    unknown: int
-    failed: int
-    refused: int
-    pending: int
-    preloading: bool
-    state: State
+    delivered: int = 0
+    damaged: int = 0
+    unknown: int = 0
+    failed: int = 0
+    refused: int = 0
+    pending: int = 0
+    preloading: bool = False
+    state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
         """Return the counts as JSON."""
@@ -175,12 +175,11 @@ class BackgroundLoader:
         self._pending: set[str] = set()
         self._forgotten: set[str] = set()
         self._preload: _Preload | None = None
-        self._preloading = False
         self._chains: OrderedDict[str, Chain] = OrderedDict()
         self._batch = _Batch([])  # of the thread alone
         self._ready: deque[_Batch] = deque()
         self._ready_bytes = 0
-        self._delivered = self._failed = self._refused = 0
+        self._counts = LoaderStats()
         self._closed = False
         self._wake = threading.Condition(threading.Lock())  # held for moments only, never while the store is called
         self._thread = threading.Thread(target=self._run, name="agentspec-store-loader", daemon=True)
@@ -192,7 +191,7 @@ class BackgroundLoader:
             if session in self._pending or self._closed:
                 return
             if len(self._pending) >= self._max_pending:
-                self._refused += 1
+                self._counts.refused += 1
                 return
             self._pending.add(session)
             self._requests.append(_Request(session, self._clock()))
@@ -202,9 +201,9 @@ class BackgroundLoader:
         """Ask for the ``newest`` records of the log and what their sessions said before. Call it once, at the start."""
         check_newest(newest)
         with self._wake:
-            if self._preloading or self._closed:
+            if self._counts.preloading or self._closed:
                 return
-            self._preloading = True
+            self._counts.preloading = True
             self._preload = _Preload(newest, self._clock())
             self._wake.notify()
 
@@ -217,17 +216,17 @@ class BackgroundLoader:
             self._ready.clear()
             self._ready_bytes = 0
             for batch in batches:
-                self._delivered += len(batch.records)
+                self._counts.delivered += len(batch.records)
                 if isinstance(batch.finishes, _Request):
                     self._pending.discard(batch.finishes.session)
                 elif batch.finishes is not None:
-                    self._preloading = False
+                    self._counts.preloading = False
             self._wake.notify()  # the thread may be waiting for room
         return [batch.records for batch in batches if batch.records]
 
     def is_pending(self, session: str | None) -> bool:
         """Return whether ``poll`` may yet give records of a request for ``session``; None: of the preload."""
-        return self._preloading if session is None else session in self._pending
+        return self._counts.preloading if session is None else session in self._pending
 
     def forget(self, session: str) -> None:
         """Let a later request deliver all records of the session again, because the cache has evicted it."""
@@ -244,14 +243,11 @@ class BackgroundLoader:
     def stats(self) -> LoaderStats:
         """Return the figures of this moment."""
         with self._wake:
-            return LoaderStats(
-                delivered=self._delivered,
+            return replace(
+                self._counts,
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
-                failed=self._failed,
-                refused=self._refused,
                 pending=len(self._pending),
-                preloading=self._preloading,
                 state=self._breaker.state,
             )
 
@@ -343,7 +339,7 @@ class BackgroundLoader:
         passing = isinstance(error, StoreUnavailableError)
         self._publish(None if passing else job)
         with self._wake:
-            self._failed += 1
+            self._counts.failed += 1
             if isinstance(job, _Preload):
                 job.entries = None
             elif passing:

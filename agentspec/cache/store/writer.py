@@ -19,7 +19,7 @@ _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
 _MAX_GAPS = 100_000  # sessions remembered to have lost a turn; forgetting them costs some wrong drafts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriterStats:
     """Counts since the start. Every record put is in exactly one of persisted, dropped, refused and queued.
 
@@ -28,13 +28,13 @@ class WriterStats:
     records stay queued. state: the breaker's.
     """
 
-    persisted: int
-    dropped: int
-    refused: int
-    failed: int
-    queued: int
-    queued_bytes: int
-    state: State
+    persisted: int = 0
+    dropped: int = 0
+    refused: int = 0
+    failed: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
+    state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
         """Return the counts as JSON."""
@@ -76,7 +76,8 @@ class BackgroundWriter:
         self._in_flight: list[_Item] = []
         self._bytes = 0
         self._limit = batch_entries
-        self._number = self._persisted = self._dropped = self._refused = self._failed = 0
+        self._number = 0
+        self._counts = WriterStats()
         self._gaps: set[str] = set()
         self._overflowing = self._hurry = self._refusal_logged = False
         self._deadline: float | None = None
@@ -92,7 +93,7 @@ class BackgroundWriter:
         with self._work:
             self._number += 1
             if self._closing():
-                self._dropped += 1
+                self._counts.dropped += 1
                 return
             self._queue.append(_Item(self._number, record, size))
             self._bytes += size
@@ -122,15 +123,8 @@ class BackgroundWriter:
     def stats(self) -> WriterStats:
         """Return the figures of this moment."""
         with self._work:
-            return WriterStats(
-                persisted=self._persisted,
-                dropped=self._dropped,
-                refused=self._refused,
-                failed=self._failed,
-                queued=len(self._queue) + len(self._in_flight),
-                queued_bytes=self._bytes,
-                state=self._breaker.state,
-            )
+            queued = len(self._queue) + len(self._in_flight)
+            return replace(self._counts, queued=queued, queued_bytes=self._bytes, state=self._breaker.state)
 
     def _run(self) -> None:
         while batch := self._next_batch():
@@ -176,12 +170,12 @@ class BackgroundWriter:
             return
         recovered = self._breaker.success()
         with self._work:
-            self._persisted += len(entries)
-            self._refused += len(batch) - len(entries)
+            self._counts.persisted += len(entries)
+            self._counts.refused += len(batch) - len(entries)
             self._limit = self._batch_entries
             self._gaps |= gaps
             self._leave(batch)
-            left, dropped = len(self._queue), self._dropped
+            left, dropped = len(self._queue), self._counts.dropped
         if recovered:
             logger.warning(
                 "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
@@ -206,10 +200,10 @@ class BackgroundWriter:
         """Put a failed batch back. If the store will never take it, halve it until the record at fault is alone."""
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
-            self._failed += 1
+            self._counts.failed += 1
             self._gaps |= gaps
             if len(batch) == 1 and not passing:
-                self._refused += 1
+                self._counts.refused += 1
                 self._gaps.add(batch[0].record.session)
                 self._leave(batch)
             else:
@@ -234,12 +228,12 @@ class BackgroundWriter:
         self._settled.notify_all()
 
     def _trim(self) -> None:
-        dropped = self._dropped
+        dropped = self._counts.dropped
         while self._queue and (
             self._bytes > self._max_bytes or len(self._queue) + len(self._in_flight) > self._max_entries
         ):
             self._drop_oldest()
-        if self._dropped == dropped:
+        if self._counts.dropped == dropped:
             return
         self._settled.notify_all()
         if not self._overflowing:
@@ -249,7 +243,7 @@ class BackgroundWriter:
     def _drop_oldest(self) -> None:
         item = self._queue.popleft()
         self._bytes -= item.size
-        self._dropped += 1
+        self._counts.dropped += 1
         if len(self._gaps) >= _MAX_GAPS:
             self._gaps.clear()
         self._gaps.add(item.record.session)
