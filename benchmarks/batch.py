@@ -8,9 +8,10 @@ b are fitted to published decode times of an 8B and a 70B model (MODELS). Prefil
 takes are left out. The counts do not depend on the machine.
 
 Rows are always busy: a session's turns run in order, the next session takes the place of a finished one, and when the
-recording ends it starts again with other token ids. A replay ends after --tokens tokens. Throughput is given over the
-same server without speculation, and once more over one that without speculation gains 3 % or 30 % from asynchronous
-scheduling, which vLLM's V1 runner switches off for host-side drafters.
+recording ends it starts again with other token ids. A replay ends after --tokens tokens for each of the sessions at
+once. ArcticInference's best setting is the best of 12 at the price of a token in that batch, by the counts that
+drafting.py keeps. Throughput is given over the same server without speculation, and once more for servers that lose
+3 % or 30 % of it with asynchronous scheduling, which vLLM's V1 runner switches off for host-side drafters.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any, Protocol
 
+import arctic
 import numpy as np
-from drafters import ARCTIC_DEFAULTS, ARCTIC_SETTINGS, Setting, ngram_rule
+from drafters import ARCTIC_DEFAULTS, OtherDrafters, Setting, best_settings, ngram_rule
 from report import names, positive, print_json, print_table, save, say
 from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 
@@ -35,7 +37,7 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)
-TOKENS = 100_000
+LEAST_TOKENS, TOKENS_A_SESSION = 20_000, 1_000
 END_TOKEN = 2
 RENUMBERING = 7_919
 OURS, NGRAM, DEFAULT, BEST = "agentspec", "ngram", "suffix, default", "suffix, best of 12"
@@ -56,6 +58,11 @@ class Model:
         rows, times = np.array(self.published).T
         b, a = np.polyfit(rows, times, 1)
         return float(a), float(b)
+
+    def price(self, rows: int) -> float:
+        """Return what one more token to verify costs in a batch, as a share of a row's step."""
+        a, b = self.step()
+        return b * rows / (a + b * rows)
 
 
 SOURCE = "https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance"
@@ -99,6 +106,7 @@ class Counts:
     drafted_rows: int = 0
 
     def milliseconds(self, a: float, b: float) -> float:
+        """Return the time of all steps."""
         return a * self.steps + b * (self.rows + self.drafted)
 
 
@@ -254,15 +262,19 @@ def replay(recorded: Sequence[dict[str, Any]], slots: int, tokens: int, drafter:
 def verify(row: Row) -> int:
     """Return how many tokens a step gives: the draft's first tokens that the recording has too, and one more."""
     accepted = 0
-    for token, right in zip(row.draft, row.turn.text[row.done :].tolist(), strict=False):
+    truth = row.turn.text[row.done : row.done + len(row.draft)].tolist()
+    for token, right in zip(row.draft, truth, strict=False):
         if token != right:
             break
         accepted += 1
     return min(accepted + 1, len(row.turn.text) - row.done)
 
 
-def measure(traces: Path, workload: str, slots: int, tokens: int) -> list[dict[str, Any]]:
-    """Return the rows of one workload and number of sessions: every method on every model."""
+def measure(traces: Path, workload: str, slots: int, tokens: int, best: Sequence[Setting]) -> list[dict[str, Any]]:
+    """Return the rows of one workload and number of sessions: every method on every model.
+
+    best: ArcticInference's best setting for each model.
+    """
     _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
     recorded = list(records(traces, workload))
     width = max(len(record["prompt"]) + len(record["response"]) for record in recorded)
@@ -270,7 +282,7 @@ def measure(traces: Path, workload: str, slots: int, tokens: int) -> list[dict[s
     def run(drafter: Drafter) -> Counts:
         return replay(recorded, slots, tokens, drafter)
 
-    def arctic(setting: Setting) -> Counts:
+    def arctic_rule(setting: Setting) -> Counts:
         rule = DraftPolicy.fixed(
             max_depth=setting.depth,
             max_spec_factor=setting.factor,
@@ -279,19 +291,16 @@ def measure(traces: Path, workload: str, slots: int, tokens: int) -> list[dict[s
         )
         return run(IndexDrafter(rule, slots, width))
 
-    settings = {str(setting): arctic(setting) for setting in ARCTIC_SETTINGS}
-    default = arctic(ARCTIC_DEFAULTS["ArcticInference library"])
+    at_best = {setting: arctic_rule(setting) for setting in set(best)}
+    default = arctic_rule(ARCTIC_DEFAULTS["ArcticInference library"])
     ngram = run(NgramDrafter()) if ngram_rule() is not None else None
     rows = []
-    for model in MODELS:
-        step = model.step()
-        best = min(settings, key=lambda name: settings[name].milliseconds(*step) / settings[name].tokens)
-        methods = {OURS: ("", run(IndexDrafter(DraftPolicy(), slots, width, step)))}
-        methods |= {BEST: (best, settings[best]), DEFAULT: ("", default)}
+    for model, setting in zip(MODELS, best, strict=True):
+        ours = run(IndexDrafter(DraftPolicy(), slots, width, model.step()))
+        methods = {OURS: ("", ours), BEST: (str(setting), at_best[setting]), DEFAULT: ("", default)}
         if ngram is not None:
             methods[NGRAM] = ("", ngram)
-        for method, (setting_name, counts) in methods.items():
-            rows.append(figures(workload, slots, model, method, setting_name, counts))
+        rows += [figures(workload, slots, model, method, *found) for method, found in methods.items()]
     return rows
 
 
@@ -326,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return 2
     result = {
-        "tokens": options.tokens,
+        "tokens_a_session": options.tokens,
         "source": SOURCE,
         "models": [
             {"name": model.name, "published_ms": model.published, "a_ms": round(a, 3), "b_ms": round(b, 4)}
@@ -349,13 +358,19 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    cells = list(product(options.workloads, options.sessions))
+    others = OtherDrafters(options.traces, options.peer_dir)
+    cells = []
+    for workload, slots in product(options.workloads, options.sessions):
+        prices = [model.price(slots) for model in MODELS]
+        best = best_settings(others.settings(workload), prices)
+        tokens = max(LEAST_TOKENS, options.tokens * slots)
+        cells.append((workload, slots, tokens, [best[price][0] for price in prices]))
     with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(options.jobs) as pool:
         task = progress.add_task("simulating", total=len(cells))
-        futures = [pool.submit(measure, options.traces, name, slots, options.tokens) for name, slots in cells]
+        futures = [pool.submit(measure, options.traces, *cell) for cell in cells]
         rows = []
-        for (name, slots), future in zip(cells, futures, strict=True):
-            progress.update(task, description=f"{name}, {slots} sessions")
+        for (workload, slots, *_), future in zip(cells, futures, strict=True):
+            progress.update(task, description=f"{workload}, {slots} sessions")
             rows += future.result()
             progress.advance(task)
     return rows
@@ -384,8 +399,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and .tok.npz")
     add("--workloads", type=names, default=list(WORKLOADS), metavar="A,B", help="only these (all six)")
     add("--sessions", type=_numbers, default=list(SESSIONS), metavar="N,M", help="sessions at once (1,8,32,128)")
-    add("--tokens", type=positive, default=TOKENS, metavar="N", help="length of a replay (%(default)s)")
+    add(
+        "--tokens",
+        type=positive,
+        default=TOKENS_A_SESSION,
+        metavar="N",
+        help=f"length of a replay, for each session at once (%(default)s; at least {LEAST_TOKENS} together)",
+    )
     add("--jobs", type=positive, default=1, metavar="J", help="replays at the same time (%(default)s)")
+    arctic.add_option(parser)
     add("--save", action="store_true", help="write results/batch.json, which plot.py reads")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

@@ -159,6 +159,15 @@ ARCTIC_DEFAULTS = {
 """What each gives a user who sets nothing. How many requests they hold at most (10,000 and more) is never reached."""
 
 
+def best_settings(counts: Mapping[str, Counts], costs: Sequence[float]) -> dict[float, tuple[Setting, float]]:
+    """Return for each cost ArcticInference's setting with the highest throughput, and that throughput."""
+    found = {}
+    for cost in costs:
+        best = max(ARCTIC_SETTINGS, key=lambda setting: counts[str(setting)].throughput(cost))
+        found[cost] = best, counts[str(best)].throughput(cost)
+    return found
+
+
 class OtherDrafters:
     """Counts of other drafters, kept in `folder` (default: beside ArcticInference's build).
 

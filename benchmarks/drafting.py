@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from drafters import ARCTIC_SETTINGS, DEPTH, MAX_DRAFT, TENANT, Counts, OtherDrafters, Setting
+from drafters import DEPTH, MAX_DRAFT, TENANT, Counts, OtherDrafters, Setting, best_settings
 from report import Row, add_options, more, names, pin, say, show
 from trace_files import WORKLOADS, calls
 
@@ -83,7 +83,7 @@ def default_rows(traces: Path, workloads: Sequence[str], drafters: OtherDrafters
     targets: list[Row] = []
     others: list[Row] = []
     for name in workloads:
-        best = best_settings(drafters.settings(name))
+        best = best_settings(drafters.settings(name), TARGET_COSTS)
         theirs = drafters.defaults(name)
         plain = default_counts(traces, name, DraftPolicy())
         for cost in TARGET_COSTS:
@@ -116,22 +116,13 @@ def default_rows(traces: Path, workloads: Sequence[str], drafters: OtherDrafters
     return targets + others
 
 
-def best_settings(counts: Mapping[str, Counts]) -> dict[float, tuple[Setting, float]]:
-    """Return for each cost the setting with the highest throughput, and that throughput."""
-    found = {}
-    for cost in COSTS:
-        best = max(ARCTIC_SETTINGS, key=lambda setting: counts[str(setting)].throughput(cost))
-        found[cost] = best, counts[str(best)].throughput(cost)
-    return found
-
-
 def equal_rows(traces: Path, workloads: Sequence[str], others: OtherDrafters) -> list[Row]:
     """Return the rows of equal limits: the targets first, then every workload and cost."""
     theirs = {name: others.settings(name) for name in workloads}
     rows: list[Row] = []
     ratios: dict[tuple[str, float], float] = {}
     for name in workloads:
-        for cost, (best, bar) in best_settings(theirs[name]).items():
+        for cost, (best, bar) in best_settings(theirs[name], COSTS).items():
             ours = our_counts(traces, name, DraftPolicy(cost=cost, max_draft=MAX_DRAFT)).throughput(cost)
             ratios[name, cost] = ours / bar
             rows.append(_said(more(f"throughput, {name}, cost {cost:g} (the peer: {best})", ours, bar, 1.0)))

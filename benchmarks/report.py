@@ -155,8 +155,19 @@ def save(name: str, kind: str, content: Mapping[str, Any]) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**where, **content}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(_lines({**where, **content}), encoding="utf-8")
     say(f"wrote {path.relative_to(ROOT)}")
+
+
+def _lines(result: Mapping[str, Any]) -> str:
+    """Return the result as JSON with a line for each field and each row."""
+    fields = []
+    for name, value in result.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n ]"
+        fields.append(f"{json.dumps(name)}: {text}")
+    return "{\n " + ",\n ".join(fields) + "\n}\n"
 
 
 def machine() -> str:
