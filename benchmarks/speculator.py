@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout will do, nothing is installed
 
-from agentspec.server_ext.speculator.base import Speculator
-from agentspec.server_ext.speculator.config import SpeculatorConfig
-from agentspec.server_ext.speculator.draft_loop import DraftLoop
-from agentspec.server_ext.speculator.lstm import LSTMSpeculator
+from agentspec.server_ext.speculator import DraftLoop, LSTMSpeculator, Speculator, SpeculatorConfig
+from agentspec.server_ext.speculator.gpu import Optimizations, fused_kernels
+from agentspec.server_ext.speculator.gpu.graphs import CudaRecorder
 
 POSITIONS = 3
 BATCHES = (1, 8, 32)
@@ -94,43 +93,41 @@ def _options() -> argparse.Namespace:
 
 
 def _rows(shapes: Iterable[str], device: torch.device, bandwidth: float, repeats: int) -> Iterator[Row]:
-    with_kernels = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    on_gpu = device.type == "cuda"
+    with_kernels = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
     for shape in shapes:
         for precision, (head, projections) in PRECISIONS.items():
             for kernels in (False, True) if with_kernels else (False,):
-                speculator = _speculator(shape, device)
-                loop = DraftLoop(
-                    speculator,
-                    fp8_head=head,
-                    fp8_projections=projections,
-                    kernels=kernels,
-                    graphs=device.type == "cuda",
-                )
-                yield from _variants(loop, shape, precision, kernels, bandwidth, repeats)
+                for graphs in (False, True) if on_gpu else (False,):
+                    loop = DraftLoop(
+                        _speculator(shape, device),
+                        fp8_head=head,
+                        fp8_projections=projections,
+                        optimizations=Optimizations(
+                            fused_kernels if kernels else None, CudaRecorder if graphs else None
+                        ),
+                    )
+                    loop.warm_up()
+                    yield from _measured(loop, shape, precision, bandwidth, repeats)
 
 
-def _variants(
-    loop: DraftLoop, shape: str, precision: str, kernels: bool, bandwidth: float, repeats: int
-) -> Iterator[Row]:
-    """A loop's times at each batch size: before its graphs are recorded, and after."""
+def _measured(loop: DraftLoop, shape: str, precision: str, bandwidth: float, repeats: int) -> Iterator[Row]:
+    """A loop's times at each batch size, with the kernels and graphs that passed its self-check."""
     device = next(loop.speculator.parameters()).device
-    for graphs in (False, True) if device.type == "cuda" else (False,):
-        if graphs:
-            loop.warm_up()
-        for batch in BATCHES:
-            hidden, tokens, _ = loop.inputs(batch)
-            hidden.normal_()
-            tokens.random_(0, loop.speculator.config.vocab_size)
-            ms = _milliseconds(lambda: loop(hidden, tokens), device, repeats)  # noqa: B023  # called at once
-            read = bytes_read(loop.speculator, batch)
-            floor = 1e3 * read / bandwidth
-            ratio = ms / floor
-            aimed = graphs and kernels and batch == 1
-            judged = aimed and "H100" in torch.cuda.get_device_name(device)
-            yield Row(
-                shape, precision, batch, graphs, kernels, ms, ms / POSITIONS, read, floor, ratio,
-                TARGET if aimed else None, ratio <= TARGET if judged else None,
-            )  # fmt: skip
+    for batch in BATCHES:
+        hidden, tokens, _ = loop.inputs(batch)
+        hidden.normal_()
+        tokens.random_(0, loop.speculator.config.vocab_size)
+        ms = _milliseconds(lambda: loop(hidden, tokens), device, repeats)  # noqa: B023  # called at once
+        read = bytes_read(loop.speculator, batch)
+        floor = 1e3 * read / bandwidth
+        ratio = ms / floor
+        aimed = loop.uses_graphs and loop.uses_kernels and batch == 1
+        judged = aimed and "H100" in torch.cuda.get_device_name(device)
+        yield Row(
+            shape, precision, batch, loop.uses_graphs, loop.uses_kernels, ms, ms / POSITIONS, read, floor, ratio,
+            TARGET if aimed else None, ratio <= TARGET if judged else None,
+        )  # fmt: skip
 
 
 def bytes_read(speculator: Speculator, batch: int) -> int:

@@ -13,12 +13,12 @@ from agentspec.cache.store import namespace, open_store, redact
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.settings import Settings, load_settings
-from agentspec.server_ext.token_counts import TokenCounts, count_tokens
 
 if TYPE_CHECKING:
     import torch
 
     from agentspec.server_ext.speculator import Speculator
+    from agentspec.server_ext.speculator.vocabulary import TokenCounts
 
 _commands = typer.Typer(help="Draft models: look at one, reduce its head.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def add_to(app: typer.Typer) -> None:
 
 @_commands.command()
 def show(speculator: SpeculatorArgument, as_json: JsonOption = False) -> None:
-    """What a checkpoint holds, and what a draft reads from memory."""
+    """Show what a checkpoint holds, and what a draft reads from memory."""
     from agentspec.server_ext.speculator import load_speculator
 
     _print(speculator, _facts(load_speculator(speculator)), as_json)
@@ -54,10 +54,8 @@ def prune(
     """Keep only the head's rows of the tokens that occur most in the tenant's stored corpus."""
     import torch
 
-    from agentspec.server_ext.special_tokens import special_tokens
     from agentspec.server_ext.speculator import load_speculator, save_speculator
-    from agentspec.server_ext.speculator.vocabulary import choose_vocabulary
-    from agentspec.server_ext.speculator.vocabulary import prune as prune_head
+    from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head, special_tokens
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out}: is there and not an empty folder; name another")
@@ -89,14 +87,16 @@ def prune(
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    """Store and tenant as a server gets them: from options, else the environment, else the defaults."""
+    """Return store and tenant as a server gets them: from options, else the environment, else the defaults."""
     from_environment = load_settings({})
     return load_settings({"agentspec": {**from_environment.model_dump(include={"store", "tenant"}), **given}}, {})
 
 
 def _count(
     settings: Settings, model: str, tokenizer: str, revision: str | None, vocab_size: int
-) -> tuple[TokenCounts, TokenCounts]:
+) -> "tuple[TokenCounts, TokenCounts]":
+    from agentspec.server_ext.speculator.vocabulary import count_tokens
+
     key = namespace(model_name(model), tokenizer_fingerprint(tokenizer, revision), settings.tenant)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
     opened = open_store(settings.store)
@@ -114,8 +114,8 @@ def _count(
     return counts
 
 
-def _share(counts: TokenCounts, keep: "torch.Tensor") -> float | None:
-    """Share of the generated tokens that are kept; None where there are none."""
+def _share(counts: "TokenCounts", keep: "torch.Tensor") -> float | None:
+    """Return the share of the generated tokens that are kept; None where there are none."""
     total = int(counts.responses.sum())
     return int(counts.responses[keep.numpy()].sum()) / total if total else None
 

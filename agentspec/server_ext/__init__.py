@@ -14,5 +14,4 @@
 ``recorder``      the step-by-step record as JSON lines, written in the background
 ``endpoints``     ``/v1/agentspec``: those figures over HTTP
 ``speculator``    draft models, in torch alone
-``token_counts``, ``special_tokens``  what a reduced head is chosen from
 """

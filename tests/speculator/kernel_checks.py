@@ -12,10 +12,11 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from agentspec.server_ext.speculator import DraftLoop, fused, selection
-from agentspec.server_ext.speculator.fp8 import Fp8Linear, quantize_rows
-from agentspec.server_ext.speculator.fused import FusedFp8Linear, FusedLSTMCell, FusedSumNormGelu, QuantizedState
-from agentspec.server_ext.speculator.layers import LSTMCell, Norm, SumNormGelu
+from agentspec.server_ext.speculator import DraftLoop, draft_loop, load_speculator, selection
+from agentspec.server_ext.speculator.gpu import Optimizations, fused, fused_kernels, kernels, self_check
+from agentspec.server_ext.speculator.gpu.fp8 import Fp8Linear, quantize_rows
+from agentspec.server_ext.speculator.gpu.fused import FusedFp8Linear, FusedLSTMCell, FusedSumNormGelu, QuantizedState
+from agentspec.server_ext.speculator.models import LSTMCell, Norm, SumNormGelu
 from tests.speculator.shapes import inputs, small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,6 +47,14 @@ def _on_device() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.device(DEVICE), torch.inference_mode():
         yield
+
+
+@pytest.fixture
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes milliseconds for each row of each kernel, so compare and warm up few rows with it."""
+    if EXACT:
+        monkeypatch.setattr(draft_loop, "SIZES", (1,))
+        monkeypatch.setattr(self_check, "BATCHES", (3,))
 
 
 def _shaken(*norms: Norm) -> None:
@@ -153,12 +162,20 @@ def test_logits_that_are_no_numbers_still_give_a_token() -> None:
     assert ((tokens >= 0) & (tokens < 200)).all()
 
 
+@pytest.mark.usefixtures("_few_rows")
 @pytest.mark.parametrize(("kind", "fp8"), [("lstm", False), ("lstm", True), ("mlp", True)])
 def test_the_loop_drafts_the_same(kind: str, fp8: bool) -> None:
     plain, loop = (
-        DraftLoop(small(kind, reduced=True).to(DEVICE), fp8_head=fp8, fp8_projections=fp8, kernels=kernels)
-        for kernels in (False, True)
+        DraftLoop(
+            small(kind, reduced=True).to(DEVICE),
+            fp8_head=fp8,
+            fp8_projections=fp8,
+            optimizations=Optimizations(fused_kernels if with_kernels else None),
+        )
+        for with_kernels in (False, True)
     )
+    loop.warm_up()
+    assert loop.uses_kernels
     given = [tensor.to(DEVICE) for tensor in inputs(6)]
     wanted, found = plain(*given), loop(*given)
     if fp8 and not EXACT:
@@ -167,3 +184,30 @@ def test_the_loop_drafts_the_same(kind: str, fp8: bool) -> None:
     tolerance = 0.02 if fp8 else 1e-4  # a state that rounds the other way moves a probability a little
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.usefixtures("_few_rows")
+@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float16, False), (torch.float32, True)])
+def test_the_kernels_pass_their_self_check_on_a_trained_speculator(dtype: torch.dtype, fp8: bool) -> None:
+    loop = DraftLoop(
+        load_speculator("demo/drafter", dtype=dtype, device=DEVICE),
+        fp8_head=fp8,
+        fp8_projections=fp8,
+        optimizations=Optimizations(fused_kernels),
+    )
+    loop.warm_up()
+    assert loop.uses_kernels
+
+
+@pytest.mark.usefixtures("_few_rows")
+def test_a_kernel_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gates of the cell in another order."""
+    launch = kernels.lstm_kernel.run
+
+    def swapped(projected: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        return launch(projected.roll(projected.shape[-1] // 4, -1).contiguous(), *arguments, **options)
+
+    monkeypatch.setattr(kernels.lstm_kernel, "run", swapped)
+    loop = DraftLoop(small(reduced=True).to(DEVICE), optimizations=Optimizations(fused_kernels))
+    loop.warm_up()
+    assert not loop.uses_kernels

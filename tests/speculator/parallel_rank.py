@@ -9,20 +9,35 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from agentspec.server_ext.speculator import DraftLoop
-from agentspec.server_ext.speculator.parallel import Ranks
+from agentspec.server_ext.speculator import DraftLoop, Ranks
+from agentspec.server_ext.speculator.gpu import Optimizations
+from agentspec.server_ext.speculator.selection import PLAIN
 from tests.speculator.shapes import inputs, small
+from tests.speculator.stand_ins import BROKEN, DirectRecorder, FailingRecorder, WrongRecorder
 
 CASES = [
-    {"kind": kind, "reduced": reduced, "fp8": fp8}
-    for kind, reduced, fp8 in (
-        ("lstm", False, False),
-        ("lstm", True, False),
-        ("mlp", True, False),
-        ("lstm", True, True),
+    {"kind": kind, "reduced": reduced, "fp8": fp8, "kernels": kernels}
+    for kind, reduced, fp8, kernels in (
+        ("lstm", False, False, None),
+        ("lstm", True, False, None),
+        ("mlp", True, False, None),
+        ("lstm", True, True, None),
+        ("lstm", False, False, "right"),
+        ("mlp", True, False, "right"),
+        ("lstm", False, False, "wrong on rank 1"),
+        ("lstm", True, False, "raising on rank 0"),
     )
 ]
 ROWS = 5
+
+
+def _stand_ins(kernels: str, rank: int) -> Optimizations:
+    """Kernels and a recorder, broken on one of the ranks or on none."""
+    if kernels == f"wrong on rank {rank}":
+        return Optimizations(lambda: BROKEN["another token"], WrongRecorder)
+    if kernels == f"raising on rank {rank}":
+        return Optimizations(lambda: BROKEN["raises"], lambda: FailingRecorder("record"))
+    return Optimizations(lambda: PLAIN, DirectRecorder)
 
 
 def main() -> None:
@@ -31,8 +46,11 @@ def main() -> None:
     results = []
     for case in CASES:
         speculator = small(str(case["kind"]), reduced=bool(case["reduced"]))
-        loop = DraftLoop(speculator, parallel=Ranks.of(), fp8_head=bool(case["fp8"]))
-        results.append((tuple(loop(*inputs(ROWS))), [len(head.weight) for head in speculator.heads]))
+        given = None if case["kernels"] is None else _stand_ins(str(case["kernels"]), rank)
+        loop = DraftLoop(speculator, parallel=Ranks.of(), fp8_head=bool(case["fp8"]), optimizations=given)
+        loop.warm_up()
+        used = loop.uses_kernels, loop.uses_graphs
+        results.append((tuple(loop(*inputs(ROWS))), [len(head.weight) for head in speculator.heads], used))
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 

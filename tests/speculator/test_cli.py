@@ -120,7 +120,7 @@ def test_a_speculator_of_a_smaller_vocabulary_is_refused(
 
 
 def test_a_tokenizer_that_is_not_there_is_named() -> None:
-    from agentspec.server_ext.special_tokens import special_tokens
+    from agentspec.server_ext.speculator.vocabulary import special_tokens
 
     with pytest.raises(ConfigurationError, match="tokenizer tests/speculator: cannot be loaded"):
         special_tokens("tests/speculator", "tests/speculator", None)

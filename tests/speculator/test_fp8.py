@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentspec.server_ext.speculator import DraftLoop
-from agentspec.server_ext.speculator.fp8 import Fp8Linear, quantize_rows, quantize_weight
+from agentspec.server_ext.speculator.gpu.fp8 import Fp8Linear, quantize_rows, quantize_weight
 from tests.speculator.shapes import inputs, small
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator import DraftLoop
-from tests.speculator.shapes import small
+from agentspec.server_ext.speculator.gpu import Optimizations, fused_kernels
+from tests.speculator.shapes import inputs, small
 
 triton = pytest.importorskip("triton")
 
@@ -28,15 +28,19 @@ def test_kernels_agree_with_plain_torch() -> None:
     assert " passed" in run.stdout
 
 
-def test_kernels_are_refused_where_triton_cannot_run() -> None:
-    with pytest.raises(SpeculatorError, match="kernels: Triton cannot run on cpu"):
-        DraftLoop(small(), kernels=True)
+def test_where_triton_cannot_run_the_loop_drafts_in_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
+    loop = DraftLoop(small(), optimizations=Optimizations(fused_kernels))
+    loop.warm_up()
+    assert not loop.uses_kernels
+    assert "Triton cannot run on cpu" in caplog.text
+    given = inputs(3)
+    assert torch.equal(loop(*given).tokens, DraftLoop(small())(*given).tokens)
 
 
 _FLOATS = "cell_weight cell_bias state_weight state_bias bias projected embedded cell hidden next_cell x out"
 _TYPES = {
     **dict.fromkeys(_FLOATS.split(), "*bf16"),
-    **dict.fromkeys(("row_scales", "weight_scale", "scales", "parts", "chances"), "*fp32"),
+    **dict.fromkeys(("row_scales", "weight_scale", "scales", "parts", "probabilities"), "*fp32"),
     **dict.fromkeys(("given", "wanted", "vocabulary", "tokens"), "*i64"),
     **dict.fromkeys(("inner", "outputs", "rows", "count", "first", "stride", "width"), "i32"),
     **dict.fromkeys(("alpha", "eps"), "fp32"),
@@ -66,7 +70,7 @@ def test_kernels_compile_for_an_h100(name: str, types: dict[str, str], constants
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from agentspec.server_ext.speculator import kernels
+    from agentspec.server_ext.speculator.gpu import kernels
 
     kernel = getattr(kernels, name)
     signature = {

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext.speculator import DraftedTokens, DraftLoop
-from agentspec.server_ext.speculator.parallel import Ranks
+from agentspec.server_ext.speculator import DraftedTokens, DraftLoop, Ranks
 from tests.speculator.parallel_rank import CASES, ROWS
 from tests.speculator.shapes import REDUCED, VOCABULARY, inputs, small
 
@@ -32,7 +31,9 @@ def test_two_ranks_draft_what_one_does(tmp_path: Path) -> None:
         assert all(first + second == whole and min(first, second) > 0 for first, second in zip(*shares, strict=True))
         loop = DraftLoop(small(str(case["kind"]), reduced=bool(case["reduced"])), fp8_head=bool(case["fp8"]))
         alone = loop(*inputs(ROWS))
+        right = case["kernels"] == "right"  # what is broken on one rank is off on both
         for rank in range(2):
+            assert results[rank][place][2] == (right, right)
             _agree(DraftedTokens(*results[rank][place][0]), alone, 0.1 if case["fp8"] else 1e-5)
 
 

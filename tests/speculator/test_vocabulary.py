@@ -7,7 +7,7 @@ import torch
 
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator, save_speculator
-from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune
+from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head
 from tests.speculator.files import H, V, lstm, mlp
 
 KEEP = torch.arange(3, V, 2)
@@ -24,7 +24,7 @@ def inputs(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_only_the_heads_rows_change(whole: Speculator) -> None:
-    pruned = prune(whole, KEEP)
+    pruned = prune_head(whole, KEEP)
     assert pruned.draft_vocabulary.tolist() == KEEP.tolist()
     for name, value in whole.state_dict().items():
         ours = pruned.state_dict()[name]
@@ -34,7 +34,7 @@ def test_only_the_heads_rows_change(whole: Speculator) -> None:
 def test_it_drafts_the_best_token_that_it_has(whole: Speculator) -> None:
     """Position by position: the whole model's logits without the tokens that are gone."""
     hidden, tokens = inputs()
-    drafted = DraftLoop(prune(whole, KEEP))(hidden, tokens)
+    drafted = DraftLoop(prune_head(whole, KEEP))(hidden, tokens)
     fed = torch.cat([tokens[:, None], drafted.tokens[:, :-1]], dim=1)
     for k, logits in enumerate(whole(hidden, fed)):
         chances, best = logits[:, KEEP].softmax(-1).max(-1)
@@ -45,7 +45,7 @@ def test_it_drafts_the_best_token_that_it_has(whole: Speculator) -> None:
 def test_it_scores_what_is_proposed(whole: Speculator) -> None:
     """By the target's ids; a token that it does not have is taken, but has no chance."""
     hidden, tokens = inputs(2)
-    drafted = DraftLoop(prune(whole, KEEP))(hidden, tokens, torch.tensor([[5, 7, -1], [4, 9, 4]]))
+    drafted = DraftLoop(prune_head(whole, KEEP))(hidden, tokens, torch.tensor([[5, 7, -1], [4, 9, 4]]))
     assert drafted.tokens[0, :2].tolist() == [5, 7]
     assert drafted.tokens[1].tolist() == [4, 9, 4]
     assert (drafted.probabilities[1] == 0).tolist() == [True, False, True]
@@ -55,7 +55,7 @@ def test_it_scores_what_is_proposed(whole: Speculator) -> None:
 
 
 def test_it_loads_as_it_was_saved(whole: Speculator, tmp_path: Path) -> None:
-    pruned = prune(whole, KEEP)
+    pruned = prune_head(whole, KEEP)
     save_speculator(pruned, tmp_path / "pruned")
     loaded = load_speculator(tmp_path / "pruned", dtype=torch.float64)
     assert loaded.config == pruned.config
@@ -72,16 +72,16 @@ def test_it_loads_as_it_was_saved(whole: Speculator, tmp_path: Path) -> None:
 )
 def test_a_vocabulary_that_cannot_be_is_refused(whole: Speculator, keep: torch.Tensor, message: str) -> None:
     with pytest.raises(SpeculatorError, match=message):
-        prune(whole, keep)
+        prune_head(whole, keep)
 
 
 def test_a_reduced_head_is_not_reduced_again(whole: Speculator) -> None:
     with pytest.raises(SpeculatorError, match="already reduced"):
-        prune(prune(whole, KEEP), torch.arange(3))
+        prune_head(prune_head(whole, KEEP), torch.arange(3))
 
 
 def test_a_damaged_vocabulary_is_named(whole: Speculator, tmp_path: Path) -> None:
-    save_speculator(prune(whole, KEEP), tmp_path / "pruned")
+    save_speculator(prune_head(whole, KEEP), tmp_path / "pruned")
     file = tmp_path / "pruned" / "pytorch_model.bin"
     tensors = torch.load(file, weights_only=True)
     torch.save(tensors | {"draft_vocabulary": KEEP + V}, file)

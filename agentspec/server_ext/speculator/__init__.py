@@ -1,26 +1,25 @@
 """Draft models that read the target's hidden state: MLP and LSTM speculators. Torch alone: no vLLM, no compiled core.
 
-``config``      what a speculator is, read from every published spelling of config.json
-``base``        the common shape: begin, advance, logits; teacher-forced for training
-``mlp``, ``lstm``, ``layers``  the two kinds and what they are made of
-``layout``      which names their tensors have in published checkpoints
-``checkpoint``  loading, from a folder or a hub, and saving
-``vocabulary``  a head reduced to the tokens that matter
-``draft_loop``  n greedy steps without a synchronisation, and the switches of what makes them fast:
-``fp8``         weights in 8 bits
-``parallel``    a head that the ranks of a tensor-parallel server share
-``graphs``      the whole loop recorded as CUDA graphs
-``fused``, ``kernels``  what lies between the matrix products, and the head's product, in Triton
-``selection``   from logits, or parts of them, to tokens
+``config``      the shape of a speculator, from every published spelling of config.json
+``models``      the MLP and the LSTM, and the layers that they are made of
+``checkpoint``  load from a folder or a hub, and save, in the published layouts
+``selection``   from a head's logits to tokens, in parts that kernels and tensor-parallel ranks compute
+``draft_loop``  n greedy steps for a batch, without a synchronisation
+``vocabulary``  a head reduced to the tokens that matter (needs numpy, and the store for counting)
+``gpu``         weights in 8 bits; fused kernels and CUDA graphs, compared with plain torch before they are used
 """
 
-from agentspec.server_ext.speculator.base import Speculator, State
-from agentspec.server_ext.speculator.checkpoint import build_speculator, load_speculator, save_speculator
+from agentspec.server_ext.speculator.checkpoint import load_speculator, save_speculator
 from agentspec.server_ext.speculator.config import SpeculatorConfig
-from agentspec.server_ext.speculator.draft_loop import DraftedTokens, DraftLoop
-from agentspec.server_ext.speculator.lstm import LSTMSpeculator
-from agentspec.server_ext.speculator.mlp import MLPSpeculator
-from agentspec.server_ext.speculator.parallel import Ranks
+from agentspec.server_ext.speculator.draft_loop import DraftLoop
+from agentspec.server_ext.speculator.models import (
+    LSTMSpeculator,
+    MLPSpeculator,
+    Speculator,
+    State,
+    build_speculator,
+)
+from agentspec.server_ext.speculator.selection import DraftedTokens, Ranks
 
 __all__ = [
     "DraftLoop",

@@ -1,23 +1,35 @@
-"""Speculators from checkpoints and back."""
+"""Checkpoints of speculators: find the folder, read the files, map published names to ours, and save.
+
+Tied weights stand in a published file under one name for each position, or under one name alone. ``save_speculator``
+writes all of them, since ArcticInference asks for all; ``load_speculator`` takes the first that is there.
+"""
 
 import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentspec.errors import SpeculatorError
-from agentspec.server_ext.speculator.base import Speculator
+from agentspec.errors import SpeculatorError, first_line
 from agentspec.server_ext.speculator.config import SpeculatorConfig
-from agentspec.server_ext.speculator.files import Tensors, find_folder, read_config, read_tensors
-from agentspec.server_ext.speculator.layout import DRAFT_VOCABULARY, Names, layout, plain_name
-from agentspec.server_ext.speculator.lstm import LSTMSpeculator
-from agentspec.server_ext.speculator.mlp import MLPSpeculator
+from agentspec.server_ext.speculator.models import Speculator, build_speculator
 
+Tensors = dict[str, Callable[[], Tensor]]
+"""Stored tensors by name, each read when it is called."""
+Names = tuple[str, ...]
+"""The published names of one tensor."""
+Layout = dict[str, tuple[Names, ...]]
+"""For each of our parameters the published tensors that it stacks along dimension 0; most parameters are one."""
 
-def build_speculator(config: SpeculatorConfig) -> Speculator:
-    """A speculator with random weights, on torch's default device and in its default dtype."""
-    return LSTMSpeculator(config) if config.kind == "lstm" else MLPSpeculator(config)
+DRAFT_VOCABULARY = "draft_vocabulary"
+_GATES = ("forget", "input", "output", "cell")
+_FIRST_LAYER = re.compile(r"^(emb|proj|ln)\.(\d+)\.0\.(weight|bias)$")
 
 
 def load_speculator(
@@ -28,9 +40,9 @@ def load_speculator(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Speculator:
-    """A published or saved speculator, ready to draft (eval mode, no gradients).
+    """Load a published or saved speculator, ready to draft (eval mode, no gradients).
 
-    hidden_size, vocab_size: the target's, to be checked. dtype: of all weights; None: as the head was saved.
+    hidden_size, vocab_size: the target's; None: not checked. dtype: of all weights; None: as the head was saved.
     device: None: the CPU. Raises SpeculatorError that names the field, tensor or file and the remedy.
     """
     folder = find_folder(path_or_hub_id)
@@ -38,12 +50,12 @@ def load_speculator(
         config = SpeculatorConfig.from_json(read_config(folder))
     except SpeculatorError as error:
         raise SpeculatorError(f"speculator {path_or_hub_id}: {error}") from None
-    check_target(config, hidden_size, vocab_size, name=str(path_or_hub_id))
-    with torch.device("meta"):  # shapes alone: the weights come from the file
+    _check_target(config, hidden_size, vocab_size, name=str(path_or_hub_id))
+    with torch.device("meta"):  # only the shapes are needed: the weights come from the file
         speculator = build_speculator(config)
     shapes = {name: list(value.shape) for name, value in speculator.state_dict().items()}
-    stored = {plain_name(name, config): read for name, read in read_tensors(folder).items()}
-    names = layout(config)
+    stored = {_plain_name(name, config): read for name, read in _read_tensors(folder).items()}
+    names = _layout(config)
     if dtype is None:
         dtype = _read(stored, names["heads.0.weight"][0], folder).dtype
     state = {}
@@ -59,11 +71,62 @@ def load_speculator(
     return speculator
 
 
-def check_target(
-    config: SpeculatorConfig, hidden_size: int | None, vocab_size: int | None, *, name: str = "speculator"
-) -> None:
+def save_speculator(speculator: Speculator, folder: str | Path) -> None:
+    """Write config.json and pytorch_model.bin as ArcticInference and ``load_speculator`` read them.
+
+    Tied weights are stored once under all their names. Beside a reduced head goes its ``draft_vocabulary``
+    (int64 [V']), which only ``load_speculator`` knows. Files that exist are replaced once the new ones are complete.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: value.detach().cpu() for name, value in speculator.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for parameter, parts in _layout(speculator.config).items():
+        for part, rows in zip(parts, own[parameter].chunk(len(parts)), strict=True):
+            tensors.update(dict.fromkeys(part, rows))
+    if speculator.draft_vocabulary is not None:
+        tensors[DRAFT_VOCABULARY] = own[DRAFT_VOCABULARY]
+    dtype = str(own["heads.0.weight"].dtype).removeprefix("torch.")
+    values = json.dumps({**speculator.config.to_json(), "torch_dtype": dtype}, indent=2)
+    unfinished = folder / "pytorch_model.bin.unfinished"
+    torch.save(tensors, unfinished)
+    unfinished.replace(folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(values + "\n", encoding="utf-8")
+
+
+def find_folder(path_or_id: str | Path) -> Path:
+    """Return a checkpoint's folder: as given, or the local copy of a hub repository, downloaded where it is missing.
+
+    Raises SpeculatorError with the remedy.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise SpeculatorError(f"speculator {path_or_id}: a file; give the folder with config.json and the weights")
+    name = str(path_or_id)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise SpeculatorError(f"speculator {name}: no such folder; give one with config.json and weights, or a hub id")
+    return _download(name)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json. Raises SpeculatorError."""
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpeculatorError(f"{file}: missing; give the folder of a speculator") from None
+    except (OSError, ValueError) as error:
+        raise SpeculatorError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise SpeculatorError(f"{file}: a JSON object expected")
+    return values
+
+
+def _check_target(config: SpeculatorConfig, hidden_size: int | None, vocab_size: int | None, name: str) -> None:
     """Raise SpeculatorError unless the speculator reads the target's hidden states and writes its tokens."""
-    made_for = f"it was trained for {config.base_model}" if config.base_model else "it was trained for another model"
+    made_for = f"it was trained for {config.base_model or 'another model'}"
     for field, own, target in (
         ("input_hidden_dim (emb_dim of an MLP)", config.hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),
@@ -75,27 +138,82 @@ def check_target(
             )
 
 
-def save_speculator(speculator: Speculator, folder: str | Path) -> None:
-    """Write config.json and pytorch_model.bin as ArcticInference and ``load_speculator`` read them.
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise SpeculatorError(
+            f"speculator {name}: no such folder, and a hub id needs the package huggingface_hub: "
+            "pip install huggingface_hub, or give a folder"
+        ) from error
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):  # many repositories hold the weights in both forms: load one
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
+    except Exception as error:  # the hub's client raises whatever its transports do
+        raise SpeculatorError(
+            f"speculator {name}: no such folder, and it cannot be downloaded "
+            f"({first_line(error)}); check the name and the network, or give a folder"
+        ) from error
+    return folder
 
-    Tied weights are stored once under all their names. A reduced head goes with its ``draft_vocabulary`` (int64 [V']),
-    which only ``load_speculator`` knows. Files that are there are replaced when the new ones are complete.
+
+def _read_tensors(folder: Path) -> Tensors:
+    """Return the tensors of all weight files by their stored names; of safetensors where there are any, else of .bin.
+
+    Nothing but tensors is unpickled. Raises SpeculatorError that names the file and the remedy.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {name: value.detach().cpu() for name, value in speculator.state_dict().items()}
-    tensors: dict[str, Tensor] = {}
-    for parameter, parts in layout(speculator.config).items():
-        for part, rows in zip(parts, own[parameter].chunk(len(parts)), strict=True):
-            tensors.update(dict.fromkeys(part, rows))
-    if speculator.draft_vocabulary is not None:
-        tensors[DRAFT_VOCABULARY] = own[DRAFT_VOCABULARY]
-    dtype = str(own["heads.0.weight"].dtype).removeprefix("torch.")
-    values = json.dumps({**speculator.config.to_json(), "torch_dtype": dtype}, indent=2)
-    unfinished = folder / "pytorch_model.bin.unfinished"
-    torch.save(tensors, unfinished)
-    unfinished.replace(folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(values + "\n", encoding="utf-8")
+    read, index = _safetensors, folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        read, index = _bin, folder / "pytorch_model.bin.index.json"
+        files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise SpeculatorError(f"{folder}: no weights; pytorch_model.bin or model.safetensors expected")
+    if index.is_file():
+        _check_shards(index)
+    tensors: Tensors = {}
+    for file in files:
+        try:
+            tensors.update(read(file))
+        except SpeculatorError:
+            raise
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise SpeculatorError(
+                f"{file}: cannot be read ({first_line(error)}); "
+                "it must hold tensors by name and nothing else: download or save it again"
+            ) from error
+    return tensors
+
+
+def _check_shards(index: Path) -> None:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SpeculatorError(f"{index}: not an index of weights ({error}); download it again") from error
+    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    if missing:
+        raise SpeculatorError(f"{index}: {missing[0]} is missing, {len(missing)} of {len(shards)}; download them")
+
+
+def _safetensors(file: Path) -> Tensors:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise SpeculatorError(f"{file}: needs the package safetensors: pip install safetensors") from error
+    try:
+        opened: Any = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+
+
+def _bin(file: Path) -> Tensors:
+    mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
+    values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+        raise ValueError("not a dictionary of tensors")
+    return {name: partial(values.__getitem__, name) for name in values}
 
 
 def _read(stored: Tensors, names: Names, folder: Path) -> Tensor:
@@ -126,3 +244,61 @@ def _vocabulary(stored: Tensors, config: SpeculatorConfig, folder: Path) -> Tens
             "make it again with agentspec speculator prune"
         )
     return tokens
+
+
+def _plain_name(stored: str, config: SpeculatorConfig) -> str:
+    """Return a stored name as `_layout` has it: without IBM's prefix, and without the number of an only layer."""
+    name = stored.removeprefix("speculator.")
+    return _FIRST_LAYER.sub(r"\1.\2.\3", name) if config.kind == "mlp" and config.flat else name
+
+
+def _layout(config: SpeculatorConfig) -> Layout:
+    """Return every parameter of a speculator of this config with its published names."""
+    names = _lstm_layout(config) if config.kind == "lstm" else _mlp_layout(config)
+    for at, positions in _shared(config, config.weight_sets):
+        names[f"heads.{at}.weight"] = (tuple(f"head.{k}.weight" for k in positions),)
+    return names
+
+
+def _lstm_layout(config: SpeculatorConfig) -> Layout:
+    embeddings = tuple(f"{gate}_emb.0.weight" for gate in _GATES)
+    names: Layout = {"embeddings.0.weight": (embeddings,)}
+    if not config.tie_lstm_embs:
+        names = {f"embeddings.{i}.weight": ((name,),) for i, name in enumerate(embeddings)}
+    for k in range(config.projections):
+        names[f"projections.{k}.weight"] = tuple((f"{gate}_proj.{k}.weight",) for gate in _GATES)
+    for norm in ("cell", "state"):
+        for part in ("weight", "bias"):
+            names[f"cell.{norm}_norm.{part}"] = ((f"{norm}_ln.0.{part}",),)
+    return names
+
+
+def _mlp_layout(config: SpeculatorConfig) -> Layout:
+    """Where a part has several layers, published names count its modules, activations included, as Sequential does."""
+    names: Layout = {}
+
+    def add(ours: str, theirs: str, positions: range, module: int, *parts: str) -> None:
+        number = "" if config.flat else f".{module}"
+        for part in parts:
+            names[f"{ours}.{part}"] = (tuple(f"{theirs}.{k}{number}.{part}" for k in positions),)
+
+    def add_stack(ours: str, theirs: str, positions: range, layers: int) -> None:
+        add(f"{ours}.0", theirs, positions, 0, "weight")
+        for module in range(1, 3 * layers - 2, 3):  # norm, GELU, linear
+            add(f"{ours}.{module}", theirs, positions, module, "weight", "bias")
+            add(f"{ours}.{module + 2}", theirs, positions, module + 2, "weight")
+
+    for at, positions in _shared(config, config.weight_sets):
+        add_stack(f"embeddings.{at}", "emb", positions, config.emb_layers)
+        add(f"mixes.{at}.norm", "ln", positions, 0, "weight", "bias")
+        for module in range(0, 3 * len(config.inner_sizes) - 3, 3):  # GELU, linear, norm; the tail has no first GELU
+            add(f"tails.{at}.{module}", "ln", positions, module + 2, "weight")
+            add(f"tails.{at}.{module + 1}", "ln", positions, module + 3, "weight", "bias")
+    for at, positions in _shared(config, config.projections):
+        add_stack(f"projections.{at}", "proj", positions, config.proj_layers)
+    return names
+
+
+def _shared(config: SpeculatorConfig, sets: int) -> list[tuple[int, range]]:
+    """Return each of so many sets of weights with the positions that use it; the last set serves the rest."""
+    return [(at, range(at, config.n_predict if at == sets - 1 else at + 1)) for at in range(sets)]

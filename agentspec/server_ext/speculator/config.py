@@ -1,4 +1,4 @@
-"""SpeculatorConfig: what a speculator is, and its config.json in every spelling that is published.
+"""The shape of a speculator, read from config.json in every published spelling.
 
 Two families of files exist. IBM's accelerators and Arctic's MLP write the target's hidden size as ``emb_dim`` and the
 speculator's width as ``inner_dim`` (0: the same). Arctic's LSTM project writes ``input_hidden_dim``, and widths as
@@ -25,7 +25,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorConfig:
-    """The shape of a speculator. Raises SpeculatorError, naming the field, for one that cannot be."""
+    """The shape of a speculator. Raises SpeculatorError that names the field for an impossible one."""
 
     kind: Kind
     hidden_size: int
@@ -37,30 +37,30 @@ class SpeculatorConfig:
     vocab_size: int
     """V: the target's vocabulary."""
     emb_size: int = 0
-    """Width of the token embedding; 0: the width of the first inner layer, which it must have."""
+    """Width of the token embedding; must be that of the first inner layer. 0: filled in."""
     proj_size: int = 0
-    """Width of the projected state; 0: the same."""
+    """Width of the projected state; the same rule."""
     tie_weights: bool = True
-    """One set of weights for all positions (the first projection, from H, stays apart)."""
+    """All positions share one set of weights, but for the first projection, which reads H."""
     tie_lstm_embs: bool = True
-    """LSTM: one embedding for the four gates."""
+    """LSTM: the four gates share one embedding."""
     scale_input: bool = False
-    """The target's hidden state is normalised first."""
+    """Normalise the target's hidden state first."""
     emb_layers: int = 1
-    """MLP: layers behind the embedding, itself included."""
+    """MLP: layers of an embedding, the table included."""
     proj_layers: int = 1
     """MLP: layers of a projection."""
     inner_sizes: tuple[int, ...] = ()
     """MLP: widths of the layers after the sum, the last of them ``inner_size``; empty: that one."""
     draft_vocab_size: int = 0
-    """V': rows of a head that was reduced to a draft vocabulary; 0: it has all V."""
+    """V': rows of a head that is reduced to a draft vocabulary; 0: the head has all V rows."""
     base_model: str = ""
-    """The target that it was trained for, for messages and for other programs."""
+    """Name of the target that it was trained for: for messages and for other programs."""
     base_model_archs: tuple[str, ...] = ()
     """The target's ``architectures``; ArcticInference refuses a speculator that does not name them."""
 
     def __post_init__(self) -> None:
-        fill = object.__setattr__  # frozen: what was left out is filled in once, here
+        fill = object.__setattr__  # a frozen dataclass can only be filled in so
         if not self.inner_sizes:
             fill(self, "inner_sizes", (self.inner_size,))
         for field in ("emb_size", "proj_size"):
@@ -70,45 +70,49 @@ class SpeculatorConfig:
 
     @property
     def alpha(self) -> float:
-        """Weight of the embedding in the sum: e/s with s = 0.5^(0.5/n), e = sqrt((1 - s^2) * D/2).
+        """Return the weight of the embedding in the sum: e/s with s = 0.5^(0.5/n), e = sqrt((1 - s^2) * D/2).
 
-        So that the target's state is half of the magnitude at the last position, in expectation (Wertheimer et al.,
-        Accelerating Production LLMs with Combined Token/Embedding Speculators, arXiv:2404.19124).
+        With it the target's state still makes up half of the expected magnitude at the last position (Wertheimer et
+        al., Accelerating Production LLMs with Combined Token/Embedding Speculators, arXiv:2404.19124).
         """
         state: float = 0.5 ** (0.5 / self.n_predict)
         return math.sqrt((1.0 - state * state) * self.inner_sizes[0] / 2.0) / state
 
     @property
     def head_rows(self) -> int:
-        """V', or V where the head is whole."""
+        """Return the rows of a head: V', or V where it is whole."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
     def flat(self) -> bool:
-        """Whether every part has one layer, as all have but some ``sum_rnn``."""
+        """Say whether every part has one layer; only some ``sum_rnn`` have more."""
         return self.emb_layers == self.proj_layers == len(self.inner_sizes) == 1
 
     def weights_at(self, k: int) -> int:
-        """Index of the embedding, norm and head of position k."""
+        """Return the index of the embedding, norm and head of position k."""
         return 0 if self.tie_weights else k
 
     def projection_at(self, k: int) -> int:
-        """Index of the projection of position k: the first, from H, is never shared."""
+        """Return the index of the projection of position k. The first one, which reads H, is never shared."""
         return min(k, 1) if self.tie_weights else k
 
     @property
     def weight_sets(self) -> int:
-        """How many embeddings, norms and heads there are."""
+        """Return how many embeddings, norms and heads there are."""
         return 1 if self.tie_weights else self.n_predict
 
     @property
     def projections(self) -> int:
-        """How many projections there are."""
+        """Return how many projections there are."""
         return min(self.n_predict, 2) if self.tie_weights else self.n_predict
+
+    def input_size(self, projection: int) -> int:
+        """Return the width that a projection reads: H for the first, I for the others."""
+        return self.inner_size if projection else self.hidden_size
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SpeculatorConfig":
-        """A checkpoint's config.json. Raises SpeculatorError that names the field and what it may be."""
+        """Read a checkpoint's config.json. Raises SpeculatorError that names the field and what it may be."""
         architecture = _architecture(values)
         kind = _kind(values, architecture)
         if "input_hidden_dim" in values and "method" in values:
@@ -137,7 +141,7 @@ class SpeculatorConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As config.json that ArcticInference and ``from_json`` read: vLLM's model_type ``mlp_speculator``."""
+        """Return a config.json that ArcticInference and ``from_json`` read (vLLM's model_type ``mlp_speculator``)."""
         deep = self.kind == "lstm" or not self.flat
         values: dict[str, Any] = {
             "architectures": [f"Arctic{'LSTM' if deep else 'MLP'}SpeculatorPreTrainedModel"],

@@ -1,29 +1,93 @@
 """DraftLoop: n greedy steps of a speculator for a whole batch, without a synchronisation."""
 
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from agentspec.errors import SpeculatorError
-from agentspec.server_ext.speculator import selection
-from agentspec.server_ext.speculator.base import Speculator
-from agentspec.server_ext.speculator.fp8 import use_fp8
-from agentspec.server_ext.speculator.graphs import SIZES, PaddedLoop
-from agentspec.server_ext.speculator.parallel import Ranks, shard_heads
-from agentspec.server_ext.speculator.selection import FREE, MOST_ROWS, DraftedTokens
+from agentspec.errors import SpeculatorError, first_line
+from agentspec.server_ext.speculator.gpu import Optimizations
+from agentspec.server_ext.speculator.gpu.fp8 import use_fp8
+from agentspec.server_ext.speculator.gpu.graphs import SIZES, PaddedLoop, Recorder
+from agentspec.server_ext.speculator.gpu.self_check import check_graphs, check_kernels
+from agentspec.server_ext.speculator.models import Speculator
+from agentspec.server_ext.speculator.selection import (
+    FREE,
+    MAX_HEAD_ROWS,
+    PLAIN,
+    DraftedTokens,
+    Operations,
+    Ranks,
+    shard_heads,
+)
 
-__all__ = ["FREE", "DraftLoop", "DraftedTokens"]
+logger = logging.getLogger("vllm.agentspec")
+T = TypeVar("T")
+
+
+class GreedySteps:
+    """The n steps of a draft, with one set of operations.
+
+    Launches the same work whatever the values of its inputs are and waits for nothing, so that it can be recorded.
+    vocabulary: int64 [V'], the target's token of each row of the head; None: row i is token i. ranks: who shares the
+    head, of which the speculator then has this rank's rows.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        operations: Operations,
+        positions: int,
+        vocabulary: Tensor | None,
+        ranks: Ranks | None,
+    ) -> None:
+        config = speculator.config
+        self._speculator = operations.prepare(speculator)
+        self._operations = operations
+        self._positions = positions
+        self._vocabulary = vocabulary
+        self._row_of = None if vocabulary is None else _rows_of_tokens(vocabulary, config.vocab_size)
+        self._ranks = ranks
+        self._first = 0 if ranks is None else ranks.rows(config.head_rows).start
+
+    def __call__(self, hidden: Tensor, tokens: Tensor, proposal: Tensor) -> DraftedTokens:
+        """Draft for B rows: hidden [B, H], tokens int64 [B], proposal int64 [B, n]."""
+        last = self._speculator.config.vocab_size - 1
+        given = proposal.clamp(FREE, last)
+        wanted = self._rows(given)
+        token = tokens.clamp(0, last)
+        state = self._speculator.begin(hidden)
+        steps = []
+        for k in range(self._positions):
+            state = self._speculator.advance(state, token, k)
+            step = self._operations.choose(self._parts(state.hidden, k, wanted[:, k]), given[:, k], self._vocabulary)
+            token = step.tokens
+            steps.append(step)
+        return DraftedTokens(*(torch.stack(columns, dim=1) for columns in zip(*steps, strict=True)))
+
+    def _parts(self, hidden: Tensor, k: int, wanted: Tensor) -> Tensor:
+        head = self._speculator.heads[self._speculator.config.weights_at(k)]
+        parts = self._operations.score(head, hidden, wanted)
+        return parts if self._ranks is None else self._ranks.gather(self._operations.merge(parts, self._first))
+
+    def _rows(self, given: Tensor) -> Tensor:
+        """Return the head's rows of the given tokens, counted from this rank's first; outside of it for all others."""
+        if self._row_of is not None:
+            given = torch.where(given < 0, given, self._row_of[given.clamp(min=0)])
+        return given - self._first if self._first else given
 
 
 class DraftLoop:
-    """Drafts with a speculator, and scores tokens that others propose, in one go.
+    """Drafts with a speculator and scores the tokens that others propose, in one go.
 
-    It takes the speculator over: what is switched on below replaces parts of it, and their former weights are freed.
+    The loop takes the speculator over: FP8 and ranks replace its layers and free the former weights.
 
-    positions: how many tokens to draft, at most the speculator's ``n_predict``, which is the default.
-    fp8_head, fp8_projections: weights in 8 bits (`fp8`). kernels: fused ones, in Triton (`fused`). parallel: the ranks
-    that share the head (`parallel`). graphs: batch sizes that `warm_up` records (`graphs`).
-    Raises SpeculatorError for more positions than there are, for a head that cannot be shared so, and for kernels
-    where Triton cannot run.
+    positions: how many tokens to draft; None: the speculator's ``n_predict``, which is the most. fp8_head,
+    fp8_projections: weights in 8 bits (`gpu.fp8`). parallel: the ranks that share the head. optimizations: what
+    `warm_up` switches on if it passes its self-check; None: what the device offers.
+    Raises SpeculatorError for more positions than there are and for a head that cannot be shared so.
     """
 
     def __init__(
@@ -33,9 +97,8 @@ class DraftLoop:
         positions: int | None = None,
         fp8_head: bool = False,
         fp8_projections: bool = False,
-        kernels: bool = False,
-        graphs: bool = False,
         parallel: Ranks | None = None,
+        optimizations: Optimizations | None = None,
     ) -> None:
         config = speculator.config
         self.speculator = speculator
@@ -44,28 +107,28 @@ class DraftLoop:
             raise SpeculatorError(
                 f"num_speculative_tokens: 1 to {config.n_predict} with this speculator (its n_predict), got {positions}"
             )
-        if config.head_rows >= MOST_ROWS:
-            raise SpeculatorError(f"vocab_size: less than {MOST_ROWS} rows of a head expected, got {config.head_rows}")
-        self._vocabulary = speculator.draft_vocabulary
-        self._row_of = _rows(self._vocabulary, config.vocab_size)
+        if config.head_rows >= MAX_HEAD_ROWS:
+            raise SpeculatorError(
+                f"vocab_size: less than {MAX_HEAD_ROWS} rows of a head expected, got {config.head_rows}"
+            )
         self._ranks = parallel
-        self._first = shard_heads(speculator, parallel) if parallel is not None else 0
+        if parallel is not None:
+            shard_heads(speculator, parallel)
         use_fp8(speculator, heads=fp8_head, projections=fp8_projections)
-        self._score, self._merge, self._choose = selection.score, selection.merge, selection.choose
-        if kernels:
-            self._use_kernels()
-        self._recorded = PaddedLoop(self._run, self.inputs(SIZES[-1])) if graphs else None
+        self._device = next(speculator.parameters()).device
+        self._optimizations = Optimizations.of(self._device) if optimizations is None else optimizations
+        self._steps = self._with(PLAIN)
+        self._recorded: PaddedLoop | None = None
+        self.uses_kernels = False
+        """Whether `warm_up` has switched the fused kernels on."""
 
-    def _use_kernels(self) -> None:
-        try:
-            from agentspec.server_ext.speculator import fused
-        except ImportError as error:
-            raise SpeculatorError(f"kernels: {error}; install triton, or switch kernels off") from error
-        fused.fuse(self.speculator)
-        self._score, self._merge, self._choose = fused.score, fused.merge, fused.choose
+    @property
+    def uses_graphs(self) -> bool:
+        """Say whether `warm_up` has recorded graphs."""
+        return self._recorded is not None
 
     def inputs(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of so many rows, of the shapes and dtypes that the loop takes, on its device; nothing is proposed."""
+        """Return inputs of so many rows, of the shapes, dtypes and device that the loop takes; nothing is proposed."""
         some = next(self.speculator.parameters())
         return (
             torch.zeros(batch, self.speculator.config.hidden_size, dtype=some.dtype, device=some.device),
@@ -75,15 +138,19 @@ class DraftLoop:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not followed
     def warm_up(self) -> None:
-        """Compile the kernels and record the graphs, where they are switched on.
+        """Switch on the optimisations that draft as plain torch does; each of the others costs one warning.
 
-        Before a server takes requests, on all ranks alike. Without it nothing is recorded, and kernels are compiled
-        when they are first used.
+        Compiles kernels and records graphs, which takes seconds: call it before a server takes requests, on all ranks
+        alike. Until then, and wherever a check fails, the loop runs in plain torch.
         """
-        for batch in (*SIZES, SIZES[-1] + 1):  # beyond the last size the steps are others
-            self._run(*self.inputs(batch))
-        if self._recorded is not None:
-            self._recorded.warm_up()
+        if self._optimizations.kernels is not None:
+            load = self._optimizations.kernels
+            fused = self._switch_on("fused kernels", "plain torch", lambda: self._fuse(load))
+            self._steps, self.uses_kernels = fused or self._steps, fused is not None
+        for batch in (*SIZES, SIZES[-1] + 1):  # above the last size other code runs
+            self._steps(*self.inputs(batch))
+        if self._optimizations.recorder is not None:
+            self._recorded = self._record(self._optimizations.recorder)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not followed
     def __call__(self, hidden: Tensor, tokens: Tensor, proposal: Tensor | None = None) -> DraftedTokens:
@@ -91,56 +158,74 @@ class DraftLoop:
 
         hidden [B, H]: the target's hidden state after its final norm, at the position that produced the newest token.
         tokens int64 [B]: the newest token. proposal int64 [B, n]: tokens to take and score where they are not FREE;
-        None: all of them are. Ids beyond the vocabulary count as its last, for a wrong draft is better than a fault
-        on the device. What is answered holds until the next call.
+        None: all of them are. Ids beyond the vocabulary count as its last, because a wrong draft is better than a
+        fault on the device. The result holds until the next call.
         """
         batch = len(hidden)
         if not batch:
-            return _nothing(self.positions, tokens.device)
+            nothing = tokens.new_empty(0, self.positions)
+            return DraftedTokens(nothing, nothing.float(), nothing, nothing.float())
         if proposal is None:
             proposal = tokens.new_full((batch, self.positions), FREE)
         if self._recorded is not None and self._recorded.size_for(batch):
             return self._recorded(hidden, tokens, proposal)
-        return self._run(hidden, tokens, proposal)
+        return self._steps(hidden, tokens, proposal)
 
-    def _run(self, hidden: Tensor, tokens: Tensor, proposal: Tensor) -> DraftedTokens:
-        """The loop itself: the same launches whatever the values are."""
-        last = self.speculator.config.vocab_size - 1
-        given = proposal.clamp(FREE, last)
-        wanted = self._rows_of(given)
-        token = tokens.clamp(0, last)
-        state = self.speculator.begin(hidden)
-        steps = []
-        for k in range(self.positions):
-            state = self.speculator.advance(state, token, k)
-            parts = self._parts(state.hidden, k, wanted[:, k])
-            step = self._choose(parts, given[:, k], self._vocabulary)
-            token = step.tokens
-            steps.append(step)
-        return DraftedTokens(*(torch.stack(columns, dim=1) for columns in zip(*steps, strict=True)))
+    def _with(self, operations: Operations) -> GreedySteps:
+        return GreedySteps(self.speculator, operations, self.positions, self.speculator.draft_vocabulary, self._ranks)
 
-    def _parts(self, hidden: Tensor, k: int, wanted: Tensor) -> Tensor:
-        """Position k's scores in parts of the vocabulary, float32 [P, B, 4] (`selection`)."""
-        parts = self._score(self.speculator.heads[self.speculator.config.weights_at(k)], hidden, wanted)
-        return parts if self._ranks is None else self._ranks.gather(self._merge(parts, self._first))
+    def _fuse(self, load: Callable[[], Operations]) -> GreedySteps:
+        """Return the steps with fused kernels, compared with plain torch. Raises what goes wrong."""
+        operations, vocabulary, alone = load(), self.speculator.draft_vocabulary, None
+        if self._ranks is not None:
+            # Compare only this rank's rows, as if they were a reduced head: where one rank fails, the others must not
+            # wait for what it would have sent.
+            rows = self._ranks.rows(self.speculator.config.head_rows)
+            whole = torch.arange(rows.stop, device=self._device) if vocabulary is None else vocabulary
+            vocabulary, alone = whole[rows.start : rows.stop], Ranks(0, 1, lambda part: part.unsqueeze(0))
+        fused, plain = (
+            GreedySteps(self.speculator, each, self.positions, vocabulary, alone) for each in (operations, PLAIN)
+        )
+        check_kernels(fused, plain, self.speculator, self.positions)
+        return self._with(operations)
 
-    def _rows_of(self, given: Tensor) -> Tensor:
-        """int64 [B, n]: the rows that stand for the tokens, counted from the first of this rank's head; outside of it
-        for a token that has none."""
-        if self._row_of is not None:
-            given = torch.where(given < 0, given, self._row_of[given.clamp(min=0)])
-        return given - self._first if self._first else given
+    def _record(self, load: Callable[[], Recorder]) -> PaddedLoop | None:
+        """Return the recorded loop, compared with the unrecorded one; None where something fails.
+
+        The ranks agree after each of its parts, so that none waits for what another, whose recording failed, never
+        sends. Recording itself sends nothing.
+        """
+        what, instead = "CUDA graphs", "single launches"
+        loop = self._switch_on(what, instead, lambda: self._prepared(load()))
+        if loop is None or self._switch_on(what, instead, loop.record) is None:
+            return None
+        return self._switch_on(what, instead, lambda: self._compared(loop))
+
+    def _prepared(self, recorder: Recorder) -> PaddedLoop:
+        loop = PaddedLoop(self._steps, self.inputs(SIZES[-1]), recorder)
+        loop.prepare()
+        return loop
+
+    def _compared(self, loop: PaddedLoop) -> PaddedLoop:
+        check_graphs(loop, self._steps, self.speculator, self.positions)
+        return loop
+
+    def _switch_on(self, what: str, instead: str, build: Callable[[], T]) -> T | None:
+        """Return what is built; where that raises, here or on another rank, warn once and return None."""
+        built, problem = None, None
+        try:
+            built = build()
+        except Exception as error:  # Triton, CUDA and their drivers raise whatever they like
+            problem = first_line(error)
+        agreed = problem is None if self._ranks is None else self._ranks.agree(problem is None, self._device)
+        if not agreed:
+            reason = problem or "the check failed on another rank"
+            logger.warning("agentspec: %s are off, drafting with %s: %s", what, instead, reason)
+        return built if agreed else None
 
 
-def _rows(vocabulary: Tensor | None, size: int) -> Tensor | None:
-    """int64 [V]: which row of a reduced head stands for a token, -1 for none; None where the head is whole."""
-    if vocabulary is None:
-        return None
+def _rows_of_tokens(vocabulary: Tensor, size: int) -> Tensor:
+    """Return int64 [V]: the row of a reduced head that stands for a token, -1 for none."""
     rows = torch.full((size,), -1, dtype=torch.int64, device=vocabulary.device)
     rows[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
     return rows
-
-
-def _nothing(positions: int, device: torch.device) -> DraftedTokens:
-    tokens = torch.empty(0, positions, dtype=torch.int64, device=device)
-    return DraftedTokens(tokens, tokens.float(), tokens, tokens.float())

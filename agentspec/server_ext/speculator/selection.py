@@ -1,23 +1,33 @@
-"""What a head's scores become: a choice of tokens, from parts of the vocabulary that were scored apart.
+"""From a head's logits to tokens, where the vocabulary is scored in parts: blocks of a kernel, or ranks of a server.
 
-A part is float32 [4] for each row: its best logit, the index of it, the log-sum-exp of its logits, and the logit of
-the token that was asked for (-inf where that is not in this part). So much is enough to choose greedily and to know
-the probability of any one token; it is what blocks of a fused head leave behind and what ranks send each other.
-float32 holds indexes exactly below MOST_ROWS.
+A part is float32 [4] for each row of a batch: its best logit, the index of that logit, the log-sum-exp of its logits,
+and the logit of a given token (-inf where the token is not in this part). This is enough to choose greedily and to
+know the probability of any one token. float32 holds indexes exactly below MAX_HEAD_ROWS.
+
+Under tensor parallelism each rank holds and reads a slice of the head's rows and sends one part: 16 bytes for each
+row, position and rank instead of the logits. Everything before the head is small, and every rank computes it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as distributed
 from torch import Tensor, nn
+
+from agentspec.errors import SpeculatorError
+from agentspec.server_ext.speculator.models import Speculator
 
 FREE = -1
 """In a proposal: the speculator takes its own token here."""
-MOST_ROWS = 1 << 24
+MAX_HEAD_ROWS = 1 << 24
+_ALIGNMENT = 16
+"""A rank's slice is a multiple of so many rows, as FP8 products need it."""
 
 
 class DraftedTokens(NamedTuple):
-    """What a loop answers, all on the device of the speculator; token ids are the target's."""
+    """What a draft loop returns, on the speculator's device; token ids are the target's."""
 
     tokens: Tensor
     """int64 [B, n]: the proposal's token where there is one, else the speculator's."""
@@ -29,8 +39,21 @@ class DraftedTokens(NamedTuple):
     """float32 [B, n]."""
 
 
+class Operations(NamedTuple):
+    """The operations of a draft step that exist twice: in plain torch (`PLAIN`), and as fused kernels."""
+
+    prepare: Callable[[Speculator], Speculator]
+    """Return a speculator with the same weights whose layers are of this kind; the given one stays as it is."""
+    score: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    """head, x [B, I], wanted int64 [B] -> parts float32 [P, B, 4]."""
+    merge: Callable[[Tensor, int], Tensor]
+    """parts [P, B, 4], first -> one part float32 [B, 4]."""
+    choose: Callable[[Tensor, Tensor, Tensor | None], DraftedTokens]
+    """parts [P, B, 4], given int64 [B], vocabulary int64 [V'] or None -> fields of shape [B]."""
+
+
 def part_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """float32 [1, B, 4]: logits [B, R] as a single part. wanted int64 [B]: a row of the head, or one outside of it."""
+    """Return logits [B, R] as a single part, float32 [1, B, 4]. wanted int64 [B]: a row of the head, or none of it."""
     logits = logits.float()
     rows = logits.shape[-1]
     best, index = logits.max(dim=-1)
@@ -40,12 +63,12 @@ def part_of(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
-    """float32 [1, B, 4]: the logits of a head, a linear layer, for x [B, I]."""
+    """Return the logits of a head, a linear layer, for x [B, I] as a single part."""
     return part_of(head(x), wanted)
 
 
-def merge(parts: Tensor, first: int = 0) -> Tensor:
-    """float32 [B, 4]: parts [P, B, 4] as one, its indexes counted from ``first``. Of equal logits the lowest index."""
+def merge(parts: Tensor, first: int) -> Tensor:
+    """Return parts [P, B, 4] as one [B, 4], its indexes counted from ``first``. Of equal logits the lowest index."""
     if len(parts) == 1 and not first:
         return parts[0]
     best, place = parts[..., 0].max(dim=0)
@@ -54,12 +77,67 @@ def merge(parts: Tensor, first: int = 0) -> Tensor:
 
 
 def choose(parts: Tensor, given: Tensor, vocabulary: Tensor | None) -> DraftedTokens:
-    """The token of one position; the fields are [B].
+    """Return the token of one position, with fields of shape [B].
 
     parts [P, B, 4]; given int64 [B]: the token to take, or FREE; vocabulary int64 [V']: the target's token of a row.
     """
-    best, index, total, found = merge(parts).unbind(dim=-1)
+    best, index, total, found = merge(parts, 0).unbind(dim=-1)
     top = index.long() if vocabulary is None else vocabulary[index.long()]
-    chance = (best - total).exp()
+    probability = (best - total).exp()
     free = given < 0
-    return DraftedTokens(torch.where(free, top, given), torch.where(free, chance, (found - total).exp()), top, chance)
+    return DraftedTokens(
+        torch.where(free, top, given), torch.where(free, probability, (found - total).exp()), top, probability
+    )
+
+
+PLAIN = Operations(lambda speculator: speculator, score, merge, choose)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that share a head. gather: float32 [B, 4] of this rank -> [size, B, 4] of all, in rank order."""
+
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, group: "distributed.ProcessGroup | None" = None) -> "Ranks":
+        """Return the ranks of a torch process group (None: the default one)."""
+        size = distributed.get_world_size(group)
+
+        def gather(part: Tensor) -> Tensor:
+            parts = part.new_empty(size * len(part), part.shape[1])
+            distributed.all_gather_into_tensor(parts, part, group=group)
+            return parts.view(size, *part.shape)
+
+        return cls(distributed.get_rank(group), size, gather)
+
+    def rows(self, total: int) -> range:
+        """Return the rows that this rank holds of a head of ``total``."""
+        each = -(-total // (self.size * _ALIGNMENT)) * _ALIGNMENT
+        return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
+
+    def agree(self, verdict: bool, device: torch.device) -> bool:
+        """Return whether all ranks say true. Every rank must ask at the same point."""
+        said = torch.full((1, 4), float(verdict), device=device)
+        return bool(self.gather(said).min() > 0.0)
+
+
+def shard_heads(speculator: Speculator, ranks: Ranks) -> None:
+    """Keep only this rank's rows of each head.
+
+    Raises SpeculatorError, on every rank, where the vocabulary is too small for so many ranks.
+    """
+    total = speculator.config.head_rows
+    if not Ranks(ranks.size - 1, ranks.size, ranks.gather).rows(total):
+        raise SpeculatorError(
+            f"parallel: a head of {total} rows cannot be shared by {ranks.size} ranks "
+            f"in multiples of {_ALIGNMENT}; use fewer ranks, or a larger draft vocabulary"
+        )
+    rows = ranks.rows(total)
+    for name, head in list(speculator.heads.named_children()):
+        with torch.device("meta"):
+            part = nn.Linear(head.in_features, len(rows), bias=False)
+        part.weight = nn.Parameter(head.weight.detach()[rows.start : rows.stop].clone(), requires_grad=False)
+        setattr(speculator.heads, name, part)

@@ -1,27 +1,101 @@
-"""A draft vocabulary: a head that has only the rows of the tokens that a tenant's answers are made of.
+"""A draft vocabulary: a head that keeps only the rows of the tokens that a tenant's answers are made of.
 
 The head is most of what a draft reads from memory (V x I weights a position), and a few ten thousand tokens are nearly
-all that one tenant's model says (FR-Spec, arXiv:2502.14856, keeps the most frequent ones of a general corpus). A token
-outside is never drafted by the model; verification and the suffix trees know nothing of it.
+all that one tenant's model says (FR-Spec, arXiv:2502.14856, keeps the most frequent ones of a general corpus). The
+draft model never drafts a token outside; verification and the suffix index are not touched by it.
+
+Count the tokens of a stored corpus, choose the vocabulary by these counts, and prune the head to it.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from agentspec.errors import SpeculatorError
-from agentspec.server_ext.speculator.base import Speculator
-from agentspec.server_ext.speculator.checkpoint import build_speculator
+from agentspec.cache.store import RecordReader, Store, TurnRecord
+from agentspec.errors import ConfigurationError, SpeculatorError, first_line
+from agentspec.server_ext.speculator.models import Speculator, build_speculator
+
+Counts = NDArray[np.int64]
+
+_COUNTED_TOGETHER = 1 << 18
+"""Tokens counted in one call: each makes an array as long as the vocabulary."""
+_HELD_OUT = 10
+"""One session in so many is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """How often each token occurs in some sessions of a log, both int64 [V]."""
+
+    responses: Counts
+    prompts: Counts
+    """Counted in what each prompt added to its session."""
+
+    def __add__(self, other: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(self.responses + other.responses, self.prompts + other.prompts)
+
+
+def count_tokens(
+    store: Store, namespace: str, vocab_size: int, progress: Callable[[int], None] = lambda turns: None
+) -> tuple[TokenCounts, TokenCounts]:
+    """Count the tokens of a log and return them for nine sessions in ten, and for the held-out tenth.
+
+    The tenth shows how well a vocabulary chosen from the others suits text that it was not chosen from. progress:
+    called with the number of turns read. Raises SpeculatorError for a token outside the vocabulary, StoreError where
+    the store cannot be read.
+    """
+    counters = [(_Counter(vocab_size), _Counter(vocab_size)) for _ in range(2)]
+    turns = 0
+    for entry, record in RecordReader().read(store, namespace):
+        if isinstance(record, TurnRecord):
+            turns += 1
+            # A session's turns stay together, because they repeat each other; a turn without a session is on its own.
+            is_held_out = zlib.crc32((record.session or entry.sequence).encode()) % _HELD_OUT == 0
+            responses, prompts = counters[is_held_out]
+            responses.add(record.response)
+            prompts.add(record.prompt_tail)
+            progress(turns)
+    rest, held_out = (TokenCounts(responses.total(), prompts.total()) for responses, prompts in counters)
+    return rest, held_out
+
+
+def special_tokens(model: str, tokenizer: str, revision: str | None) -> set[int]:
+    """Return the ids of the tokenizer's special tokens and of the model's ends of text. Raises ConfigurationError."""
+    try:
+        from transformers import AutoTokenizer, GenerationConfig
+    except ImportError as error:
+        raise ConfigurationError(
+            "special tokens are read with the package transformers: pip install transformers"
+        ) from error
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
+    except Exception as error:  # transformers raises many kinds of errors
+        raise ConfigurationError(
+            f"tokenizer {tokenizer}: cannot be loaded ({first_line(error)}); "
+            "give --model and --tokenizer as the server has them"
+        ) from error
+    found = set(loaded.all_special_ids)
+    found.update(token for token, added in loaded.added_tokens_decoder.items() if added.special)
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # not every model has that file
+        ends = None
+    found.update([ends] if isinstance(ends, int) else ends or [])
+    return found
 
 
 def choose_vocabulary(responses: Tensor, prompts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """The ``size`` tokens that matter most, int64 [size] in ascending order.
+    """Return the ``size`` tokens that matter most, int64 [size] in ascending order.
 
-    responses, prompts: int64 [V], how often each token was generated and was in prompts. First come those in
-    ``always``, then the most frequent ones in responses, ties by prompts and then by the lower id, which byte-pair
-    encodings give to the more common token. Raises SpeculatorError for a size that cannot be.
+    responses, prompts: int64 [V], how often each token was generated, and how often it was in prompts. Tokens in
+    ``always`` come first, then the most frequent in responses; ties go to the more frequent in prompts, then to the
+    lower id, which byte-pair encodings give to the more common token. Raises SpeculatorError for an impossible size.
     """
     vocab = len(responses)
     special = torch.tensor(sorted({token for token in always if 0 <= token < vocab}), dtype=torch.int64)
@@ -37,11 +111,11 @@ def choose_vocabulary(responses: Tensor, prompts: Tensor, size: int, always: Ite
     return order[:size].sort().values
 
 
-def prune(speculator: Speculator, keep: Tensor) -> Speculator:
-    """The same speculator with only the head's rows in ``keep``, int64 [V'] of distinct target tokens.
+def prune_head(speculator: Speculator, keep: Tensor) -> Speculator:
+    """Return the speculator with only the head's rows in ``keep``, int64 [V'] of distinct target tokens.
 
-    All other weights are shared with the given one; embeddings stay whole, for any token may be the input. Logits are
-    then [B, V'], probabilities are among the tokens kept, and ``draft_vocabulary`` maps rows to target tokens.
+    It shares all other weights with the given one; embeddings stay whole, because any token may be the input. Logits
+    are [B, V'], probabilities are relative to the kept tokens, and ``draft_vocabulary`` maps rows to target tokens.
     Raises SpeculatorError for tokens outside the vocabulary or twice, and for a speculator that is already reduced.
     """
     config = speculator.config
@@ -61,3 +135,28 @@ def prune(speculator: Speculator, keep: Tensor) -> Speculator:
     pruned.load_state_dict(state, assign=True)
     pruned.train(speculator.training).requires_grad_(False)
     return pruned
+
+
+class _Counter:
+    def __init__(self, size: int) -> None:
+        self._counts = np.zeros(size, dtype=np.int64)
+        self._waiting: list[NDArray[np.int32]] = []
+        self._length = 0
+
+    def add(self, tokens: NDArray[np.int32]) -> None:
+        self._waiting.append(tokens)
+        self._length += len(tokens)
+        if self._length >= _COUNTED_TOGETHER:
+            self.total()
+
+    def total(self) -> Counts:
+        tokens = np.concatenate(self._waiting) if self._waiting else np.zeros(0, dtype=np.int32)
+        self._waiting, self._length = [], 0
+        size = len(self._counts)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < size):
+            raise SpeculatorError(
+                f"vocab_size: the store has token {tokens.max()}, the speculator only {size}; "
+                "it is not for this target: check --model and the speculator"
+            )
+        self._counts += np.bincount(tokens, minlength=size)
+        return self._counts

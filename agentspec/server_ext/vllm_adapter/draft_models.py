@@ -143,13 +143,12 @@ class SpeculatorDrafter(ModelDrafter):
     def load(self, target: Any) -> None:
         import torch
 
-        from agentspec.server_ext.speculator import DraftLoop, load_speculator
-        from agentspec.server_ext.speculator.parallel import Ranks
+        from agentspec.server_ext.speculator import DraftLoop, Ranks, load_speculator
 
         settings, group = self._settings, tensor_parallel_group()
         assert settings.speculator is not None
         self.device = next(target.parameters()).device
-        cuda, name = self.device.type == "cuda", settings.speculator_dtype
+        name = settings.speculator_dtype
         speculator = load_speculator(
             settings.speculator,
             hidden_size=self._model_config.get_hidden_size(),
@@ -163,8 +162,6 @@ class SpeculatorDrafter(ModelDrafter):
             positions=settings.speculator_tokens,
             fp8_head=settings.speculator_fp8 != "off",
             fp8_projections=settings.speculator_fp8 == "all",
-            kernels=cuda if settings.speculator_kernels is None else settings.speculator_kernels,
-            graphs=cuda if settings.speculator_graphs is None else settings.speculator_graphs,
             parallel=None if group is None else Ranks.of(group.device_group),
         )
         self.link = None if group is None else RankLink(group, self.loop.positions)

@@ -158,8 +158,8 @@ def _check_speculator(name: str | None) -> None:
     """Raise SpeculatorError for a folder that holds no speculator. A hub's is checked when it is loaded."""
     if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
         return
+    from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
     from agentspec.server_ext.speculator.config import SpeculatorConfig
-    from agentspec.server_ext.speculator.files import find_folder, read_config
 
     values = read_config(find_folder(name))
     try:

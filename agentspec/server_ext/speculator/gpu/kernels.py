@@ -1,4 +1,4 @@
-"""The Triton kernels of `fused`, which launches them and says what they are for. All arithmetic is float32.
+"""The Triton kernels that `fused` launches. All arithmetic is float32.
 
 Matrices are contiguous. ``inner`` is the length of their rows, ``BLOCK`` the next power of two; lanes beyond read 0.
 """
@@ -53,7 +53,7 @@ def lstm_kernel(
     projected, embedded, cell, cell_weight, cell_bias, state_weight, state_bias, hidden, next_cell, quantized, scales,
     inner, alpha, eps, TIED: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`layers.LSTMCell`, a row a program, with the new state quantized as well."""
+    """`models.LSTMCell`, a row a program, with the new state quantized as well."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < inner
@@ -85,7 +85,7 @@ def mlp_kernel(
     projected, embedded, weight, bias, hidden, quantized, scales,
     inner, alpha, eps, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`layers.SumNormGelu`, a row a program, with the new state quantized as well."""
+    """`models.SumNormGelu`, a row a program, with the new state quantized as well."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < inner
@@ -114,7 +114,7 @@ def _product(
     """float32 [BLOCK_V, BLOCK_B]: rows v of the weight times inputs b. The weight is the left operand, so that its
     rows fill the tensor core's wide side and the few inputs the narrow one."""
     k = tl.arange(0, BLOCK_K)
-    # Rows past the end read the last one instead of being masked: the loads stay wide, and nobody looks at the result.
+    # Rows past the end read the last one instead of being masked: the loads stay wide, and the result is not used.
     weights = weight + tl.minimum(v, outputs - 1).to(tl.int64)[:, None] * inner + k[None, :]
     columns = inputs + tl.minimum(b, rows - 1)[None, :] * inner + k[:, None]
     result = tl.zeros((BLOCK_V, BLOCK_B), tl.float32)
@@ -198,17 +198,17 @@ def merge_kernel(parts, out, count, rows, first, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "rows", "stride"])
 def choose_kernel(
-    parts, given, stride, vocabulary, tokens, chances, count, rows, MAPPED: tl.constexpr, BLOCK: tl.constexpr
+    parts, given, stride, vocabulary, tokens, probabilities, count, rows, MAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`selection.choose`: tokens int64 and chances float32, both [2, B], of the token taken and of the likeliest."""
+    """`selection.choose`: tokens int64, probabilities float32, both [2, B]: of the token taken and of the likeliest."""
     row = tl.program_id(0)
     best, index, total, found = _merge(parts, row, count, rows, BLOCK)
     top = index.to(tl.int64)
     if MAPPED:
         top = tl.load(vocabulary + top)
-    chance = tl.exp(best - total)
+    probability = tl.exp(best - total)
     want = tl.load(given + row * stride)
     tl.store(tokens + row, tl.where(want >= 0, want, top))
     tl.store(tokens + rows + row, top)
-    tl.store(chances + row, tl.where(want >= 0, tl.exp(found - total), chance))
-    tl.store(chances + rows + row, chance)
+    tl.store(probabilities + row, tl.where(want >= 0, tl.exp(found - total), probability))
+    tl.store(probabilities + rows + row, probability)

@@ -1,33 +1,35 @@
-"""The draft loop's fused steps, on Triton kernels: what would be some thirty launches a position is five.
+"""The operations of a draft step on Triton kernels: five launches a position instead of some thirty.
 
-Drafting a token takes as long as reading the draft model's weights takes. What comes between two matrix products
-(normalizations, gates, activation, quantization, the choice of a token) moves few bytes, but at each launch of it the
-memory is idle for some microseconds. So all that follows a projection is one launch, the state's quantization for the
-next products included; and the head's product keeps of each block of the vocabulary only what choosing a token needs
-(`selection`), so that logits are neither written nor read again.
+Drafting a token takes as long as reading the draft model's weights takes. What lies between two matrix products
+(normalisation, gates, activation, quantization, the choice of a token) moves few bytes, but each of its launches leaves
+the memory idle for some microseconds. So everything behind a projection is one launch, the quantization of the state
+for the next products included. The head's product keeps of each block of the vocabulary only what choosing a token
+needs (`selection`), so logits are neither written nor read again.
 
-Imported only where kernels are switched on. ``TRITON_INTERPRET=1``, set before triton is first imported, runs all of
-it on a CPU. Everything here has its twin in plain torch, of the same call.
+Everything here has a twin in plain torch with the same call. ``TRITON_INTERPRET=1``, set before triton is first
+imported, runs it on a CPU.
 """
+
+import copy
 
 import torch
 import triton
 from torch import Tensor, nn
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext.speculator import kernels, selection
-from agentspec.server_ext.speculator.base import Speculator
-from agentspec.server_ext.speculator.fp8 import E4M3, Fp8Linear, has_fp8
-from agentspec.server_ext.speculator.layers import EPSILON, LSTMCell, SumNormGelu
-from agentspec.server_ext.speculator.selection import DraftedTokens
+from agentspec.server_ext.speculator import selection
+from agentspec.server_ext.speculator.gpu import kernels
+from agentspec.server_ext.speculator.gpu.fp8 import E4M3, Fp8Linear, has_fp8
+from agentspec.server_ext.speculator.models import EPSILON, LSTMCell, Speculator, SumNormGelu
+from agentspec.server_ext.speculator.selection import DraftedTokens, Operations
 
 MOST_ROWS = 64
-"""Inputs up to which the products here serve. With more they compute longer than they read, and libraries do better."""
+"""Most inputs that the products here take. With more they compute longer than they read, and libraries do better."""
 
 _LEAST_ROWS = 16
 """Least width of a tensor core's right operand in Triton."""
 _BLOCK_BYTES = 128
-"""Of a weight's row that are read together: a line of the cache."""
+"""Bytes of a weight's row that are read together: a line of the cache."""
 _HEAD_BLOCK, _LINEAR_BLOCK = 128, 64
 """Rows of the weight that a program multiplies. A head has hundreds of such blocks; of a projection the smaller ones
 leave no multiprocessor without work."""
@@ -45,11 +47,11 @@ class QuantizedState:
         self._quantized: tuple[Tensor, Tensor] | None = None
 
     def note(self, hidden: Tensor, quantized: tuple[Tensor, Tensor]) -> None:
-        """hidden [B, I], E4M3 [B, I] and the scale of each row, float32 [B]."""
+        """Remember the newest state, hidden [B, I], as E4M3 [B, I] and the scale of each row, float32 [B]."""
         self._hidden, self._quantized = hidden, quantized
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x as E4M3 and scales: what was noted where x is that very state, else quantized now."""
+        """Return x as E4M3 and scales: as noted where x is that very state, else quantized now."""
         if x is self._hidden and self._quantized is not None:
             return self._quantized
         x = x.contiguous()
@@ -60,7 +62,7 @@ class QuantizedState:
 
 
 class FusedLSTMCell(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers.LSTMCell` in one launch. state: where the new state is noted in E4M3; None: nothing reads it so."""
+    """`models.LSTMCell` in one launch. state: where to note the new state in E4M3; None: nothing reads it so."""
 
     def __init__(self, cell: LSTMCell, state: QuantizedState | None) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class FusedLSTMCell(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class FusedSumNormGelu(nn.Module):  # type: ignore[misc]
-    """`layers.SumNormGelu` in one launch. state: as of FusedLSTMCell."""
+    """`models.SumNormGelu` in one launch. state: as in FusedLSTMCell."""
 
     def __init__(self, mix: SumNormGelu, state: QuantizedState | None) -> None:
         super().__init__()
@@ -126,17 +128,20 @@ class FusedFp8Linear(nn.Module):  # type: ignore[misc]
         return out
 
 
-def fuse(speculator: Speculator) -> None:
-    """Replace the speculator's cells, and its FP8 layers where there are tensor cores for them, by fused ones.
+def fuse(speculator: Speculator) -> Speculator:
+    """Return a speculator with the same weights whose cells are fused, and its FP8 layers where tensor cores take them.
 
     Wider products stay the library's. Raises SpeculatorError where Triton has nothing to run on.
     """
     device = next(speculator.parameters()).device
     interpreted = triton.knobs.runtime.interpret
     if device.type != "cuda" and not interpreted:
-        raise SpeculatorError(f"kernels: Triton cannot run on {device}; switch kernels off there")
+        raise SpeculatorError(f"Triton cannot run on {device}")
     in_fp8 = any(isinstance(module, Fp8Linear) for module in speculator.modules())
-    _fuse_children(speculator, QuantizedState() if in_fp8 and (interpreted or has_fp8(device)) else None)
+    weights = {id(tensor): tensor for tensor in (*speculator.parameters(), *speculator.buffers())}
+    fused: Speculator = copy.deepcopy(speculator, weights)  # new modules around the same weights
+    _fuse_children(fused, QuantizedState() if in_fp8 and (interpreted or has_fp8(device)) else None)
+    return fused
 
 
 def _fuse_children(parent: nn.Module, state: QuantizedState | None) -> None:
@@ -152,7 +157,7 @@ def _fuse_children(parent: nn.Module, state: QuantizedState | None) -> None:
 
 
 def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
-    """`selection.score` in one launch, in as many parts as there are blocks of the head: float32 [P, B, 4].
+    """Do what `selection.score` does, in one launch, with a part for each block of the head: float32 [P, B, 4].
 
     head: a linear layer of any kind; x [B, I]; wanted int64 [B], any stride.
     """
@@ -174,8 +179,8 @@ def score(head: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
     return parts
 
 
-def merge(parts: Tensor, first: int = 0) -> Tensor:
-    """`selection.merge` in one launch."""
+def merge(parts: Tensor, first: int) -> Tensor:
+    """Do what `selection.merge` does, in one launch."""
     count, rows, _ = parts.shape
     merged = torch.empty(rows, 4, dtype=torch.float32, device=parts.device)
     kernels.merge_kernel[(rows,)](parts, merged, count, rows, first, BLOCK=triton.next_power_of_2(count))
@@ -183,15 +188,18 @@ def merge(parts: Tensor, first: int = 0) -> Tensor:
 
 
 def choose(parts: Tensor, given: Tensor, vocabulary: Tensor | None) -> DraftedTokens:
-    """`selection.choose` in one launch. given int64 [B], any stride."""
+    """Do what `selection.choose` does, in one launch. given int64 [B], any stride."""
     count, rows, _ = parts.shape
     tokens = torch.empty(2, rows, dtype=torch.int64, device=parts.device)
-    chances = torch.empty(2, rows, dtype=torch.float32, device=parts.device)
+    probabilities = torch.empty(2, rows, dtype=torch.float32, device=parts.device)
     kernels.choose_kernel[(rows,)](
-        parts, given, given.stride(0), tokens if vocabulary is None else vocabulary, tokens, chances, count, rows,
+        parts, given, given.stride(0), tokens if vocabulary is None else vocabulary, tokens, probabilities, count, rows,
         MAPPED=vocabulary is not None, BLOCK=triton.next_power_of_2(count),
     )  # fmt: skip
-    return DraftedTokens(tokens[0], chances[0], tokens[1], chances[1])
+    return DraftedTokens(tokens[0], probabilities[0], tokens[1], probabilities[1])
+
+
+FUSED = Operations(fuse, score, merge, choose)
 
 
 def _quantized_like(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +207,7 @@ def _quantized_like(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_block(inner: int) -> dict[str, int]:
-    """BLOCK of a kernel with one program a row, and warps enough to hold it in registers."""
+    """Return BLOCK for a kernel with one program a row, and enough warps to hold it in registers."""
     block = triton.next_power_of_2(inner)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 

@@ -1,21 +1,21 @@
-"""Matrix products with 8-bit floating-point weights: half the bytes of bfloat16, and reading them is all the time.
+"""Linear layers with 8-bit floating-point weights: half the bytes of bfloat16, and a draft is as long as it reads.
 
 Weights are E4M3 with one scale a tensor, inputs E4M3 with one scale a row, found on the fly: x = q * s, where
 s = max|x| / 448 makes the largest value E4M3's largest (Micikevicius et al., FP8 Formats for Deep Learning,
-arXiv:2209.05433). A scale a row instead of one for all inputs costs nothing and keeps what is drafted for a request
-independent of the others in its batch.
+arXiv:2209.05433). Scaling each row by itself costs nothing and keeps the draft of a request independent of the
+others in its batch.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentspec.server_ext.speculator.base import Speculator
+from agentspec.server_ext.speculator.models import Speculator
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST = 1e-12
-"""Least maximum that is scaled by, so that zeros stay zeros."""
+"""Rows with a smaller maximum are scaled by this, so that zeros stay zeros."""
 
 _ALIGNMENT = 16
 """Rows and columns of a native FP8 product come in multiples of so many."""
@@ -26,7 +26,7 @@ _NATIVE_FROM = (8, 9)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] as E4M3 [N, K] and its scale, float32 [1]."""
+    """Return weight [N, K] as E4M3 [N, K] and its scale, float32 [1]."""
     least, most = torch.aminmax(weight)
     scale = (torch.maximum(-least, most).float().clamp(min=SMALLEST) / E4M3_MAX).reshape(1)
     quantized = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
@@ -37,7 +37,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, K] as E4M3 [B, K] and a scale for each row, float32 [B]."""
+    """Return x [B, K] as E4M3 [B, K] and a scale for each row, float32 [B]."""
     x = x.float()
     scales = x.abs().amax(dim=-1).clamp(min=SMALLEST) / E4M3_MAX
     return _to_e4m3(x / scales.unsqueeze(-1)), scales
@@ -46,8 +46,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
     """A linear layer without bias, its weight in E4M3: inputs [B, K] -> [B, N] in the input's dtype.
 
-    GPUs with FP8 tensor cores multiply 8-bit numbers; elsewhere the same numbers are multiplied in wider ones, so the
-    answer is the same up to the order of summation.
+    GPUs with FP8 tensor cores multiply 8-bit numbers. Elsewhere the same numbers are multiplied in a wider type, so
+    the result is the same up to the order of summation.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -80,15 +80,17 @@ class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether it is a GPU with tensor cores for this FP8 (AMD's has another bias)."""
+    """Say whether the device is a GPU with tensor cores for this FP8 (AMD's has another bias)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return bool(torch.cuda.get_device_capability(device) >= _NATIVE_FROM)
 
 
 def use_fp8(speculator: Speculator, *, heads: bool, projections: bool) -> None:
-    """Replace heads or projections by FP8 ones. Their wider weights are freed, unless something else holds them too
-    (an embedding tied to the head)."""
+    """Replace heads or projections by FP8 ones.
+
+    Their wider weights are freed, unless something else holds them too (an embedding tied to the head).
+    """
     if heads:
         _replace_linears(speculator.heads)
     if projections:
