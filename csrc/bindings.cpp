@@ -20,38 +20,38 @@ namespace {
 
 using Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Chances = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Probabilities = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Name = std::optional<std::string>;
 
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
 const std::string* pointer(const Name& key) { return key ? &*key : nullptr; }
 
-// Hands a vector's memory to numpy without copying it.
+// Hands a vector's memory to numpy without copying it: one row an element where that is an array.
 template <class T>
 nb::object to_numpy(std::vector<T>&& values) {
   auto* kept = new std::vector<T>(std::move(values));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+  if constexpr (std::is_same_v<T, BySource>) {
+    auto* data = reinterpret_cast<std::int32_t*>(kept->data());
+    const std::initializer_list<std::size_t> shape{kept->size(), std::tuple_size_v<BySource>};
+    return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>(data, shape, owner));
+  } else {
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+  }
 }
 
-nb::object to_numpy(std::vector<BySource>&& values) {
-  auto* kept = new std::vector<BySource>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<BySource>*>(p); });
-  auto* data = reinterpret_cast<std::int32_t*>(kept->data());
-  return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>(data, {kept->size(), std::tuple_size_v<BySource>}, owner));
-}
-
-nb::tuple proposed(Drafts&& drafts) {
+// The arrays of the drafts, and some more.
+template <class... More>
+nb::tuple to_python(Drafts& drafts, More&... more) {
   return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
                         to_numpy(std::move(drafts.sources)), to_numpy(std::move(drafts.probabilities)),
-                        to_numpy(std::move(drafts.match_lengths)));
+                        to_numpy(std::move(drafts.match_lengths)), to_numpy(std::move(more))...);
 }
 
-nb::tuple to_python(Drafts&& drafts) {
-  return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
-                        to_numpy(std::move(drafts.sources)), to_numpy(std::move(drafts.probabilities)),
-                        to_numpy(std::move(drafts.match_lengths)), to_numpy(std::move(drafts.accepted)),
-                        to_numpy(std::move(drafts.drafted)));
+template <class Call>
+auto without_gil(Call call) {
+  nb::gil_scoped_release release;
+  return call();
 }
 
 [[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
@@ -152,66 +152,52 @@ nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle 
   if (count > 0 && height == 0) refuse("tokens: the array has no rows");
   rows.check("rows", height - 1);
   lengths.check("lengths", width);
-  Drafts drafts;
-  {
-    nb::gil_scoped_release release;
-    drafts = cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), room.get(),
-                        scheduled.get(), cost);
-  }
+  Drafts drafts = without_gil([&] {
+    return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), room.get(),
+                      scheduled.get(), cost);
+  });
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
-  return to_python(std::move(drafts));
+  return to_python(drafts, drafts.accepted, drafts.drafted);
 }
 
 nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double cost) {
-  Drafts drafts;
-  {
-    nb::gil_scoped_release release;
-    drafts = cache.propose(view(slots), view(room), cost);
-  }
-  return proposed(std::move(drafts));
+  Drafts drafts = without_gil([&] { return cache.propose(view(slots), view(room), cost); });
+  return to_python(drafts);
 }
 
-nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Chances& chances, const Vector& lengths,
-                const Vector& room, double cost) {
-  Drafts drafts;
-  {
-    nb::gil_scoped_release release;
-    drafts = cache.merge_drafts(view(slots), {tokens.data(), chances.data(), tokens.shape(1)}, view(lengths), view(room), cost);
-  }
-  return proposed(std::move(drafts));
+nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Probabilities& probabilities,
+                const Vector& lengths, const Vector& room, double cost) {
+  const ExternalDrafts external{tokens.data(), probabilities.data(), tokens.shape(1)};
+  Drafts drafts =
+      without_gil([&] { return cache.merge_drafts(view(slots), external, view(lengths), view(room), cost); });
+  return to_python(drafts);
 }
 
 // One row a candidate, in the order of _native.pyi's CandidateArrays.
 nb::tuple candidates(Cache& cache, std::size_t slot) {
   const auto path = cache.candidates(slot);
-  std::vector<std::int32_t> depths, tokens, lengths, counts;
-  std::vector<double> probabilities, shares;
-  std::vector<std::uint8_t> sources, ranks;
-  for (std::size_t depth = 0; depth < path.size(); ++depth) {
-    for (std::size_t c = 0; c < path[depth].count; ++c) {
-      const Candidate& candidate = path[depth].candidates[c];
-      depths.push_back(static_cast<std::int32_t>(depth));
-      tokens.push_back(candidate.token);
-      probabilities.push_back(candidate.probability);
-      sources.push_back(candidate.source);
-      ranks.push_back(candidate.rank);
-      lengths.push_back(static_cast<std::int32_t>(candidate.match_length));
-      counts.push_back(static_cast<std::int32_t>(candidate.count));
-      shares.push_back(candidate.share);
+  const auto column = [&]<class T>(T, auto field) {
+    std::vector<T> values;
+    for (const ScoredPosition& scored : path) {
+      for (std::size_t c = 0; c < scored.count; ++c) values.push_back(static_cast<T>(scored.candidates[c].*field));
     }
+    return to_numpy(std::move(values));
+  };
+  std::vector<std::int32_t> depths;
+  for (std::size_t depth = 0; depth < path.size(); ++depth) {
+    depths.insert(depths.end(), path[depth].count, static_cast<std::int32_t>(depth));
   }
-  return nb::make_tuple(to_numpy(std::move(depths)), to_numpy(std::move(tokens)), to_numpy(std::move(probabilities)),
-                        to_numpy(std::move(sources)), to_numpy(std::move(ranks)), to_numpy(std::move(lengths)),
-                        to_numpy(std::move(counts)), to_numpy(std::move(shares)));
+  constexpr std::int32_t integer = 0;
+  constexpr std::uint8_t small = 0;
+  return nb::make_tuple(to_numpy(std::move(depths)), column(integer, &Candidate::token),
+                        column(0.0, &Candidate::probability), column(small, &Candidate::source),
+                        column(small, &Candidate::rank), column(integer, &Candidate::match_length),
+                        column(integer, &Candidate::count), column(0.0, &Candidate::share));
 }
 
 nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> output_limit) {
-  std::optional<Turn> turn;
-  {
-    nb::gil_scoped_release release;
-    turn = cache.finish(slot, output_limit);
-  }
+  std::optional<Turn> turn = without_gil([&] { return cache.finish(slot, output_limit); });
   if (!turn) return nb::none();
   return nb::make_tuple(turn->kept, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
 }

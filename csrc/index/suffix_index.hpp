@@ -103,14 +103,14 @@ class SuffixIndex {
   void rebase(Position by);
   void restore(SnapshotReader& reader);
 
-  Buffer<Token> text_;            // kPad boundaries, then the log
-  Buffer<std::uint64_t> marks_;   // one bit a position: indexed
+  Buffer<Token> text_;           // kPad boundaries, then the log
+  Buffer<std::uint64_t> marks_;  // one bit a position: indexed
   SortedPositions sorted_;
-  std::deque<Range> pending_;     // findable positions still to be indexed, oldest first
+  std::deque<Range> pending_;  // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;
-  Neighbours last_;           // of the position that was indexed last, which is followed by
-  Position next_ = 0;    // this one; 0: unknown
-  Position released_ = 0;
+  Neighbours last_;         // of the position that was indexed last
+  Position next_ = 0;       // the position behind that one; 0: unknown
+  Position released_ = 0;   // everything before it was removed, and its memory given back
   std::uint64_t version_ = 0;
 };
 

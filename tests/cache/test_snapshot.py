@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
@@ -127,3 +128,28 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="nowhere"):
         SuffixCache().save(tmp_path / "nowhere" / "trees")
+
+
+def test_what_eviction_gave_back_is_not_saved(tmp_path: Path) -> None:
+    cache = SuffixCache(max_tokens=150_000)
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        cache.start("r", [1, 2], tenant="t")
+        cache.extend("r", rng.integers(0, 50_000, 20_000, np.int32))
+        cache.finish("r")
+        cache.catch_up()
+    newest = rng.integers(0, 50_000, 20_000, np.int32)
+    cache.start("r", [1, 2], tenant="t")
+    cache.extend("r", newest)
+    cache.finish("r")
+    cache.catch_up()
+    for name in ("one", "two"):
+        cache.save(tmp_path / name)
+        loaded = SuffixCache.load(tmp_path / name, max_tokens=150_000)
+        assert loaded.stats().tokens == cache.stats().tokens
+        assert (tmp_path / name).stat().st_size < 14 * cache.stats().tokens + 2_300_000
+        for at in (100, 19_000):
+            loaded.start("q", newest[:at], tenant="t")
+            assert loaded.propose(["q"], 8, cost=0.0)[0].token_ids.tolist()[:4] == newest[at : at + 4].tolist()
+            loaded.abort("q")
+        cache = loaded
