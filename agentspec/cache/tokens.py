@@ -44,7 +44,10 @@ def limit_numbers(
 
 
 def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
-    """`values` as a C-contiguous int32 array; raises InvalidTokenError naming the first position that is illegal."""
+    """Return `values` as a C-contiguous int32 array.
+
+    Raises InvalidTokenError, naming the first position that is illegal.
+    """
     array = values if isinstance(values, np.ndarray) else _from_sequence(values, name)
     if array.ndim != 1:
         raise InvalidTokenError(f"{name}: token ids must be one-dimensional, got shape {array.shape}")
@@ -71,7 +74,7 @@ def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
 
 
 def as_int32(values: Rows, name: str, length: int) -> Int32Array:
-    """A row of `length` small numbers as int32 [length]; raises InvalidInputError otherwise."""
+    """Return a row of `length` small numbers as int32 [length]. Raises InvalidInputError for anything else."""
     if (
         type(values) is np.ndarray
         and values.dtype == _INT32
@@ -88,7 +91,7 @@ def as_int32(values: Rows, name: str, length: int) -> Int32Array:
 def as_offers(
     tokens: NDArray[np.integer], probabilities: NDArray[np.floating], lengths: Int32Array, vocab_size: int
 ) -> tuple[Int32Array, Float64Array]:
-    """Another drafter's tokens and their chances as int32 and float64 [n, L], both C-contiguous.
+    """Return another drafter's tokens and their probabilities as int32 and float64 [n, L], both C-contiguous.
 
     Of row i the first lengths[i] count. Raises InvalidInputError, or InvalidTokenError for a token, naming the first
     that is illegal.

@@ -39,7 +39,7 @@ class Budget:
 class Candidate:
     """One token that a source proposes for one position of a draft.
 
-    probability: chance that it is accepted, given that the draft before it is. source: one of SOURCES. rank: 0 for
+    probability: that it is accepted, given that the draft before it is. source: one of SOURCES. rank: 0 for
     the source's most frequent successor, 1 for its second, 2 for the place after the last matched one, continued past
     a mismatch. match_length: tokens of context that match. count: occurrences of that context that were looked at.
     share: the part of them that this token followed.
@@ -58,7 +58,7 @@ class Candidate:
 class Draft:
     """One request's draft of k tokens.
 
-    token_ids: int32 [k]. probabilities: float32 [k], the chance that the token is accepted given that those before
+    token_ids: int32 [k]. probabilities: float32 [k], that the token is accepted given that those before
     it are. sources: uint8 [k], indices of SOURCES. source: name of the first token's source, "" where k is 0.
     match_length: tokens of context that the first token's source matched.
     """
@@ -78,7 +78,7 @@ class Drafts:
     """The drafts of n requests.
 
     token_ids: int32 [total]; request i has token_ids[offsets[i]:offsets[i + 1]]. offsets: int32 [n + 1].
-    sources: uint8 [total], indices of SOURCES. probabilities: float32 [total], the chance that the token is accepted
+    sources: uint8 [total], indices of SOURCES. probabilities: float32 [total], that the token is accepted
     given that those before it are. match_lengths: int32 [n], tokens of context that the first token's source matched.
     """
 
@@ -89,16 +89,16 @@ class Drafts:
     match_lengths: Int32Array
 
     def lists(self) -> list[list[int]]:
-        """The drafts as one list of token ids a request."""
+        """Return the drafts as one list of token ids a request."""
         tokens: list[int] = self.token_ids.tolist()
         bounds: list[int] = self.offsets.tolist()
         return [tokens[begin:end] for begin, end in pairwise(bounds)]
 
     def expected(self) -> list[float]:
-        """Of each draft, how many of its tokens should be accepted: the sum of the cumulative chances."""
-        chances: list[float] = self.probabilities.tolist()
+        """Return how many tokens of each draft should be accepted: the sum of their cumulative probabilities."""
+        probabilities: list[float] = self.probabilities.tolist()
         bounds: list[int] = self.offsets.tolist()
-        return [sum(accumulate(chances[begin:end], mul)) for begin, end in pairwise(bounds)]
+        return [sum(accumulate(probabilities[begin:end], mul)) for begin, end in pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class StepDrafts(Drafts):
 
 @cache
 def no_drafts(count: int) -> StepDrafts:
-    """A step of `count` requests without drafts, and without any before it. All of one count share it: read only."""
+    """Return a step of `count` requests without drafts, and without any before it. Cached and read-only."""
     none, offsets = np.zeros((count, len(SOURCES)), np.int32), np.zeros(count + 1, np.int32)
     none.flags.writeable = offsets.flags.writeable = False
     sources, probabilities = np.zeros(0, np.uint8), np.zeros(0, np.float32)
@@ -123,7 +123,7 @@ def no_drafts(count: int) -> StepDrafts:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """What one finished request adds to its session: all that is needed to rebuild the trees.
+    """What one finished request adds to its session: all that is needed to rebuild the indexes.
 
     kept: tokens at the start of the session's previous context that this prompt repeats, so that the prompt is
     previous_context[:kept] + prompt_tail. prompt_tail, response: int32 arrays. Without a session, kept is 0 and

@@ -1,4 +1,4 @@
-"""Token streams that are hard on suffix trees, and the core and the oracle side by side."""
+"""Token streams that are hard on suffix indexes, and the core and the oracle side by side."""
 
 from collections.abc import Sequence
 from pathlib import Path
