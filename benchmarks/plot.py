@@ -1,0 +1,297 @@
+"""Draw the plots of docs/ from the results that are committed in benchmarks/results.
+
+    python benchmarks/plot.py [--out docs]    # needs matplotlib
+
+The same results give the same files: no dates, no random ids, text as outlines. Nothing is measured here.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from report import RESULTS, ROOT, say
+
+BLUE, ORANGE, RED, GRAY = "#0072B2", "#E69F00", "#D55E00", "#999999"
+"""Colours of Okabe and Ito, which colour-blind readers tell apart."""
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "agentspec",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "legend.frameon": False,
+}
+WORKLOADS = {
+    "swe_gemini3": "SWE\nagent",
+    "react_hotpot": "ReAct\nagent",
+    "rollouts_codegen": "RL\nrollouts",
+    "chat_mtbench": "plain\nchat",
+    "refine_code_uniq": "refining\ncode",
+    "refine_code_ldb": "refining code,\nanswers repeat",
+}
+Bars = Sequence[tuple[str, str, Sequence[float]]]
+"""(label, colour, one height for each group)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw all plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where they go (docs)")
+    options = parser.parse_args(arguments)
+    for path in draw(options.out):
+        say(f"wrote {path}")
+    return 0
+
+
+def draw(folder: Path) -> list[Path]:
+    """Write every plot into the folder and return the files."""
+    paths = []
+    with matplotlib.rc_context(STYLE):
+        for name, plot in PLOTS.items():
+            figure = plot()
+            path = folder / f"{name}.svg"
+            creator = f"benchmarks/plot.py, matplotlib {matplotlib.__version__}"
+            figure.savefig(path, metadata={"Date": None, "Creator": creator})
+            plt.close(figure)
+            paths.append(path)
+    return paths
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return one of the committed results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def plot_results() -> Figure:
+    """Draw the picture of the README: real vLLM, many sessions (simulated, where batch.py was run), and the index."""
+    simulated = (RESULTS / "batch.json").exists()
+    figure, axes = _figure(12.5 if simulated else 9, 4.4, 1, 2 + simulated, (6, 6, 2.6) if simulated else (6, 2.6))
+    _draw_serving(axes[0], 1, legend=True)
+    axes[0].set_title("Real vLLM on a CPU, one request at a time:\ntokens/s over no speculation")
+    if simulated:
+        _draw_sessions(axes[1], 128, "Llama-3.1-8B")
+        axes[1].set_title("Simulated H100, 128 sessions at once, 8B:\nthroughput over no speculation")
+    rows = _by_figure()
+    speed = [rows[f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request"]]
+    memory = [rows["resident memory at 5 M tokens, bytes a token"]]
+    values = [(row["agentspec"], row["arctic"]) for row in (*memory, *speed)]
+    bars = [("agentspec", BLUE, [a for a, _ in values]), ("ArcticInference", ORANGE, [b for _, b in values])]
+    _bars(axes[-1], ("bytes\na token", f"{MICRO}s\na draft"), bars, "{:.0f}", size=8)
+    axes[-1].set_title("The index at 5 M tokens:\nless is better")
+    axes[-1].legend(loc="upper left", fontsize=8)
+    axes[-1].set_ylim(0, 360)
+    return figure
+
+
+def plot_drafting() -> Figure:
+    """Draw agentspec's defaults over ArcticInference's best setting, by recording."""
+    figure, axes = _figure(9, 3.6)
+    rows = load("drafting")["rows"]
+    ratios = {(row["workload"], row["cost"]): row["ratio"] for row in rows}
+    bars = [
+        (f"a token to verify costs {cost:g} of a step", colour, [ratios[name, cost] for name in WORKLOADS])
+        for cost, colour in ((0.01, BLUE), (0.03, "#56B4E9"))
+    ]
+    _bars(axes[0], list(WORKLOADS.values()), bars, "{:.2f}")
+    axes[0].set_title(
+        "Drafting: tokens per unit of work, agentspec's defaults over the best of 12 ArcticInference settings"
+    )
+    _line_at_one(axes[0])
+    axes[0].set_ylim(0, 1.95)
+    axes[0].legend(loc="upper left", ncols=2)
+    return figure
+
+
+def plot_serving() -> Figure:
+    """Draw tokens/s over plain vLLM, for every drafting method."""
+    figure, axes = _figure(9, 6.4, 2, 1)
+    for axis, batch in zip(axes, (1, 8), strict=True):
+        _draw_serving(axis, batch, legend=batch == 1, errors=True)
+        what = "one request at a time" if batch == 1 else f"{batch} requests at a time"
+        axis.set_title(f"Real vLLM on a CPU, tiny model, {what}: tokens/s over no speculation")
+    return figure
+
+
+def plot_batch() -> Figure:
+    """Draw the simulated throughput by sessions at once, a panel a recording."""
+    rows = [row for row in load("batch")["rows"] if row["model"] == "Llama-3.1-8B"]
+    simulated = _simulated()
+    figure, axes = _figure(11, 3.4 if len(simulated) <= 3 else 6.2, (len(simulated) + 2) // 3, min(3, len(simulated)))
+    for axis, (workload, title) in zip(axes, simulated.items(), strict=False):
+        heights: list[float] = []
+        for method, (label, colour) in METHODS.items():
+            found = {
+                row["sessions"]: row["ratio"] for row in rows if (row["workload"], row["method"]) == (workload, method)
+            }
+            places = range(len(found))
+            heights += found.values()
+            ours = method == "agentspec"
+            axis.plot(places, list(found.values()), marker="o", ms=4, lw=2 if ours else 1.4, color=colour, label=label)
+            axis.set_xticks(places, [str(sessions) for sessions in found])
+            if ours:
+                for place, ratio in zip(places, found.values(), strict=True):
+                    axis.annotate(
+                        f"{ratio:.2f}", (place, ratio), (0, 6), textcoords="offset points", ha="center", color=colour
+                    )
+        axis.set_ylim(0.9 * min(heights), min(heights) + 1.12 * (max(heights) - 0.9 * min(heights)))
+        axis.set_xlim(-0.25, 3.35)
+        axis.set_title(title.replace("\n", " "))
+        axis.set_xlabel("sessions at once")
+        _line_at_one(axis)
+    figure.suptitle(
+        "Simulated: throughput over no speculation, step times of Llama-3.1-8B on an H100", weight="bold", fontsize=11
+    )
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
+def plot_index() -> Figure:
+    """Draw memory and times of the index beside ArcticInference's tree."""
+    figure, axes = _figure(10, 2.9, 1, 5)
+    rows = _by_figure()
+    panels = {
+        "resident memory at 5 M tokens, bytes a token": "memory,\nbytes a token",
+        f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request": (
+            f"a draft,\n{MICRO}s a request"
+        ),
+        f"extend by 4 tokens, 5 M tokens, {MICRO}s a token": f"taking in text,\n{MICRO}s a token",
+        f"a session's next turn, 16 k-token prompt, 500 new tokens, {MICRO}s": f"a session's next\nturn, {MICRO}s",
+        "load a 5 M-token snapshot (the peer: build its tree), s": "restart: load, or\nbuild the tree, s",
+    }
+    for axis, (name, title) in zip(axes, panels.items(), strict=True):
+        row = rows[name]
+        values = (row["agentspec"], row["arctic"])
+        patches = axis.bar(("agentspec", "Arctic-\nInference"), values, 0.6, color=(BLUE, ORANGE))
+        axis.bar_label(patches, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values], padding=2)
+        axis.set_ylim(0, 1.15 * max(values))
+        axis.set_title(title, fontsize=9)
+        axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
+    figure.suptitle("The index at 5 M tokens, beside ArcticInference's suffix tree: less is better", weight="bold")
+    return figure
+
+
+MICRO = "µ"
+METHODS = {
+    "agentspec": ("agentspec", BLUE),
+    "suffix, best of 12": ("ArcticInference's rule, best of 12 settings", ORANGE),
+    "suffix, default": ("ArcticInference's rule, default", RED),
+    "ngram": ("n-gram", GRAY),
+}
+PLOTS: Mapping[str, Callable[[], Figure]] = {
+    "results": plot_results,
+    "drafting": plot_drafting,
+    "serving": plot_serving,
+    "index": plot_index,
+    **({"batch": plot_batch} if (RESULTS / "batch.json").exists() else {}),
+}
+
+
+def _by_figure() -> dict[str, dict[str, Any]]:
+    return {row["figure"]: row for row in load("index")["rows"]}
+
+
+def _simulated() -> dict[str, str]:
+    """Return the recordings that batch.py was run on, with their titles."""
+    found = {row["workload"] for row in load("batch")["rows"]}
+    return {name: title for name, title in WORKLOADS.items() if name in found}
+
+
+def _draw_serving(axis: Axes, batch: int, legend: bool, errors: bool = False) -> None:
+    rows = {row["workload"]: row for row in load("serve")["rows"] if row["batch"] == batch}
+    speeds = {name: rows[name]["tokens_per_second"] for name in WORKLOADS}
+    bars = [
+        (label, colour, [speed[method] / speed["none"] for speed in speeds.values()])
+        for method, label, colour in (
+            ("ngram", "vLLM ngram", GRAY),
+            ("suffix", "vLLM suffix (ArcticInference)", ORANGE),
+            ("agentspec", "agentspec", BLUE),
+        )
+    ]
+    noise = [rows[name]["agentspec_over"]["none"]["standard_error"] for name in WORKLOADS] if errors else None
+    _bars(axis, list(WORKLOADS.values()), bars, "{:.1f}", size=7, errors=noise)
+    _line_at_one(axis)
+    if legend:
+        axis.legend(loc="upper left", fontsize=8)
+
+
+def _draw_sessions(axis: Axes, sessions: int, model: str) -> None:
+    rows = {
+        (row["workload"], row["method"]): row["ratio"]
+        for row in load("batch")["rows"]
+        if (row["sessions"], row["model"]) == (sessions, model)
+    }
+    bars = [
+        (label, colour, [rows[name, method] for name in _simulated()])
+        for method, (label, colour) in reversed(METHODS.items())
+        if method != "ngram"
+    ]
+    _bars(axis, list(_simulated().values()), bars, "{:.2f}", size=6.5)
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+    _line_at_one(axis)
+    axis.legend(loc="upper left", fontsize=8)
+
+
+def _bars(
+    axis: Axes,
+    groups: Sequence[str],
+    bars: Bars,
+    text: str,
+    size: float = 8,
+    errors: Sequence[float] | None = None,
+) -> None:
+    """Draw groups of bars from 0 on, each with its figure above. errors: of the last bars, drawn as thin lines."""
+    width = 0.84 / len(bars)
+    for number, (label, colour, heights) in enumerate(bars):
+        places = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
+        last = errors is not None and number == len(bars) - 1
+        patches = axis.bar(
+            places,
+            heights,
+            width * 0.94,
+            color=colour,
+            label=label,
+            yerr=errors if last else None,
+            error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
+        )
+        labels = axis.bar_label(patches, [text.format(height) for height in heights], padding=1.5, fontsize=size)
+        for text_above in labels:  # readable where the line at 1 runs behind it
+            text_above.set(zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4})
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)
+    axis.tick_params(axis="x", length=0)
+    tops = [max(heights) for _, _, heights in bars]
+    tops += [height + error for height, error in zip(bars[-1][2], errors or (), strict=False)]
+    axis.set_ylim(0, 1.12 * max(tops))
+
+
+def _line_at_one(axis: Axes) -> None:
+    axis.axhline(1, color="black", lw=0.9, ls="--", zorder=3)
+
+
+def _figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, widths: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, layout="constrained", width_ratios=widths
+    )
+    return figure, list(axes.flat)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The plots in docs/ are what plot.py makes of the committed results."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import plot  # isort: skip
+import report  # isort: skip
+
+DOCS = report.ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draw all plots into a folder."""
+    folder = tmp_path_factory.mktemp("plots")
+    assert {path.stem for path in plot.draw(folder)} == set(plot.PLOTS)
+    return folder
+
+
+def creator(svg: str) -> str:
+    """Return the program and version that drew the plot."""
+    found = re.search(r"<dc:title>(.*?)</dc:title>", svg)
+    assert found is not None
+    return found[1]
+
+
+def labels(svg: str) -> list[str]:
+    """Return every label of the plot, figures included: each is named in a comment before its outlines."""
+    ElementTree.fromstring(svg)
+    return re.findall(r"<!-- (.*?) -->", svg, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", sorted(plot.PLOTS))
+def test_a_committed_plot_shows_the_committed_results(name: str, drawn: Path) -> None:
+    committed = (DOCS / f"{name}.svg").read_text(encoding="utf-8")
+    now = (drawn / f"{name}.svg").read_text(encoding="utf-8")
+    assert labels(committed) == labels(now)
+    if creator(committed) == creator(now):
+        assert committed == now
+
+
+def test_every_result_says_where_it_comes_from() -> None:
+    for path in sorted(report.RESULTS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        assert {"kind", "commit", "date", "machine", "rows"} <= set(result), path.name
