@@ -78,14 +78,12 @@ def load(name: str) -> dict[str, Any]:
 
 
 def plot_results() -> Figure:
-    """Draw the picture of the README: real vLLM, many sessions (simulated, where batch.py was run), and the index."""
-    simulated = (RESULTS / "batch.json").exists()
-    figure, axes = _figure(12.5 if simulated else 9, 4.4, 1, 2 + simulated, (6, 6, 2.6) if simulated else (6, 2.6))
+    """Draw the picture of the README: real vLLM, many sessions (simulated), and the index."""
+    figure, axes = _figure(12.5, 4.4, 1, 3, (6, 6, 2.6))
     _draw_serving(axes[0], 1, legend=True)
     axes[0].set_title("Real vLLM on a CPU, one request at a time:\ntokens/s over no speculation")
-    if simulated:
-        _draw_sessions(axes[1], 128, "Llama-3.1-8B")
-        axes[1].set_title("Simulated H100, 128 sessions at once, 8B:\nthroughput over no speculation")
+    _draw_sessions(axes[1], 128, "Llama-3.1-8B")
+    axes[1].set_title("Simulated H100, 128 sessions at once, 8B:\nthroughput over no speculation")
     rows = _by_figure()
     speed = [rows[f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request"]]
     memory = [rows["resident memory at 5 M tokens, bytes a token"]]
@@ -199,7 +197,7 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
     "drafting": plot_drafting,
     "serving": plot_serving,
     "index": plot_index,
-    **({"batch": plot_batch} if (RESULTS / "batch.json").exists() else {}),
+    "batch": plot_batch,
 }
 
 

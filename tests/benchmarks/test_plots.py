@@ -45,6 +45,14 @@ def test_a_committed_plot_shows_the_committed_results(name: str, drawn: Path) ->
         assert committed == now
 
 
+def test_figures_and_what_is_simulated_are_labelled(drawn: Path) -> None:
+    simulated = labels((drawn / "batch.svg").read_text(encoding="utf-8"))
+    ratios = [row["ratio"] for row in plot.load("batch")["rows"] if row["method"] == "agentspec"]
+    assert f"{ratios[0]:.2f}" in simulated
+    assert any("Simulated" in label for label in simulated)
+    assert any("Simulated" in label for label in labels((drawn / "results.svg").read_text(encoding="utf-8")))
+
+
 def test_every_result_says_where_it_comes_from() -> None:
     for path in sorted(report.RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
