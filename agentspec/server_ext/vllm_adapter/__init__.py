@@ -56,10 +56,12 @@ class Patch:
     """One method of vLLM that is replaced.
 
     process: where it takes effect. "frontend" is the API server, or the process of an offline ``LLM``. "runner" is a
-    worker whose engine drafts with agentspec, right before it makes its model runner; the others are installed in all
-    processes. owner: "module:class", or a
-    module. replacement: a function that gets the original in front of its arguments; where nothing of that name is
-    there (``adds``), the attribute itself. cpu_only: other platforms keep the original.
+    worker whose engine drafts with agentspec, right before it makes its model runner. All others are installed in
+    every process.
+    owner: "module:class", or a module.
+    replacement: a function that gets the original in front of its arguments. adds: vLLM has nothing of that name, and
+    the owner gets the replacement as it is.
+    cpu_only: other platforms keep the original.
     """
 
     process: Process

@@ -46,9 +46,10 @@ class RunnerExtension:
         self.draft_model = build_draft_model(self.settings, vllm_config)
         self.drafted_nothing = True
         self._reported = False
-        knows = self.engine.knows if self.engine is not None else bool
-        limit = vllm_config.model_config.max_model_len
-        self._reader = StepReader(self.max_draft, limit, self.settings.tenant, self.settings.scope, knows)
+        if self.engine is not None:
+            longest = vllm_config.model_config.max_model_len
+            tenant, scope = self.settings.tenant, self.settings.scope
+            self._reader = StepReader(self.max_draft, longest, tenant, scope, self.engine.knows)
 
     def load(self, target: Any) -> None:
         """Read the draft model's weights and the store, before vLLM serves. target: the served model."""
