@@ -144,10 +144,14 @@ def plot_batch() -> Figure:
             if ours:
                 for place, ratio in zip(places, found.values(), strict=True):
                     axis.annotate(
-                        f"{ratio:.2f}", (place, ratio), (0, 6), textcoords="offset points", ha="center", color=colour
+                        f"{ratio:.2f}", (place, ratio), (4, 5), textcoords="offset points", ha="left", color=colour
                     )
-        axis.set_ylim(0.9 * min(heights), min(heights) + 1.12 * (max(heights) - 0.9 * min(heights)))
-        axis.set_xlim(-0.25, 3.35)
+        ticks = [tick for tick in (0.8, 1, 1.2, 1.5, 2, 3, 5, 10, 20) if 0.9 * min(heights) < tick < 1.2 * max(heights)]
+        axis.set_yscale("log", base=2)
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(0.9 * min(1, *heights), 1.2 * max(heights))
+        axis.set_xlim(-0.25, 3.5)
         axis.set_title(title.replace("\n", " "))
         axis.set_xlabel("sessions at once")
         _line_at_one(axis)
