@@ -1,4 +1,4 @@
-"""SuffixCache: what to draft from, for running requests, their sessions and their tenant.
+"""SuffixCache drafts for running requests, from their own text, their sessions, their groups and their tenant.
 
     cache = SuffixCache(policy=DraftPolicy(cost=0.02))
     cache.start("r1", prompt, session="fix-42", tenant="acme")
@@ -6,8 +6,9 @@
     cache.extend("r1", verified)        # or cache.step(...) for a whole batch, once a decode step
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
-It checks arguments and hands them to the compiled core (csrc/), whose answers tests/oracle specifies. One thread makes
-the calls for requests; meanwhile others may call stats, has_session, remove_session, catch_up, resize and save.
+SuffixCache checks arguments and hands them to the compiled core (csrc/), whose answers tests/oracle specifies. One
+thread makes the calls for requests; meanwhile others may call stats, has_session, remove_session, catch_up, resize and
+save.
 """
 
 from collections.abc import Sequence
@@ -52,16 +53,19 @@ except ImportError as error:
         "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
     ) from error
 
+draft_value = _native.draft_value
+"""draft_value(expected, drafted, cost): what a draft is worth; `_native.pyi` explains it."""
+
 _ALL = 2**62
 _UNNAMED = ""
 """The core's name for the tenant of all requests that were given none."""
 
 
 class SuffixCache:
-    """Suffix trees of running requests, sessions and tenants, and the drafts from them.
+    """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
     max_tokens, max_bytes: budget for what is kept of finished requests (None: no limit); per_tenant, per_session: the
-    same for one of each. Least recently used sessions and groups and the oldest part of global trees go first, a
+    same for one of each. Least recently used sessions and groups and the oldest part of a tenant's index go first, a
     session over its own budget keeps its newest part, and what a running request drafts from stays. Bytes are reckoned
     at 12 a token. vocab_size: token ids must be below it (None: below 2**31).
     Raises ConfigurationError for a value out of range.
@@ -83,13 +87,11 @@ class SuffixCache:
         self.policy = policy or DraftPolicy()
         self._vocab_size = vocab_size or MAX_VOCAB
         self._core = _native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
-        self._slots: dict[str, int] = {}
+        self._running: dict[str, _Running] = {}
         self._free: list[int] = []
-        self._batch_ids: tuple[str, ...] | None = None  # the latest step's requests, and their slots
-        self._batch_slots: Int32Array = np.zeros(0, np.int32)
+        self._epoch = object()  # replaced when a request ends: slots that were looked up before may be another's now
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
         self._one_room: Int32Array = np.zeros(1, np.int32)
-        self._names: dict[str, _Names] = {}  # of each running request
 
     def start(
         self,
@@ -102,7 +104,7 @@ class SuffixCache:
         scope: Scope = "tenant",
         end_tokens: TokenIds = (),
     ) -> None:
-        """Begins a request. prompt: int32 [P] or a sequence of int.
+        """Begin a request. prompt: int32 [P] or a sequence of int.
 
         session: whose earlier turns it drafts from. group: the problem that it works on; sessions of a tenant that
         share one draft from each other's answers to it first. tenant: who shares; all requests without one are one
@@ -112,26 +114,33 @@ class SuffixCache:
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError; then nothing has
         changed.
         """
-        if request_id in self._slots:
+        if request_id in self._running:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
         tokens = as_tokens(prompt, "prompt", self._vocab_size)
         check_ids(session=session, group=group, tenant=tenant)
         names = _Names(session, group, tenant, _checked(scope))
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
-        slot = self._free.pop() if self._free else len(self._slots)
+        slot = self._free.pop() if self._free else len(self._running)
         self._core.start(slot, tokens, *names.keys(), ends)
-        self._slots[request_id] = slot
-        self._names[request_id] = names
+        self._running[request_id] = _Running(slot, names)
+
+    def batch(self, request_ids: Sequence[str]) -> "BatchHandle":
+        """Look up n running requests once, for many calls of `step`, `offer` and `propose`.
+
+        Raises UnknownRequestError for a request that is not running.
+        """
+        return BatchHandle(tuple(request_ids), self._look_up(request_ids), self._epoch)
 
     def propose(
-        self, request_ids: Sequence[str], max_draft: int | Sequence[int], *, cost: float | None = None
+        self, request_ids: "BatchHandle | Sequence[str]", max_draft: int | Sequence[int], *, cost: float | None = None
     ) -> list[Draft]:
-        """Drafts at most `max_draft` tokens (one number for all, or one each) for every request.
+        """Draft at most `max_draft` tokens (one number for all, or one each) for every request.
 
         cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         """
         if len(request_ids) == 1 and type(max_draft) is int:
-            return [self._propose_one(request_ids[0], max_draft, self._cost(cost))]
+            ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
+            return [self._propose_one(ids[0], max_draft, self._cost(cost))]
         slots = self._slots_of(request_ids)
         room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
         arrays = self._core.propose(slots, as_int32(room, "max_draft", len(slots)), self._cost(cost))
@@ -143,15 +152,15 @@ class SuffixCache:
         ]
 
     def _propose_one(self, request_id: str, max_draft: int, cost: float) -> Draft:
-        """The same for one request, without arrays to make and to cut."""
-        self._one_slot[0] = self._slot(request_id)
+        """Draft for one request, without arrays to make and to cut."""
+        self._one_slot[0] = self._request(request_id).slot
         self._one_room[0] = max(min(max_draft, MAX_DRAFT), 0)
         tokens, _, sources, probabilities, lengths = self._core.propose(self._one_slot, self._one_room, cost)
         return Draft(tokens, probabilities, sources, int(lengths[0]))
 
     def offer(
         self,
-        request_ids: Sequence[str],
+        request_ids: "BatchHandle | Sequence[str]",
         tokens: NDArray[np.integer],
         probabilities: NDArray[np.floating],
         lengths: Rows,
@@ -159,35 +168,33 @@ class SuffixCache:
         *,
         cost: float | None = None,
     ) -> Drafts:
-        """Another drafter's tokens for n requests that have just been drafted for; returns their drafts as they then
-        are.
+        """Take in another drafter's tokens for n requests that have just been drafted for; return their new drafts.
 
         tokens: integers [n, L]; the first lengths[i] of row i are given for request i, the rest may be anything.
         probabilities: floats [n, L], the chance that each is accepted if those before it are. room: how many tokens
         the new draft may have. cost: as in `step`.
-        Behind the given tokens the trees go on, and the whole is cut where it pays. If it then promises more expected
+        Behind the given tokens the indexes go on, and the whole is cut where it pays. If it then promises more expected
         tokens per (1 + cost * drafted) than the present draft, it takes its place; so requests may be offered tokens
         more than once, in one call or several. Where both begin alike, the given chances hold for the present draft
         too, which is cut anew: low chances for its own tokens shorten or drop it. Chances should therefore take
-        `probabilities` of the present draft into account. The trees' candidates are learned from as ever.
-        Under the fixed rule the trees do not go on behind given tokens, and its own draft is never cut.
+        `probabilities` of the present draft into account. The indexes' candidates are learned from as ever.
+        Under the fixed rule the indexes do not go on behind given tokens, and its own draft is never cut.
         A request that has no draft for its text as it is now (it was given tokens since, or its row of the last step
         was not as it should be) gets none.
         Raises UnknownRequestError, InvalidInputError or InvalidTokenError; then nothing has changed.
         """
-        slots = self._batch_slots if request_ids is self._batch_ids else self._slots_of(request_ids)
+        slots = self._slots_of(request_ids)
         length_of, room_of = as_int32(lengths, "lengths", len(slots)), as_int32(room, "room", len(slots))
         given, chances = as_offers(tokens, probabilities, length_of, self._vocab_size)
         return Drafts(*self._core.offer(slots, given, chances, length_of, room_of, self._cost(cost)))
 
     def candidates(self, request_id: str) -> list[list[Candidate]]:
-        """All that was scored for the request's last draft, position by position, as data for another judge, which
-        may `offer` what it prefers.
+        """Return all that was scored for the request's last draft, position by position.
 
-        The draft itself is the likeliest candidate of each of its positions, unless the token is one that was offered;
-        there may be more positions than it has.
+        Another drafter may `offer` what it prefers. The draft itself is the likeliest candidate of each of its
+        positions, unless the token is one that was offered; there may be more positions than it has.
         """
-        arrays = self._core.candidates(self._slot(request_id))
+        arrays = self._core.candidates(self._request(request_id).slot)
         depths: list[int] = arrays[0].tolist()
         positions: list[list[Candidate]] = [[] for _ in range(depths[-1] + 1 if depths else 0)]
         columns = [array.tolist() for array in arrays[1:]]
@@ -196,13 +203,13 @@ class SuffixCache:
         return positions
 
     def extend(self, request_id: str, tokens: TokenIds) -> None:
-        """Adds verified tokens (accepted and bonus; int32 [n]), which also judge the last proposed draft."""
-        slot = self._slot(request_id)
+        """Add verified tokens (accepted and bonus; int32 [n]), which also show how the last proposed draft fared."""
+        slot = self._request(request_id).slot
         self._core.extend(slot, as_tokens(tokens, "tokens", self._vocab_size))
 
     def step(
         self,
-        request_ids: Sequence[str],
+        request_ids: "BatchHandle | Sequence[str]",
         tokens: Int32Array,
         rows: Rows,
         lengths: Rows,
@@ -214,19 +221,14 @@ class SuffixCache:
         """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] of them
-        valid. What is new there is taken in (steps may be skipped), judges the previous draft, of which only the
-        first scheduled[i] tokens were verified, and then at most room[i] tokens are drafted (0: none).
+        valid. What is new there is taken in (steps may be skipped) and shows how the previous draft fared, of which
+        only the first scheduled[i] tokens were verified. Then at most room[i] tokens are drafted (0: none).
         rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
         cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
         A row with an illegal token, or shorter than what is known, is used up to there and gets no draft.
         Raises UnknownRequestError or InvalidInputError; then nothing has changed.
         """
-        if request_ids is self._batch_ids:
-            slots = self._batch_slots
-        else:
-            slots = self._slots_of(request_ids)
-            if type(request_ids) is tuple:
-                self._batch_ids, self._batch_slots = request_ids, slots
+        slots = self._slots_of(request_ids)
         price = self._cost(cost)
         try:
             arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price)
@@ -235,27 +237,27 @@ class SuffixCache:
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
-        """Ends a request and keeps its response for its session and tenant; returns what to store, if anything.
+        """End a request and keep its response for its session and tenant; return what to store, if anything.
 
         output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
         None is returned where nothing is kept: under scope "none", under scope "session" without a session, and where
         the session was removed meanwhile.
         """
-        slot = self._slot(request_id)
+        running = self._request(request_id)
         if output_limit is not None and output_limit < 0:
             raise InvalidInputError(f"output_limit={output_limit}: give a number of tokens, at least 0")
-        names = self._names[request_id]
-        turn = self._core.finish(slot, output_limit)
+        names = running.names
+        turn = self._core.finish(running.slot, output_limit)
         self._release(request_id)
         return None if turn is None else FinishedTurn(names.tenant, names.session, *turn, names.group, names.scope)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request; nothing of it is kept."""
-        self._core.abort(self._slot(request_id))
+        """End a request and keep nothing of it."""
+        self._core.abort(self._request(request_id).slot)
         self._release(request_id)
 
     def restore(self, turn: FinishedTurn) -> None:
-        """Takes in a stored turn: the same effect as that turn having run here. Order matters within a session."""
+        """Take in a stored turn, as if it had run here. Order matters within a session."""
         check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
         if turn.kept < 0:
             raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
@@ -265,7 +267,7 @@ class SuffixCache:
         self._core.restore(*names.keys(), turn.kept, tail, response)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
-        """Erases a session: its own text and what it gave to the tenant's global tree. No error if it is unknown.
+        """Erase a session: its own text and what it gave to its tenant's index. No error if it is unknown.
 
         Requests of it that still run go on, drafting from their own text, and keep nothing when they finish.
         """
@@ -275,14 +277,14 @@ class SuffixCache:
         self._core.remove_session(key, tenant or _UNNAMED)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
-        """Whether text of this session is held."""
+        """Return whether text of this session is held."""
         check_ids(session=session, tenant=tenant)
         key = key_of(tenant, session)
         assert key is not None
         return self._core.has_session(key)
 
     def catch_up(self, budget: int | None = None) -> int:
-        """Does what is left for later: indexing what is held but pending, evicting, taking out what was evicted.
+        """Do what was left for later: index what is held but pending, evict, take out what was evicted.
 
         At most about `budget` tokens' worth (None: all); returns how many, 0 when nothing is left. Steps do this
         little by little by themselves; after restoring much at start, this does it at once.
@@ -302,11 +304,11 @@ class SuffixCache:
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
     ) -> None:
-        """Replaces all budgets. What is over them leaves with the calls that follow, a little with each."""
+        """Replace all budgets. What is over them leaves with the calls that follow, a little with each."""
         self._core.resize(limit_numbers(max_tokens, max_bytes, per_tenant, per_session))
 
     def save(self, path: str | Path) -> None:
-        """Writes sessions, groups, tenants and what was learned to a file; running requests are not part of it.
+        """Write sessions, groups, tenants and what was learned to a file; running requests are not part of it.
 
         First indexes what is pending. The file is complete or not there: it is written beside `path` and then renamed.
         Raises SnapshotError if it cannot be written.
@@ -348,6 +350,7 @@ class SuffixCache:
         return cache
 
     def stats(self) -> CacheStats:
+        """Return what is held now."""
         return CacheStats(*self._core.stats())
 
     def _cost(self, cost: float | None) -> float:
@@ -357,22 +360,47 @@ class SuffixCache:
             raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
         return cost
 
-    def _slot(self, request_id: str) -> int:
-        slot = self._slots.get(request_id)
-        if slot is None:
+    def _request(self, request_id: str) -> "_Running":
+        running = self._running.get(request_id)
+        if running is None:
             raise UnknownRequestError(f"request_id {request_id!r} is not running: start it first")
-        return slot
+        return running
 
-    def _slots_of(self, request_ids: Sequence[str]) -> Int32Array:
+    def _slots_of(self, requests: "BatchHandle | Sequence[str]") -> Int32Array:
+        if not isinstance(requests, BatchHandle):
+            return self._look_up(requests)
+        if requests.epoch is not self._epoch:
+            requests.slots = self._look_up(requests.request_ids)
+            requests.epoch = self._epoch
+        return requests.slots
+
+    def _look_up(self, request_ids: Sequence[str]) -> Int32Array:
         try:
-            return np.array([self._slots[request_id] for request_id in request_ids], np.int32)
+            return np.array([self._running[request_id].slot for request_id in request_ids], np.int32)
         except KeyError as error:
             raise UnknownRequestError(f"request_id {error.args[0]!r} is not running: start it first") from None
 
     def _release(self, request_id: str) -> None:
-        self._batch_ids = None
-        self._free.append(self._slots.pop(request_id))
-        del self._names[request_id]
+        self._epoch = object()
+        self._free.append(self._running.pop(request_id).slot)
+
+
+@dataclass(slots=True, eq=False)
+class BatchHandle:
+    """Running requests whose slots in the core were looked up once; `SuffixCache.batch` makes it.
+
+    It is good for as long as all of its requests run. When any request of the cache ends, the cache sees by one
+    comparison, whatever the number of requests, that slots may have changed hands: it looks the ids up again, and
+    raises UnknownRequestError if one of them has ended. A handle of another cache is looked up anew in the same way.
+    """
+
+    request_ids: tuple[str, ...]
+    slots: Int32Array
+    """[n] as of `epoch`"""
+    epoch: object
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +418,14 @@ class _Names:
             return None, None, None, False
         session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
         return session, group, self.tenant or _UNNAMED, self.scope == "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that was started and has not ended."""
+
+    slot: int
+    names: _Names
 
 
 def _checked(scope: Scope) -> Scope:

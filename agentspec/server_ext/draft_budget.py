@@ -1,6 +1,7 @@
-"""DraftBudget: how many draft tokens a step may hold, for all rows together, and which ones they are.
+"""Decide how many draft tokens a step may hold, for all rows together, and which ones they are.
 
-One draft may have 128 tokens, and a batch 256 rows. What they take together is bounded by the least of four limits:
+One draft may have MAX_DRAFT tokens, and a batch 256 rows. What they take together is bounded by the least of four
+limits:
 
 setting    ``step_draft_tokens``.
 memory     Each position to verify takes logits, float32 over the vocabulary, in several copies. They must fit in
@@ -8,11 +9,7 @@ memory     Each position to verify takes logits, float32 over the vocabulary, in
 scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
            SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
-           STEP_MULTIPLE times as long as one without drafts. That step takes ``a`` seconds, a draft token adds ``b``,
-           and the price of a token is ``cost = b * rows / a``; so ``a + b * d = STEP_MULTIPLE * a`` is
-           ``d = (STEP_MULTIPLE - 1) * rows / cost``. Where the price is measured, ``cost`` is a cautious one
-           (``StepCost.cautious_cost``) that aims at AIMED_MULTIPLE: the limit starts at a token a row and grows with
-           what was measured.
+           STEP_MULTIPLE times as long as one without drafts; ``StepCost.affordable_tokens`` says how many tokens fit.
 
 Drafts that exceed the budget are cut where they are worth least: the tokens with the highest chance of being accepted,
 which is the product of the probabilities along the draft, stay. It falls along a draft, so what stays of it is its
@@ -20,7 +17,6 @@ beginning.
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,11 +31,6 @@ MEMORY_SHARE = 0.25
 """vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `room` bounds
 that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
-STEP_MULTIPLE = 2.0
-AIMED_MULTIPLE = 1.75
-"""What a measured price aims at, so that steps stay within STEP_MULTIPLE: they vary, and where every step has drafts,
-one without drafts is extrapolated and comes out too long."""
-
 _ROOM_FACTOR = 4
 _TINY = 1e-30
 """Stands for a probability of 0, whose logarithm is not a number that can be summed."""
@@ -75,17 +66,18 @@ class DraftBudget:
         self._tokens, self._limited_by = self._fixed, self._fixed_by
         self._cut_steps = self._cut_tokens = 0
 
-    def tokens(self, rows: int, cost: float) -> int:
-        """Return how many draft tokens a step of ``rows`` rows may hold. cost: of one, as a share of a row's step."""
+    def tokens(self, rows: int, affordable: float) -> int:
+        """Return how many draft tokens a step of ``rows`` rows may hold.
+
+        affordable: those that fit into its time, of ``StepCost.affordable_tokens``.
+        """
         tokens, limited_by = self._fixed, self._fixed_by
         if self._limits.scheduled_tokens is not None:
             scheduled = max(int(SCHEDULER_SHARE * (self._limits.scheduled_tokens - rows)), 0)
             if scheduled < tokens:
                 tokens, limited_by = scheduled, "scheduler"
-        if rows > 1:
-            latency = (STEP_MULTIPLE - 1.0) * rows / cost
-            if latency < tokens:
-                tokens, limited_by = int(latency), "latency"
+        if rows > 1 and affordable < tokens:
+            tokens, limited_by = int(affordable), "latency"
         self._rows, self._tokens, self._limited_by = rows, tokens, limited_by
         return tokens
 
@@ -107,23 +99,11 @@ class DraftBudget:
         if total <= budget:
             return drafts.lists()
         lengths = kept_lengths(drafts.offsets, drafts.probabilities, budget)
-        self._note(total - budget)
+        self._cut_steps += 1
+        self._cut_tokens += total - budget
         tokens: list[int] = drafts.token_ids.tolist()
         begins: list[int] = drafts.offsets.tolist()
         return [tokens[begin : begin + length] for begin, length in zip(begins, lengths.tolist(), strict=False)]
-
-    def cut_lists(self, tokens: list[list[int]], probabilities: list[list[float]], budget: int) -> list[list[int]]:
-        """Return drafts that are lists already, cut to the budget. probabilities: one for each token of each row."""
-        counts = [len(row) for row in tokens]
-        total = sum(counts)
-        if total <= budget:
-            return tokens
-        offsets: Int32Array = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=offsets[1:])
-        flat: Float32Array = np.fromiter(chain.from_iterable(probabilities), np.float32, total)
-        lengths = kept_lengths(offsets, flat, budget)
-        self._note(total - budget)
-        return [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
 
     def stats(self) -> dict[str, Any]:
         """Return the latest step's budget as JSON.
@@ -139,17 +119,13 @@ class DraftBudget:
             "cut_tokens": self._cut_tokens,
         }
 
-    def _note(self, tokens: int) -> None:
-        self._cut_steps += 1
-        self._cut_tokens += tokens
-
 
 def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) -> Int64:
     """Return [n] how much of each draft stays when the ``budget`` likeliest of all tokens do.
 
-    offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], the chance of each token
-    if those before it in its draft are accepted. Among equally likely tokens those earlier in their drafts stay, and
-    among these the ones of earlier rows.
+    offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], of each
+    token to be accepted if those before it in its draft are. Among equally likely tokens those earlier in their drafts
+    stay, and among these the ones of earlier rows.
     """
     counts = np.diff(offsets)
     rows = np.repeat(np.arange(len(counts)), counts)

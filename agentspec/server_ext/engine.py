@@ -1,49 +1,67 @@
-"""Step -> drafts. Needs neither vLLM nor torch: the adapter gives plain data and takes plain lists.
+"""DraftingEngine turns a decode step into drafts. It needs neither vLLM nor torch: plain data in, plain lists out.
 
-One call a step for the whole batch. Whatever fails here costs drafts and is counted, never the request.
+It makes one call a step for the whole batch. Whatever fails here costs drafts and is counted, never the request.
 """
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.server_ext.draft_budget import AIMED_MULTIPLE, STEP_MULTIPLE, DraftBudget, EngineLimits
-from agentspec.server_ext.fusion import DraftFusion, StepModel, TreeDrafts
-from agentspec.server_ext.identity import Identity
+from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache.suffix_cache import BatchHandle
+from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
+from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.recorder import Recorder
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step
 from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _LEAST_SHARED = 2
 """Tokens of the shortest response without a session that is kept. Beam search makes a request of each token."""
 
-_MODEL_FAILURES = 5
-"""So many errors of the draft model, and it is not asked again."""
 
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """The rows of a batch that get drafts, looked up once for as long as the batch stays.
 
-@dataclass(slots=True)
-class _Running:
-    identity: Identity
-    figures: RequestFigures
-    length: int
-    source: str | None = None
-    ns: int = 0
+    rows: [k] which row of the engine's token array. picked: [k] which row of the batch; None: all of them, in order.
+    quiet: steps without drafts that the figures of its requests don't have yet.
+    """
+
+    batch: Batch
+    states: list[RequestState]
+    handle: BatchHandle
+    rows: Int32
+    picked: NDArray[np.intp] | None
+    quiet: int = 0
+
+    def pick(self, values: Int32) -> Int32:
+        """Return the values of these rows. values: one for each row of the batch."""
+        return values if self.picked is None else values[self.picked]
+
+    def spread(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Return the drafts of all rows of the batch: those given, and empty ones."""
+        if self.picked is None:
+            return drafts
+        result: list[list[int]] = [[] for _ in range(len(self.batch))]
+        for at, draft in zip(self.picked.tolist(), drafts, strict=True):
+            result[at] = draft
+        return result
 
 
 class DraftingEngine:
-    """Feeds the trees with verified tokens, asks them for drafts, keeps figures, hands finished turns on."""
+    """Feed the suffix cache with verified tokens, ask it for drafts, keep figures, hand finished turns on.
+
+    vocab_size: of the served model. max_draft: longest draft, in tokens. limits: what the engine leaves for drafts.
+    """
 
     def __init__(
         self,
@@ -62,31 +80,31 @@ class DraftingEngine:
             policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
         )
-        self.step_cost = StepCost()
+        self.step_cost = StepCost(settings.cost)
         self.budget = DraftBudget(settings.step_draft_tokens, limits)
-        self.hybrid = DraftFusion(self.cache, judge=settings.judge)
-        self._model_failures = 0
+        self.fusion = DraftFusion(
+            self.cache, lambda error: self._count_error("model", error), score_suffix_drafts=settings.judge
+        )
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
-        self._running: dict[str, _Running] = {}
-        self._given_up: set[str] = set()  # running requests that failed here once: no more drafts for them
+        self._requests: dict[str, RequestState] = {}
+        self._lookup: _Lookup | None = None  # of the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
-        self._batch: Batch | None = None  # the latest step's requests, if all of them run here
-        self._quiet = 0  # steps of that batch without drafts that its figures don't have yet
+        self._model_seconds = 0.0  # spent with the draft model after the latest step
         self._logged: set[str] = set()
 
     def warm_up(self) -> int:
-        """Read stored turns into the trees, for at most ``preload_timeout`` seconds. Returns how many came."""
+        """Read stored turns into the cache, for at most ``preload_timeout`` seconds. Return how many came."""
         return self._persistence.warm_up(self.cache, self.settings.preload_timeout)
 
     def knows(self, request_id: str) -> bool:
-        """Whether the request was given to ``propose`` before (and has not finished)."""
-        return request_id in self._running or request_id in self._given_up
+        """Return whether the request was started by an earlier step and has not finished."""
+        return request_id in self._requests
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
-        """Drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises.
+        """Return the drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises.
 
-        ``model``: a draft model that may be asked in this step.
+        model: a draft model that may be asked in this step.
         """
         if not self.settings.enabled:
             return [[] for _ in step.batch.request_ids]
@@ -95,21 +113,19 @@ class DraftingEngine:
         except Exception as error:  # drafts are optional, the request is not
             self._count_error("propose", error)
             for request_id in step.batch.request_ids:
-                self._forget(request_id)
+                self._fail(request_id)
             return [[] for _ in step.batch.request_ids]
 
     def finish(self, request_id: str, output_limit: int | None = None) -> None:
-        """The engine is done with the request: its response stays in the trees and goes to the store.
+        """Keep the response of a request that the engine is done with, for later drafts and in the store. Never raises.
 
-        ``output_limit``: tokens of the response that the engine really returned. Never raises.
+        output_limit: tokens of the response that the engine really returned.
         """
-        self._given_up.discard(request_id)
-        self.hybrid.forget(request_id)
         self._leave_batch()
-        running = self._running.pop(request_id, None)
-        if running is None:
+        state = self._requests.pop(request_id, None)
+        if state is None or state.failed:
             return
-        if running.identity.session is None and output_limit is not None and output_limit < _LEAST_SHARED:
+        if state.identity.session is None and output_limit is not None and output_limit < _LEAST_SHARED:
             self._drop(request_id)
             return
         try:
@@ -121,21 +137,21 @@ class DraftingEngine:
         self.metrics.counters["finished"] += 1
 
     def stats(self) -> dict[str, Any]:
-        """Counters, tree sizes and the store's state, as JSON."""
-        tree = self.cache.stats()
+        """Return counters, sizes of the cache and the store's state, as JSON."""
+        held = self.cache.stats()
         return {
             "steps": self._steps,
-            "running": len(self._running),
+            "running": sum(not state.failed for state in self._requests.values()),
             "counters": dict(self.metrics.counters),
-            "verify_cost": {"given": self.settings.cost, **self.step_cost.stats()},
+            "verify_cost": self.step_cost.stats(),
             "step_budget": self.budget.stats(),
-            "cache": {name: getattr(tree, name) for name in tree.__slots__},
+            "cache": {name: getattr(held, name) for name in held.__slots__},
             "store": self._persistence.stats(),
-            "model": {**self.hybrid.stats(), "given_up": self._model_failures >= _MODEL_FAILURES},
+            "model": self.fusion.stats(),
         }
 
     def request(self, request_id: str) -> dict[str, Any] | None:
-        """Figures of one API request up to now, as JSON; None when it is not known (any more)."""
+        """Return the figures of one API request up to now, as JSON; None when it is not known (any more)."""
         self._settle()
         return self.metrics.request(request_id)
 
@@ -148,102 +164,44 @@ class DraftingEngine:
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         self._persistence.deliver(self.cache)
         for new in step.started:
-            self._start(new)
-        ids = step.batch.request_ids
-        if not ids:
-            return []
-        if step.batch is not self._batch:
-            if not all(request_id in self._running for request_id in ids):
-                return self._propose_known(step, model)
-            self._leave_batch()
-            self._batch = step.batch
-        cost = self._cost(step, model is not None)
-        limit = self.settings.disable_by_batch_size
-        if limit is not None and len(ids) > limit:
-            step.max_draft_tokens, model = np.zeros_like(step.max_draft_tokens), None
-        budget = self.budget.tokens(len(ids), self._cautious_cost(len(ids)))
-        step.max_draft_tokens = self.budget.room(step.max_draft_tokens, budget)
+            if new.request_id not in self._requests:
+                self._start(new)
+        lookup = self._lookup
+        if lookup is None or lookup.batch is not step.batch:
+            lookup = self._look_up(step.batch)
+        if not lookup.states:
+            return [[] for _ in step.batch.request_ids]
+        count = len(step.batch)
+        if step.seconds is not None and (model is not None or self.step_cost.given is None):
+            self.step_cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
+        cost = self.step_cost.cost(count)
+        room, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
+        if most is not None and count > most:
+            room, model = np.zeros_like(room), None
+        budget = self.budget.tokens(count, self.step_cost.affordable_tokens(count))
         begin = time.perf_counter_ns()
-        drafts, improved = self._draft(step, model, cost)
+        drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost)
         self._steps += 1
         if step.num_draft_tokens or self._recorder is not None:
-            self._account(step, drafts, improved, (time.perf_counter_ns() - begin) // len(ids))
+            self._account(lookup, step, drafts, (time.perf_counter_ns() - begin) // count)
         else:
-            self._quiet += 1
-        if improved is not None:
-            return self.budget.cut_lists(improved.tokens, improved.chances, budget)
-        return self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in ids]
+            lookup.quiet += 1
+        return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])
 
-    def _draft(self, step: Step, model: StepModel | None, cost: float) -> tuple[StepDrafts, TreeDrafts | None]:
-        """The trees' drafts, and what they became where a draft model was heard."""
-        asked = unit = None
-        if model is not None:
-            unit = self.step_cost.row_seconds(len(step.batch.request_ids))
-            asked = self._with_model(lambda: self.hybrid.begin(step, model, cost, unit))
-        drafts = self.cache.step(
-            step.batch.request_ids,
-            step.tokens,
-            step.batch.rows,
-            step.lengths,
-            step.max_draft_tokens,
-            step.num_verified_draft_tokens,
-            cost=cost,
-        )
-        if model is None:
-            return drafts, None
-        return drafts, self._with_model(lambda: self.hybrid.improve(step, drafts, model, asked, cost, unit))
-
-    def _with_model(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None if it failed, or if the model has failed too often."""
-        if self._model_failures >= _MODEL_FAILURES:
-            return None
-        try:
-            return call()
-        except Exception as error:
-            self._model_failures += 1
-            self._count_error("model", error)
-            if self._model_failures == _MODEL_FAILURES:
-                logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
-            return None
-
-    def _cost(self, step: Step, measure: bool) -> float:
-        """The price of verifying one more token, as it was set or as it is measured.
-
-        measure: take the step's duration into account even where the price is set. What was spent with the draft
-        model after the step before is no part of it.
-        """
-        rows = len(step.batch.request_ids)
-        if step.seconds is not None and (measure or self.settings.cost is None):
-            self.step_cost.observe(rows, step.num_draft_tokens, step.seconds - self.hybrid.seconds)
-        self.hybrid.seconds = 0.0
-        return self.step_cost.cost(rows) if self.settings.cost is None else self.settings.cost
-
-    def _cautious_cost(self, rows: int) -> float:
-        """Return the price that bounds how long a step may last: the one that was set, or a cautious measured one."""
-        if self.settings.cost is not None:
-            return self.settings.cost
-        return self.step_cost.cautious_cost(rows, AIMED_MULTIPLE) * (STEP_MULTIPLE - 1.0) / (AIMED_MULTIPLE - 1.0)
-
-    def _propose_known(self, step: Step, model: StepModel | None) -> list[list[int]]:
-        """The same for a batch with rows that were given up after an error: those get no draft."""
-        known = [i for i, request_id in enumerate(step.batch.request_ids) if request_id in self._running]
-        pick = np.asarray(known, dtype=np.int64)
-        some = Step(
-            started=(),
-            batch=Batch(tuple(step.batch.request_ids[i] for i in known), step.batch.rows[pick]),
-            tokens=step.tokens,
-            lengths=step.lengths[pick],
-            max_draft_tokens=step.max_draft_tokens[pick],
-            num_verified_draft_tokens=step.num_verified_draft_tokens[pick],
-            num_draft_tokens=step.num_draft_tokens,
-        )
-        result: list[list[int]] = [[] for _ in step.batch.request_ids]
-        for i, draft in zip(known, self._propose(some, model), strict=True):
-            result[i] = draft
-        return result
+    def _draft(self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float) -> StepDrafts:
+        """Return the drafts of the rows looked up, at most ``room`` [k] tokens each."""
+        lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
+        self._model_seconds = 0.0
+        if model is None or self.fusion.disabled:
+            return self.cache.step(lookup.handle, step.tokens, lookup.rows, lengths, room, verified, cost=cost)
+        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, room, verified)
+        fused = self.fusion.draft(rows, model, cost, self.step_cost.row_seconds(len(step.batch)))
+        self._model_seconds = fused.seconds
+        return fused.drafts
 
     def _start(self, new: NewRequest) -> None:
-        identity = new.identity
+        identity, figures = new.identity, RequestFigures()
+        state = self._requests[new.request_id] = RequestState(new.request_id, identity, figures, len(new.prompt))
         try:
             self.cache.start(
                 new.request_id,
@@ -256,66 +214,77 @@ class DraftingEngine:
             )
         except Exception as error:  # one odd request must not cost the others their drafts
             self._count_error("start", error)
-            self._given_up.add(new.request_id)
+            state.failed = True
             return
-        self._running[new.request_id] = _Running(
-            identity, self.metrics.begin(new.api_id or new.request_id, identity.session_name), len(new.prompt)
-        )
+        state.figures = self.metrics.begin(new.api_id or new.request_id, identity.session_name)
         self.metrics.counters["started"] += 1
         self._persistence.want(self.cache, identity)
 
-    def _account(self, step: Step, drafts: StepDrafts, improved: TreeDrafts | None, ns: int) -> None:
+    def _look_up(self, batch: Batch) -> _Lookup:
+        """Find the requests of a batch. Those that failed, or have ended by now, get no drafts."""
+        self._leave_batch()
+        known = [self._requests.get(request_id) for request_id in batch.request_ids]
+        picked = [i for i, state in enumerate(known) if state is not None and not state.failed]
+        states = [state for state in known if state is not None and not state.failed]
+        handle = self.cache.batch([state.request_id for state in states])
+        some = None if len(picked) == len(batch) else np.array(picked, np.intp)
+        rows = batch.rows if some is None else batch.rows[some]
+        self._lookup = _Lookup(batch, states, handle, rows, some)
+        return self._lookup
+
+    def _account(self, lookup: _Lookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+        """Add the step to its requests' figures, and to the step record if one is written."""
         self._settle()
-        lengths = step.lengths.tolist()
+        lengths: list[int] = lookup.pick(step.lengths).tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
-        for i, request_id in enumerate(step.batch.request_ids):
-            running = self._running[request_id]
-            added = lengths[i] - running.length
-            drafted, accepted = self.metrics.judged(running.figures, added, drafted_by_source[i], accepted_by_source[i])
-            running.length = lengths[i]
+        for i, state in enumerate(lookup.states):
+            added = lengths[i] - state.length
+            drafted, accepted = self.metrics.judged(state.figures, added, drafted_by_source[i], accepted_by_source[i])
+            state.length = lengths[i]
             if self._recorder is None:
                 continue
             self._recorder.add(
                 {
                     "step": self._steps,
-                    "request": request_id,
-                    "session": running.identity.session_name,
-                    "source": running.source if drafted else None,
+                    "request": state.request_id,
+                    "session": state.identity.session_name,
+                    "source": state.draft_source if drafted else None,
                     "drafted": drafted,
                     "accepted": accepted,
                     "tokens": added,
-                    "ns": running.ns,
+                    "ns": state.draft_ns,
                 }
             )
-            running.ns = ns
-            if improved is None:
-                improved = TreeDrafts.of(drafts)
-            running.source = improved.sources[i]
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
+            state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
+            state.draft_ns = ns
 
     def _settle(self) -> None:
         """Add the steps without drafts to the figures; each of them gave every row one token."""
-        quiet, self._quiet = self._quiet, 0
-        if not quiet or self._batch is None:
+        lookup = self._lookup
+        if lookup is None or not lookup.quiet:
             return
-        for request_id in self._batch.request_ids:
-            running = self._running[request_id]
-            running.figures.tokens += quiet
-            running.figures.steps += quiet
-            running.length += quiet
+        for state in lookup.states:
+            state.figures.tokens += lookup.quiet
+            state.figures.steps += lookup.quiet
+            state.length += lookup.quiet
+        lookup.quiet = 0
 
     def _leave_batch(self) -> None:
-        """The next step is of other requests, or of the same in a new tuple."""
+        """Drop what was looked up: the next step is of other requests."""
         self._settle()
-        self._batch = None
+        self._lookup = None
 
-    def _forget(self, request_id: str) -> None:
-        self._given_up.add(request_id)
+    def _fail(self, request_id: str) -> None:
+        """Give a request no drafts any more."""
         self._leave_batch()
-        if self._running.pop(request_id, None) is not None:
+        state = self._requests.get(request_id)
+        if state is not None and not state.failed:
+            state.failed = True
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        """Take the request out of the cache and keep nothing of it."""
+        """Take a request out of the cache and keep nothing of it."""
         try:
             self.cache.abort(request_id)
         except Exception:
@@ -329,7 +298,7 @@ class DraftingEngine:
 
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
-    """The trees' drafting rule: learned while serving, the peer's where its parameters are given, or none at all."""
+    """Return the drafting rule: learned while serving, or ArcticInference's where its parameters are given."""
     if not settings.suffix:
         return DraftPolicy.fixed(max_spec_factor=0.0, max_draft=max_draft)
     return DraftPolicy(max_draft=max_draft, rule=settings.fixed_rule)

@@ -24,15 +24,22 @@ exponentially. Before drafts of different lengths were seen, the slope is a gues
 over as far as it outweighs the noise: the estimate is the posterior mean of b under a normal prior around the guess.
 Without drafts the evidence is forgotten too, so that a price once measured too high cannot silence drafting for good.
 
-``cautious_cost`` is another price, for the limit on how long a step may last: see there.
+How long a step may last is decided by a more cautious estimate: see ``tokens_within``.
 """
 
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from agentspec.cache.policy import DEFAULT_COST
 
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
+
+STEP_MULTIPLE = 2.0
+"""A step with several rows may last at most so many times as long as one without drafts."""
+AIMED_MULTIPLE = 1.75
+"""What a measured estimate aims at, so that steps stay within STEP_MULTIPLE: they vary, and where every step has
+drafts, one without drafts is extrapolated and comes out too long."""
 
 _TOGETHER = 16
 """Steps taken in at once: what is done between two steps of the engine costs a multiple of what it costs in a row. The
@@ -44,8 +51,9 @@ _MEAN_STEPS = 64
 _SLOPE_STEPS = 512
 """Steps that the slope looks back."""
 _OUTLIER = 4.0
-"""A step that is further than so many times the usual deviation from what was expected counts as being so far off:
-a pause is no evidence of anything, while a lasting change of pace widens the usual deviation and is followed."""
+"""A step that is further than so many times the usual deviation from what was expected counts as being so far off.
+Pauses say nothing about the cost of a token, while a lasting change of pace widens the usual deviation and is
+followed."""
 _FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
 """Usual deviation of a step, as a share of it: at least, and at least in the beginning, when the slope is a guess."""
 _DEVIATIONS = 1.25
@@ -159,17 +167,19 @@ class _Batch:
 
 
 class StepCost:
-    """The price of verifying one more token, from the durations of decode-only steps. Plain arithmetic, no I/O.
+    """Say what verifying one more token costs, and how many tokens a step can afford. Plain arithmetic, no I/O.
 
-    default: the price before anything is known, as a share of a step.
+    given: the price that the operator set, as a share of a step; None: it is measured from the durations of
+    decode-only steps. default: the price before anything is measured.
     """
 
-    def __init__(self, default: float = DEFAULT_COST) -> None:
+    def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
+        self.given = given
         self._default = default
         self._batches: dict[int, _Batch] = {}
         self._waiting: list[tuple[int, int, float]] = []
         self._prices: dict[int, float] = {}  # by number of rows, until more is known
-        self._cautious: dict[tuple[int, float], float] = {}  # and multiple
+        self._affordable: dict[tuple[int, float], float] = {}  # draft tokens, by number of rows and multiple
         self._units: dict[int, float] = {}
         self._rows = 1
         self._steps = 0
@@ -185,29 +195,44 @@ class StepCost:
             self._take_in()
 
     def cost(self, rows: int) -> float:
-        """The present price in a batch of ``rows`` rows, as a share of a step: LOWEST_COST to HIGHEST_COST."""
+        """Return the present price in a batch of ``rows`` rows, as a share of a step.
+
+        A measured one is from LOWEST_COST to HIGHEST_COST.
+        """
+        if self.given is not None:
+            return self.given
         price = self._prices.get(rows)
         if price is None:
             price = self._prices[rows] = self._price(rows)
         return price
 
-    def cautious_cost(self, rows: int, multiple: float) -> float:
-        """Return the price by which a step of ``rows`` rows stays within ``multiple`` times one without drafts.
+    def affordable_tokens(self, rows: int) -> float:
+        """Return how many draft tokens fit into a step of ``rows`` rows by STEP_MULTIPLE.
 
-        ``(multiple - 1) * rows`` over this price is how many draft tokens the step may hold: a token a row until it was
-        measured what that takes, then those of a usual step and what fits into the time left by a cautious slope. A
-        usual deviation is left free, so that most steps stay within the limit and not half of them. That slope is a
-        posterior mean again, but of a prior by which a draft token is as dear as a row, plus a standard deviation of
-        what is not known yet. A line says little about what lies far beyond the measured steps (on CPUs
-        the time grows faster): at most _GROWTH times the most draft tokens measured are allowed.
+        A step of a seconds without drafts, to which a draft token adds b seconds, may hold d tokens where
+        a + b * d = STEP_MULTIPLE * a. By the price, b * rows / a, that is (STEP_MULTIPLE - 1) * rows / price.
         """
-        price = self._cautious.get((rows, multiple))
-        if price is None:
-            price = self._cautious[rows, multiple] = self._cautious_price(rows, multiple)
-        return price
+        if self.given is not None:
+            return (STEP_MULTIPLE - 1.0) * rows / self.given
+        return self.tokens_within(rows, AIMED_MULTIPLE)
+
+    def tokens_within(self, rows: int, multiple: float) -> float:
+        """Return how many draft tokens keep a step of ``rows`` rows within ``multiple`` times one without drafts.
+
+        That is ``multiple - 1`` tokens a row until it was measured what they take. From then on it is the tokens of a
+        usual step and what fits into the time left by a cautious slope. A usual deviation is left free, so that most
+        steps stay within the limit and not half of them. The cautious slope is a posterior mean too, but of a prior
+        by which a draft token is as dear as a row, plus a standard deviation of what is not known yet. A line says
+        little about what lies far beyond the measured steps (on CPUs the time grows faster): at most _GROWTH times the
+        most draft tokens measured are allowed.
+        """
+        tokens = self._affordable.get((rows, multiple))
+        if tokens is None:
+            tokens = self._affordable[rows, multiple] = self._tokens_within(rows, multiple)
+        return tokens
 
     def row_seconds(self, rows: int) -> float | None:
-        """The time that stands for one of ``rows`` rows in a step without drafts, ``a / B``; None: not measured yet."""
+        """Return the seconds that stand for one of ``rows`` rows in a step without drafts; None: not measured yet."""
         unit = self._units.get(rows)
         if unit is None:
             batch = self._nearest(rows)
@@ -216,17 +241,18 @@ class StepCost:
             unit = self._units[rows] = batch.base(self._slope(batch)[0]) / rows
         return unit
 
-    def stats(self) -> dict[str, float]:
-        """The present estimate as JSON, for as many rows as the latest step had.
+    def stats(self) -> dict[str, Any]:
+        """Return the present estimate as JSON, for as many rows as the latest step had.
 
-        ``cost``: share of a step; ``evidence``: 0 (all of it is the default) to 1 (all of it was measured);
-        ``rows``; ``ms_per_draft_token``; ``ms_per_step``: of a step beside its draft tokens; ``steps``: how many were
-        taken in.
+        ``given``: the price that was set; ``cost``: the present one, as a share of a step; ``evidence``: 0 (all of it
+        is the default) to 1 (all of it was measured); ``rows``; ``ms_per_draft_token``; ``ms_per_step``: of a step
+        beside its draft tokens; ``steps``: how many were taken in.
         """
         self._take_in()
         batch = self._nearest(self._rows)
         slope, evidence = self._slope(batch) if batch is not None else (0.0, 0.0)
         return {
+            "given": self.given,
             "cost": self.cost(self._rows),
             "evidence": evidence,
             "rows": self._rows,
@@ -256,7 +282,7 @@ class StepCost:
                 slopes[key] = self._slope(batch)[0] if batch.levels else 0.0
             batch.learn(drafted, seconds, slopes[key], self._steps)
         self._prices.clear()
-        self._cautious.clear()
+        self._affordable.clear()
         self._units.clear()
 
     def _price(self, rows: int) -> float:
@@ -266,7 +292,7 @@ class StepCost:
         slope, _ = self._slope(batch)
         return min(max(slope * rows / batch.base(slope), LOWEST_COST), HIGHEST_COST)
 
-    def _cautious_price(self, rows: int, multiple: float) -> float:
+    def _tokens_within(self, rows: int, multiple: float) -> float:
         tokens = 0.0
         batch = self._nearest(rows)
         if batch is not None:
@@ -279,7 +305,7 @@ class StepCost:
             tokens = (usual.drafted + left / slope) * rows / batch.rows
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
-        return (multiple - 1.0) * rows / max(tokens, (multiple - 1.0) * rows)
+        return max(tokens, (multiple - 1.0) * rows)
 
     def _slope(self, batch: _Batch) -> tuple[float, float]:
         """Seconds that one more draft token takes, and how much of that is evidence (0 to 1)."""

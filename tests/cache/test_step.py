@@ -175,3 +175,60 @@ def test_an_unknown_request_changes_nothing() -> None:
 def test_empty_batch() -> None:
     result = SuffixCache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
     assert result.lists() == [] and result.accepted.shape == (0, 5)
+
+
+class TestBatchHandle:
+    """Requests that were looked up once, for many steps."""
+
+    def test_it_serves_like_the_ids(self) -> None:
+        one, other = SuffixCache(), SuffixCache()
+        for cache in (one, other):
+            for name in "rq":
+                cache.start(name, PROMPT)
+        batch = one.batch(["r", "q"])
+        assert len(batch) == 2
+        rows = ([0, 0], [len(PROMPT)] * 2, [4, 2], [0, 0])
+        expected = other.step(["r", "q"], TABLE, *rows).lists()
+        assert one.step(batch, TABLE, *rows).lists() == expected
+        given, sure = np.array([[5], [6]], np.int32), np.array([[1.0], [1.0]])
+        offered = one.offer(batch, given, sure, [1, 1], [4, 4]).lists()
+        assert offered == other.offer(["r", "q"], given, sure, [1, 1], [4, 4]).lists()
+        for requests, ids in ((batch, ["r", "q"]), (one.batch(["q"]), ["q"])):
+            drafts = [draft.token_ids.tolist() for draft in one.propose(requests, 3)]
+            assert drafts == [draft.token_ids.tolist() for draft in other.propose(ids, 3)]
+
+    def test_another_request_never_takes_the_place_of_one_that_ended(self) -> None:
+        cache = SuffixCache()
+        cache.start("r", PROMPT)
+        batch = cache.batch(["r"])
+        cache.abort("r")
+        cache.start("q", [91, 92, 93])  # gets the slot that r had
+        for use in (lambda: cache.propose(batch, 4), lambda: cache.step(batch, TABLE, [0], [30], [4], [0])):
+            with pytest.raises(UnknownRequestError, match="'r'"):
+                use()
+        assert cache.propose(["q"], 4)[0].token_ids.tolist() == []
+        cache.start("r", PROMPT)
+        assert len(cache.propose(batch, 4)[0].token_ids) == 4, "the id is looked up again"
+
+    def test_the_end_of_others_does_no_harm(self) -> None:
+        cache = SuffixCache()
+        for name in "ars":
+            cache.start(name, PROMPT)
+        batch = cache.batch(["s", "r"])
+        before = [draft.token_ids.tolist() for draft in cache.propose(batch, 4)]
+        cache.finish("a")
+        assert [draft.token_ids.tolist() for draft in cache.propose(batch, 4)] == before
+
+    def test_of_another_cache(self) -> None:
+        cache, other = SuffixCache(), SuffixCache()
+        cache.start("r", PROMPT)
+        other.start("filler", [1])
+        other.start("r", [91, 92, 93])
+        batch = cache.batch(["r"])
+        for _ in range(2):
+            assert other.propose(batch, 4)[0].token_ids.tolist() == []
+            assert len(cache.propose(batch, 4)[0].token_ids) == 4
+
+    def test_only_of_running_requests(self) -> None:
+        with pytest.raises(UnknownRequestError, match="'x'"):
+            SuffixCache().batch(["x"])

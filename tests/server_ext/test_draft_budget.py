@@ -20,6 +20,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step_cost import StepCost
 
 
 def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
@@ -82,16 +83,14 @@ class TestWhatStays:
         budget = DraftBudget(5)
         tokens, chances = [[1, 2, 3], [], [4, 5]], [[0.9, 0.1, 0.9], [], [0.2, 0.2]]
         assert budget.cut(drafts_of(tokens, chances), 5) == tokens
-        assert budget.cut_lists(tokens, chances, 5) is tokens
         assert budget.stats()["cut_steps"] == 0
 
-    def test_arrays_and_lists_are_cut_alike(self) -> None:
+    def test_beyond_the_budget_the_least_likely_are_cut_and_counted(self) -> None:
         budget = DraftBudget(3)
         tokens, chances = [[1, 2, 3], [], [4, 5]], [[0.9, 0.1, 0.9], [], [0.2, 0.2]]
         expected = [[1, 2], [], [4]]
         assert budget.cut(drafts_of(tokens, chances), 3) == expected
-        assert budget.cut_lists(tokens, chances, 3) == expected
-        assert budget.stats()["cut_steps"] == 2 and budget.stats()["cut_tokens"] == 4
+        assert budget.stats()["cut_steps"] == 1 and budget.stats()["cut_tokens"] == 2
 
 
 class TestHowMany:
@@ -114,14 +113,14 @@ class TestHowMany:
         self, limits: EngineLimits, rows: int, cost: float, tokens: int, limited_by: str
     ) -> None:
         budget = DraftBudget(1024, limits)
-        assert budget.tokens(rows, cost) == tokens
+        assert budget.tokens(rows, StepCost(cost).affordable_tokens(rows)) == tokens
         stats = budget.stats()
         assert (stats["tokens"], stats["limited_by"], stats["rows"]) == (tokens, limited_by, rows)
 
     def test_a_step_at_the_latency_limit_takes_twice_as_long(self) -> None:
         fixed, row, token, rows = 0.010, 0.001, 0.0004, 12
         plain = fixed + row * rows
-        d = DraftBudget(100_000).tokens(rows, cost=token * rows / plain)
+        d = DraftBudget(100_000).tokens(rows, StepCost(token * rows / plain).affordable_tokens(rows))
         assert plain + token * d == pytest.approx(2 * plain, rel=0.02)
 
     @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])

@@ -244,6 +244,17 @@ class Rows:
             )
         )
 
+    def repeat(self) -> list[list[int]]:
+        """Take a step of the batch as it is, in which each row is given 30 tokens that repeat."""
+        for row in self.batch.rows.tolist():
+            length = int(self.lengths[row])
+            self.tokens[row, length : length + 30] = 100 * row + np.tile([7, 8, 9], 10)
+            self.lengths[row] += 30
+        none, room = np.zeros(len(self.batch), np.int32), np.full(len(self.batch), 8, np.int32)
+        return self.proposer.propose(
+            Step(self.batch, (), self.tokens, self.lengths[self.batch.rows], room, none, num_draft_tokens=0)
+        )
+
     def tokens_and_steps(self, request_id: str) -> tuple[int, int]:
         figures = self.proposer.request(request_id)
         assert figures is not None
@@ -270,6 +281,48 @@ def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> Non
     assert batch.tokens_and_steps("1") == (16, 14)
     assert batch.tokens_and_steps("2") == (1, 1)
     assert batch.proposer.stats()["steps"] == 14
+
+
+def test_a_row_that_failed_gets_no_drafts_and_those_beside_it_do() -> None:
+    rows = Rows()
+    start = rows.proposer.cache.start
+
+    def picky(request_id: str, *args: Any, **names: Any) -> None:
+        if request_id == "1":
+            raise RuntimeError("broken on purpose")
+        start(request_id, *args, **names)
+
+    rows.proposer.cache.start = picky  # type: ignore[method-assign]
+    rows.step(("0", "1", "2"))
+    drafts = rows.repeat()
+    assert drafts[0][:1] == [7] and drafts[2][:1] == [207] and not drafts[1]
+    assert rows.proposer.stats()["running"] == 2
+    rows.proposer.finish("1")
+    assert not rows.proposer.knows("1")
+    assert [draft[:1] for draft in rows.repeat()] == [[7], [], [207]]
+    assert rows.proposer.stats()["counters"]["errors_start"] == 1
+
+
+def test_a_batch_whose_request_has_ended_drafts_for_the_others_alone() -> None:
+    """A reader that hands out a stale batch cannot make one request's tokens another's."""
+    rows = Rows()
+    both = ("0", "1")
+    rows.step(both)
+    rows.proposer.finish("0")
+    rows.proposer.cache.start("another", [1, 2, 3])  # takes the place that has become free
+    first, second = rows.repeat()
+    assert first == [] and second[:1] == [107]
+    assert rows.proposer.cache.propose(["another"], 8)[0].token_ids.tolist() == []
+    assert not [name for name in rows.proposer.stats()["counters"] if name.startswith("errors")]
+
+
+def test_a_step_is_left_as_its_reader_made_it() -> None:
+    rows = Rows(disable_by_batch_size=1)
+    rows.step(("0", "1"))
+    room = np.full(2, 8, np.int32)
+    step = Step(rows.batch, (), rows.tokens, rows.lengths[:2], room, np.zeros(2, np.int32), 0)
+    assert rows.proposer.propose(step) == [[], []]
+    assert step.max_draft_tokens is room and room.tolist() == [8, 8]
 
 
 def test_the_given_price_goes_with_every_step() -> None:

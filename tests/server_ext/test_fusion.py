@@ -1,4 +1,4 @@
-"""The trees and a draft model together: chances, chains, and for which rows the model runs. Neither torch nor vLLM."""
+"""The suffix index and a draft model together: probabilities, alternatives, and for which rows the model runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,148 +8,183 @@ import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.server_ext.fusion import FREE, DraftFusion, ModelDraft
-from agentspec.server_ext.fusion.alternatives import LoopRow, opinions, pack
+from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
 from agentspec.server_ext.fusion.draft_model import Int64
-from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, LoopTime, Prices
-from agentspec.server_ext.step import Batch, Step
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, gained_tokens
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.metrics import RequestFigures
+from agentspec.server_ext.step import DraftRows, RequestState
 
 VOCABULARY = 1000
 
 
-class TestChances:
+def request(name: str = "r") -> RequestState:
+    return RequestState(name, Identity(), RequestFigures(), 0)
+
+
+def weigh(
+    calibrator: AcceptanceCalibrator,
+    length: int,
+    draft: list[int],
+    probabilities: list[float],
+    forced: ModelRow | None,
+    unforced: ModelRow | None,
+    limit: int,
+) -> DraftAlternatives:
+    tokens = list(zip(draft, probabilities, strict=True))
+    return DraftAlternatives.weigh(calibrator, length, tokens, forced, unforced, limit)
+
+
+class TestCalibrator:
     def test_a_model_that_is_too_sure_is_believed_less(self) -> None:
-        chances = AcceptanceCalibrator()
-        assert chances.own(5, 0, 0.9).chance == pytest.approx(0.9)
+        calibrator = AcceptanceCalibrator()
+        assert calibrator.own(5, 0, 0.9).probability == pytest.approx(0.9)
         for number in range(300):
-            chances.learn(chances.own(5, 0, 0.9), accepted=number % 2 == 0)
-        assert chances.own(5, 0, 0.9).chance == pytest.approx(0.5, abs=0.05)
-        assert chances.own(5, 1, 0.9).chance == pytest.approx(0.9), "another position is another matter"
+            calibrator.learn(calibrator.own(5, 0, 0.9), accepted=number % 2 == 0)
+        assert calibrator.own(5, 0, 0.9).probability == pytest.approx(0.5, abs=0.05)
+        assert calibrator.own(5, 1, 0.9).probability == pytest.approx(0.9), "another position is another matter"
 
     def test_what_it_is_not_sure_of_may_be_right_more_often(self) -> None:
-        chances = AcceptanceCalibrator()
+        calibrator = AcceptanceCalibrator()
         for number in range(300):
-            chances.learn(chances.own(5, 0, 0.2), accepted=number % 10 != 0)
-        assert chances.own(5, 0, 0.2).chance == pytest.approx(0.9, abs=0.05)
+            calibrator.learn(calibrator.own(5, 0, 0.2), accepted=number % 10 != 0)
+        assert calibrator.own(5, 0, 0.2).probability == pytest.approx(0.9, abs=0.05)
 
     def test_old_observations_are_forgotten(self) -> None:
-        chances = AcceptanceCalibrator()
+        calibrator = AcceptanceCalibrator()
         for accepted in (True, False):
             for _ in range(3000):
-                chances.learn(chances.own(5, 0, 0.5), accepted)
-        assert chances.own(5, 0, 0.5).chance < 0.15
+                calibrator.learn(calibrator.own(5, 0, 0.5), accepted)
+        assert calibrator.own(5, 0, 0.5).probability < 0.15
 
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
         """The model is right where they differ: the trees' tokens lose, the model's gain, agreement stays."""
-        chances = AcceptanceCalibrator()
-        before = chances.judged(7, 0, 0.8, 0.1, 0.7), chances.rival(8, 0, 0.7, 0.8)
+        calibrator = AcceptanceCalibrator()
+        before = calibrator.judged(7, 0, 0.8, 0.1, 0.7), calibrator.rival(8, 0, 0.7, 0.8)
         for _ in range(400):
-            chances.learn(chances.judged(7, 0, 0.8, 0.1, 0.7), accepted=False)
-            chances.learn(chances.rival(8, 0, 0.7, 0.8), accepted=True)
-            chances.learn(chances.agreed(9, 0, 0.8, 0.7), accepted=True)
-        assert chances.judged(7, 0, 0.8, 0.1, 0.7).chance < 0.1 < before[0].chance
-        assert chances.rival(8, 0, 0.7, 0.8).chance > 0.9 > before[1].chance
-        assert chances.agreed(9, 0, 0.8, 0.7).chance > 0.9
+            calibrator.learn(calibrator.judged(7, 0, 0.8, 0.1, 0.7), accepted=False)
+            calibrator.learn(calibrator.rival(8, 0, 0.7, 0.8), accepted=True)
+            calibrator.learn(calibrator.agreed(9, 0, 0.8, 0.7), accepted=True)
+        assert calibrator.judged(7, 0, 0.8, 0.1, 0.7).probability < 0.1 < before[0].probability
+        assert calibrator.rival(8, 0, 0.7, 0.8).probability > 0.9 > before[1].probability
+        assert calibrator.agreed(9, 0, 0.8, 0.7).probability > 0.9
 
     def test_stronger_evidence_gives_higher_chances(self) -> None:
-        chances = AcceptanceCalibrator()
-        agreed = [chances.agreed(1, 0, tree, 0.6).chance for tree in (0.2, 0.5, 0.9)]
+        calibrator = AcceptanceCalibrator()
+        agreed = [calibrator.agreed(1, 0, tree, 0.6).probability for tree in (0.2, 0.5, 0.9)]
         assert agreed == sorted(agreed)
-        judged = [chances.judged(1, 0, tree, 0.1, 0.6).chance for tree in (0.2, 0.5, 0.9)]
+        judged = [calibrator.judged(1, 0, tree, 0.1, 0.6).probability for tree in (0.2, 0.5, 0.9)]
         assert judged == sorted(judged)
 
     @pytest.mark.parametrize("probability", [0.0, 1.0])
     def test_certainty_stays_finite(self, probability: float) -> None:
-        chances = AcceptanceCalibrator()
+        calibrator = AcceptanceCalibrator()
         for scored in (
-            chances.own(1, 0, probability),
-            chances.agreed(1, 5, probability, probability),
-            chances.rival(1, 0, probability, probability),
-            chances.judged(1, 0, probability, None, probability),
+            calibrator.own(1, 0, probability),
+            calibrator.agreed(1, 5, probability, probability),
+            calibrator.rival(1, 0, probability, probability),
+            calibrator.judged(1, 0, probability, None, probability),
         ):
-            assert 0.0 <= scored.chance <= 1.0
-            chances.learn(scored, accepted=False)
+            assert 0.0 <= scored.probability <= 1.0
+            calibrator.learn(scored, accepted=False)
 
 
-def row(tokens: Sequence[int], top: Sequence[int], probability: float = 0.6, own: float = 0.1) -> LoopRow:
+def row(tokens: Sequence[int], top: Sequence[int], probability: float = 0.6, own: float = 0.1) -> ModelRow:
     """A model's row that took ``tokens`` where it would have taken ``top``."""
     taken = [probability if token == best else own for token, best in zip(tokens, top, strict=True)]
-    return LoopRow(list(tokens), taken, list(top), [probability] * len(top))
+    return ModelRow(list(tokens), taken, list(top), [probability] * len(top))
 
 
 def tokens_of(offers: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
     return [[token for token, _ in offer] for offer in offers]
 
 
-class TestChains:
+class TestAlternatives:
     def test_without_a_draft_of_the_trees_the_model_has_its_own(self) -> None:
-        chains = opinions(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
-        assert tokens_of(chains.offers()) == [[1, 2, 3]]
+        alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
+        assert tokens_of(alternatives.offers()) == [[1, 2, 3]]
 
     def test_the_model_goes_on_behind_a_short_draft(self) -> None:
         same = row([1, 2, 3], [1, 2, 3])
-        chains = opinions(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, same, 8)
-        assert tokens_of(chains.offers()) == [[1, 2, 3]]
-        assert tokens_of(opinions(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).offers()) == [
-            [1, 2, 3]
-        ]
+        alternatives = weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, same, 8)
+        assert tokens_of(alternatives.offers()) == [[1, 2, 3]]
+        assert tokens_of(weigh(AcceptanceCalibrator(), 10, [1, 2], [0.9, 0.9], same, None, 8).offers()) == [[1, 2, 3]]
 
     def test_where_they_part_both_ways_are_offered(self) -> None:
-        chains = opinions(
+        alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2, 3, 4], [0.9] * 4, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8
         )
-        assert tokens_of(chains.offers()) == [[1, 2, 3], [1, 7, 8]]
+        assert tokens_of(alternatives.offers()) == [[1, 2, 3], [1, 7, 8]]
 
     def test_a_token_the_model_prefers_later_takes_the_place_of_the_trees(self) -> None:
-        chances = AcceptanceCalibrator()
+        calibrator = AcceptanceCalibrator()
         for _ in range(300):  # where they differ the model is right
-            chances.learn(chances.judged(3, 2, 0.5, 0.01, 0.9), accepted=False)
-            chances.learn(chances.rival(9, 2, 0.9, 0.5), accepted=True)
-        along = row([1, 2, 3], [7, 2, 9], probability=0.9, own=0.01)
-        chains = opinions(chances, 10, [1, 2, 3], [0.9, 0.9, 0.5], along, None, 8)
-        assert [1, 2, 9] in tokens_of(chains.offers())
+            calibrator.learn(calibrator.judged(3, 2, 0.5, 0.01, 0.9), accepted=False)
+            calibrator.learn(calibrator.rival(9, 2, 0.9, 0.5), accepted=True)
+        forced = row([1, 2, 3], [7, 2, 9], probability=0.9, own=0.01)
+        alternatives = weigh(calibrator, 10, [1, 2, 3], [0.9, 0.9, 0.5], forced, None, 8)
+        assert [1, 2, 9] in tokens_of(alternatives.offers())
 
     def test_a_doubted_draft_is_offered_with_its_lower_chance(self) -> None:
-        chances = AcceptanceCalibrator()
-        along = row([1, 2, 3], [7, 8, 9], probability=0.9, own=0.001)
-        offers = opinions(chances, 10, [1, 2, 3], [0.6, 0.6, 0.6], along, None, 8).offers()
+        calibrator = AcceptanceCalibrator()
+        forced = row([1, 2, 3], [7, 8, 9], probability=0.9, own=0.001)
+        offers = weigh(calibrator, 10, [1, 2, 3], [0.6, 0.6, 0.6], forced, None, 8).offers()
         assert offers[0][0][0] == 1
         assert offers[0][0][1] < 0.6
 
     def test_no_more_than_there_is_room_for(self) -> None:
-        chains = opinions(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
-        assert tokens_of(chains.offers()) == [[1, 2]]
+        alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 2)
+        assert tokens_of(alternatives.offers()) == [[1, 2]]
 
     def test_a_free_row_that_went_another_way_is_not_mixed_in(self) -> None:
         """Two rows of one batch may differ in the last bit, and so in a token."""
-        chains = opinions(
+        alternatives = weigh(
             AcceptanceCalibrator(), 10, [1, 2], [0.9] * 2, row([1, 2, 3], [5, 2, 3]), row([6, 7, 8], [6, 7, 8]), 8
         )
-        assert [5] in tokens_of(chains.offers())
-        assert not any(7 in offer for offer in tokens_of(chains.offers()))
+        assert [5] in tokens_of(alternatives.offers())
+        assert not any(7 in offer for offer in tokens_of(alternatives.offers()))
 
     def test_only_what_the_text_reveals_is_learned(self) -> None:
-        chances = AcceptanceCalibrator()
-        chains = opinions(chances, 10, [1, 2, 3], [0.9] * 3, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8)
-        chains.learn(chances, [1, 2])
-        assert (chances.seen, chances.accepted) == ([0, 1, 1, 1], [0, 1, 0, 1])
-        chains.learn(chances, [1, 7, 8, 4])
-        assert (chances.seen, chances.accepted) == ([1, 2, 2, 2], [1, 2, 1, 1])
-        chains.learn(chances, [4])
-        assert (chances.seen, chances.accepted) == ([1, 3, 2, 2], [1, 2, 1, 1])
-        chains.learn(chances, [])
-        assert chances.seen == [1, 3, 2, 2]
+        calibrator = AcceptanceCalibrator()
+        alternatives = weigh(
+            calibrator, 10, [1, 2, 3], [0.9] * 3, row([1, 2, 3], [1, 7, 3]), row([1, 7, 8], [1, 7, 8]), 8
+        )
+        alternatives.learn([1, 2])
+        assert (calibrator.seen, calibrator.accepted) == ([0, 1, 1, 1], [0, 1, 0, 1])
+        alternatives.learn([1, 7, 8, 4])
+        assert (calibrator.seen, calibrator.accepted) == ([1, 2, 2, 2], [1, 2, 1, 1])
+        alternatives.learn([4])
+        assert (calibrator.seen, calibrator.accepted) == ([1, 3, 2, 2], [1, 2, 1, 1])
+        alternatives.learn([])
+        assert calibrator.seen == [1, 3, 2, 2]
 
     def test_offers_become_arrays(self) -> None:
-        tokens, chances, lengths = pack([[(1, 0.5)], [(2, 0.25), (3, 1.0)]], 3)
+        tokens, probabilities, lengths = pack([[(1, 0.5)], [(2, 0.25), (3, 1.0)]], 3)
         assert tokens.tolist() == [[1, 0, 0], [2, 3, 0]]
-        assert chances.tolist() == [[0.5, 0.0, 0.0], [0.25, 1.0, 0.0]]
+        assert probabilities.tolist() == [[0.5, 0.0, 0.0], [0.25, 1.0, 0.0]]
         assert lengths.tolist() == [1, 2]
 
 
-class TestLoopTime:
+class TestGain:
+    def test_a_draft_that_stays_gains_nothing(self) -> None:
+        assert gained_tokens((1.5, 4), (1.5, 4), 0.05) == 0.0
+
+    def test_tokens_for_nothing_are_gained_whole(self) -> None:
+        assert gained_tokens((0.0, 0), (1.5, 2), 0.0) == pytest.approx(1.5)
+        assert gained_tokens((1.0, 1), (2.5, 4), 0.0) == pytest.approx(1.5)
+
+    def test_verifying_more_costs_what_the_time_would_have_brought(self) -> None:
+        assert 1.2 < gained_tokens((0.0, 0), (1.5, 2), 0.1) < 1.3
+        assert gained_tokens((0.0, 0), (0.1, 8), 0.1) < 0.0
+
+    def test_a_draft_that_is_doubted_loses(self) -> None:
+        assert gained_tokens((1.5, 4), (0.0, 0), 0.05) < 0.0
+
+
+class TestModelTime:
     def test_between_and_beyond_what_was_seen(self) -> None:
-        time = LoopTime()
+        time = ModelTime()
         assert time.seconds(1) is None
         for rows, seconds in ((2, 0.002), (6, 0.004)):
             for _ in range(5):
@@ -158,71 +193,71 @@ class TestLoopTime:
         assert time.seconds(12) == pytest.approx(0.008)
 
     def test_a_pause_is_no_property_of_the_model(self) -> None:
-        time = LoopTime()
+        time = ModelTime()
         for _ in range(20):
             time.observe(1, 0.001)
         time.observe(1, 10.0)
         assert (time.seconds(1) or 1.0) < 0.0012
 
 
-class TestArbiter:
+class TestScheduler:
     @staticmethod
     def taught(gain: float, seconds: float = 0.001, promised: float = 0.0) -> DraftModelScheduler:
-        arbiter = DraftModelScheduler()
+        scheduler = DraftModelScheduler()
         for rows in (1, 2, 4, 8):
-            arbiter.time.observe(rows, seconds)
-        for number in range(400):
-            arbiter.learn(f"r{number}", promised, gain)
-        return arbiter
+            scheduler.time.observe(rows, seconds)
+        for _ in range(400):
+            scheduler.learn(request(), promised, gain)
+        return scheduler
 
     def test_it_runs_before_anything_is_known(self) -> None:
-        assert DraftModelScheduler().choose(["a", "b"], [0.0, 3.0], [1, 2], Prices(0.02, 1.0, None)) == [0, 1]
+        assert DraftModelScheduler().choose([request(), request()], [0.0, 3.0], [1, 2], Pace(1.0, None)) == [0, 1]
 
     def test_rows_without_room_are_left_out(self) -> None:
-        assert DraftModelScheduler().choose(["a", "b"], [0.0, 3.0], [0, 1], Prices(0.02, 1.0, 0.01)) == [1]
-        assert self.taught(0.5).choose(["a", "b"], [0.0, 3.0], [0, 0], Prices(0.02, 1.0, 0.01)) == []
+        assert DraftModelScheduler().choose([request(), request()], [0.0, 3.0], [0, 1], Pace(1.0, 0.01)) == [1]
+        assert self.taught(0.5).choose([request(), request()], [0.0, 3.0], [0, 0], Pace(1.0, 0.01)) == []
 
     def test_it_runs_where_the_gain_is_worth_the_time(self) -> None:
-        prices = Prices(0.02, 1.0, 0.010)  # 1 ms of the loop is a tenth of a token
-        assert self.taught(0.5).choose(["a"], [0.0], [1], prices) == [0]
-        assert self.taught(0.05).choose(["a"], [0.0], [1], prices) == []
+        pace = Pace(1.0, 0.010)  # 1 ms of the loop is a tenth of a token
+        assert self.taught(0.5).choose([request()], [0.0], [1], pace) == [0]
+        assert self.taught(0.05).choose([request()], [0.0], [1], pace) == []
 
     def test_only_rows_whose_trees_promise_little_are_chosen(self) -> None:
-        arbiter = self.taught(0.5)
-        for number in range(400):
-            arbiter.learn(f"s{number}", 5.0, -0.1)
-        assert arbiter.choose(["a", "b", "c"], [5.0, 0.0, 5.0], [2, 1, 2], Prices(0.02, 1.0, 0.010)) == [1]
+        scheduler = self.taught(0.5)
+        for _ in range(400):
+            scheduler.learn(request(), 5.0, -0.1)
+        assert scheduler.choose([request() for _ in range(3)], [5.0, 0.0, 5.0], [2, 1, 2], Pace(1.0, 0.010)) == [1]
 
     def test_rows_that_pay_only_together_are_run_together(self) -> None:
         """A loop of many rows takes hardly longer than one of a single row."""
-        arbiter = self.taught(0.08, seconds=0.001)
-        prices = Prices(0.02, 1.0, 0.010)
-        assert arbiter.choose(["a"], [0.0], [1], prices) == []
-        assert arbiter.choose(["a", "b", "c"], [0.0] * 3, [1] * 3, prices) == [0, 1, 2]
+        scheduler = self.taught(0.08, seconds=0.001)
+        pace = Pace(1.0, 0.010)
+        assert scheduler.choose([request()], [0.0], [1], pace) == []
+        assert scheduler.choose([request() for _ in range(3)], [0.0] * 3, [1] * 3, pace) == [0, 1, 2]
 
     def test_a_request_of_its_own_kind_is_known_after_a_while(self) -> None:
-        arbiter = self.taught(-0.2)
+        scheduler = self.taught(-0.2)
+        usual, good = request("usual"), request("good")
         for _ in range(40):
-            arbiter.learn("good", 0.0, 1.0)
-        prices = Prices(0.02, 1.0, 0.010)
-        assert arbiter.choose(["usual", "good"], [0.0, 0.0], [1, 1], prices) == [1]
-        arbiter.forget("good")
-        assert arbiter.gain("good", 0.0) == arbiter.gain("usual", 0.0)
+            scheduler.learn(good, 0.0, 1.0)
+        pace = Pace(1.0, 0.010)
+        assert scheduler.choose([usual, good], [0.0, 0.0], [1, 1], pace) == [1]
+        assert scheduler.gain(request("good"), 0.0) == scheduler.gain(usual, 0.0), "an id used again is another request"
 
     def test_a_trial_now_and_then_takes_a_hundredth_of_the_time(self) -> None:
-        arbiter = self.taught(-0.1)
-        prices = Prices(0.02, 1.0, 0.010)
-        runs = sum(bool(arbiter.choose(["a"], [0.0], [1], prices)) for _ in range(1000))
+        scheduler = self.taught(-0.1)
+        pace = Pace(1.0, 0.010)
+        runs = sum(bool(scheduler.choose([request()], [0.0], [1], pace)) for _ in range(1000))
         assert runs == pytest.approx(1000 * 0.01 * 0.010 / 0.001, abs=2)
-        assert arbiter.trials == runs
+        assert scheduler.trials == runs
 
     def test_a_model_that_has_become_useful_is_found_out(self) -> None:
-        arbiter = self.taught(-0.1)
-        prices = Prices(0.02, 1.0, 0.010)
-        runs = 0
+        scheduler = self.taught(-0.1)
+        pace = Pace(1.0, 0.010)
+        runs, state = 0, request()
         for _ in range(5000):
-            if arbiter.choose(["a"], [0.0], [1], prices):
-                arbiter.learn("a", 0.0, 1.0)
+            if scheduler.choose([state], [0.0], [1], pace):
+                scheduler.learn(state, 0.0, 1.0)
                 runs += 1
         assert runs > 4000
 
@@ -248,8 +283,8 @@ class Oracle:
         wrong = self._random.random((1, 3)) > self._right
         top = np.where(wrong, 1, truth)
         tokens = np.where(proposals == FREE, top, proposals)
-        chances = np.where(tokens == top, self._sure, 0.05)
-        return lambda: ModelDraft(tokens, chances.astype(np.float32), top, np.full(top.shape, self._sure, np.float32))
+        given = np.where(tokens == top, self._sure, 0.05)
+        return lambda: ModelDraft(tokens, given.astype(np.float32), top, np.full(top.shape, self._sure, np.float32))
 
 
 @dataclass
@@ -259,7 +294,7 @@ class Decoded:
 
 
 def decode(
-    hybrid: DraftFusion,
+    fusion: DraftFusion,
     cache: SuffixCache,
     prompt: list[int],
     text: list[int],
@@ -271,7 +306,7 @@ def decode(
     full = [*prompt, *text]
     tokens = np.zeros((1, len(full) + 40), dtype=np.int32)
     cache.start("r", prompt, tenant="t")
-    batch = Batch(("r",), np.zeros(1, np.int32))
+    state, handle, row = request(), cache.batch(["r"]), np.zeros(1, np.int32)
     length, draft, result = len(prompt), [0][:0], Decoded()
     while length < len(full) - 8:
         accepted = 0
@@ -280,17 +315,12 @@ def decode(
         length += accepted + 1
         tokens[0, :length] = full[:length]
         lengths, room, verified = (np.array([value], np.int32) for value in (length, 8, len(draft)))
-        step = Step(batch, (), tokens, lengths, room, verified, len(draft))
         oracle.length = length - len(prompt)
-        asked = hybrid.begin(step, oracle, cost, unit)
-        drafts = cache.step(("r",), tokens, batch.rows, lengths, room, verified, cost=cost)
-        improved = hybrid.improve(step, drafts, oracle, asked, cost, unit)
-        draft = improved.tokens[0]
-        assert len(improved.chances[0]) == len(draft)
+        rows = DraftRows([state], handle, tokens, row, lengths, room, verified)
+        draft = fusion.draft(rows, oracle, cost, unit).drafts.lists()[0]
         result.steps += 1
         result.drafted += len(draft)
     cache.finish("r")
-    hybrid.forget("r")
     return result
 
 
@@ -299,7 +329,7 @@ def cache() -> SuffixCache:
     return SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
 
 
-class TestHybrid:
+class TestFusion:
     @pytest.mark.parametrize("overlaps", [False, True])
     def test_a_good_model_makes_new_text_quick(self, cache: SuffixCache, overlaps: bool) -> None:
         text = TEXT[:400]
@@ -308,41 +338,41 @@ class TestHybrid:
 
     def test_a_useless_model_is_left_alone_and_drafts_nothing(self, cache: SuffixCache) -> None:
         text = TEXT[:600]
-        hybrid = DraftFusion(cache)
+        fusion = DraftFusion(cache)
         oracle = Oracle(text, 0.0)
-        assert decode(hybrid, cache, [1, 2, 3], text, oracle, unit=1e-5).steps >= len(text) - 8
+        assert decode(fusion, cache, [1, 2, 3], text, oracle, unit=1e-5).steps >= len(text) - 8
         assert len(oracle.launched) < 100
 
     def test_repeated_text_is_copied_in_long_drafts_whatever_the_model_says(self, cache: SuffixCache) -> None:
         text = TEXT[:300]
-        hybrid = DraftFusion(cache)
+        fusion = DraftFusion(cache)
         oracle = Oracle(text, 0.2)
-        decode(hybrid, cache, [1, 2, 3], text, oracle)
-        assert decode(hybrid, cache, [1, 2, 3], text, oracle).steps < len(text) / 4
+        decode(fusion, cache, [1, 2, 3], text, oracle)
+        assert decode(fusion, cache, [1, 2, 3], text, oracle).steps < len(text) / 4
 
     def test_a_model_that_only_knows_when_the_trees_are_wrong_saves_their_drafts(self) -> None:
         """A third of the recorded text is followed by something new: the trees cannot tell where."""
 
-        def throughput(judge: bool) -> float:
+        def throughput(scores: bool) -> float:
             cache = SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
-            hybrid, random = DraftFusion(cache, judge=judge), np.random.default_rng(2)
+            fusion, random = DraftFusion(cache, score_suffix_drafts=scores), np.random.default_rng(2)
             steps = drafted = 0
             for _ in range(12):
                 text = [token if random.random() < 0.7 else int(random.integers(10, 1000)) for token in TEXT[:200]]
                 oracle = Oracle([token if token == old else 1 for token, old in zip(text, TEXT, strict=False)], 1.0)
-                result = decode(hybrid, cache, [1, 2, 3], text, oracle, cost=0.2)
+                result = decode(fusion, cache, [1, 2, 3], text, oracle, cost=0.2)
                 steps, drafted = steps + result.steps, drafted + result.drafted
             return 12 * 192 / (steps + 0.2 * drafted)
 
-        assert throughput(judge=True) > 1.04 * throughput(judge=False)
+        assert throughput(scores=True) > 1.04 * throughput(scores=False)
 
     def test_rows_are_the_engines_and_proposals_the_trees(self, cache: SuffixCache) -> None:
         text = TEXT[:60]
-        hybrid = DraftFusion(cache)
-        decode(hybrid, cache, [1, 2, 3], text, Oracle(text, 1.0))
+        fusion = DraftFusion(cache)
+        decode(fusion, cache, [1, 2, 3], text, Oracle(text, 1.0))
         oracle = Oracle(text, 1.0)
-        hybrid = DraftFusion(cache)
-        decode(hybrid, cache, [1, 2, 3], text, oracle)
+        fusion = DraftFusion(cache)
+        decode(fusion, cache, [1, 2, 3], text, oracle)
         asked = [proposals for _, proposals in oracle.launched if len(proposals) == 2]
         assert asked, "the trees had drafts, and the model was asked about them"
         for proposals in asked:
@@ -351,10 +381,10 @@ class TestHybrid:
 
     def test_figures(self, cache: SuffixCache) -> None:
         text = TEXT[:200]
-        hybrid = DraftFusion(cache)
+        fusion = DraftFusion(cache)
         oracle = Oracle(text, 0.9)
-        decode(hybrid, cache, [1, 2, 3], text, oracle)
-        figures = hybrid.stats()
+        decode(fusion, cache, [1, 2, 3], text, oracle)
+        figures = fusion.stats()
         assert figures["runs"] == len(oracle.launched)
         assert figures["rows"] == sum(len(rows) for rows, _ in oracle.launched)
         assert figures["tokens"]["own"]["right"] > 100

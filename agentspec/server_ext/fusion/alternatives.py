@@ -1,26 +1,26 @@
-"""What the trees and the draft model say of one request's next tokens, as chains of scored tokens.
+"""Weigh the ways in which one request's text may go on, by the suffix draft and by the draft model.
 
-A chain is a way that the text may go on: at each position the tokens that were scored there, and the one of them that
-the chain goes on with. The trees' chain follows their draft; the model's chain leaves it where the model would take
-another token. What may be drafted, and what a verified token teaches, are both read off these.
+The suffix draft is one way; the draft model's own tokens, which leave it where the model would take another token, are
+the other. Both are lists of scored tokens. What may be offered to the suffix index, and what a verified token teaches,
+are read off them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, Scored
+from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, ScoredToken
 from agentspec.server_ext.fusion.draft_model import ModelDraft
 
 Offer = list[tuple[int, float]]
-"""Tokens, each with the chance that it is accepted if those before it are."""
+"""Tokens, each with the probability that it is accepted if those before it are."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoopRow:
-    """What the model said in one of its rows: lists [n] of ModelDraft's columns."""
+class ModelRow:
+    """One row of a draft model's answer: lists [n] of ModelDraft's columns."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -28,8 +28,8 @@ class LoopRow:
     top_probabilities: list[float]
 
     @classmethod
-    def of(cls, draft: ModelDraft, row: int) -> "LoopRow":
-        """One row of a draft."""
+    def of(cls, draft: ModelDraft, row: int) -> "ModelRow":
+        """Return one row of an answer."""
         return cls(
             draft.tokens[row].tolist(),
             draft.probabilities[row].tolist(),
@@ -38,153 +38,137 @@ class LoopRow:
         )
 
 
-@dataclass(slots=True)
 class DraftAlternatives:
-    """The opinions on one request. ``length``: tokens of its text then."""
+    """The scored alternatives for one request whose text has ``length`` tokens.
 
-    length: int
-    shared: list[Scored] = field(default_factory=list)
-    """tokens that both would take"""
-    trees: list[tuple[Scored, Scored | None]] = field(default_factory=list)
-    """behind those: the trees' token, and the model's where it would take another one there"""
-    model: list[Scored] = field(default_factory=list)
-    """behind the shared ones: the model's tokens"""
+    shared: the tokens that both ways begin with. suffix: behind those, the suffix draft's tokens, each with the
+    model's where it would take another one there. model: behind the shared ones, the model's tokens.
+    """
+
+    __slots__ = ("_calibrator", "length", "model", "shared", "suffix")
+
+    def __init__(self, calibrator: AcceptanceCalibrator, length: int) -> None:
+        self._calibrator = calibrator
+        self.length = length
+        self.shared: list[ScoredToken] = []
+        self.suffix: list[tuple[ScoredToken, ScoredToken | None]] = []
+        self.model: list[ScoredToken] = []
+
+    @classmethod
+    def weigh(
+        cls,
+        calibrator: AcceptanceCalibrator,
+        length: int,
+        draft: Sequence[tuple[int, float]],
+        forced: ModelRow | None,
+        unforced: ModelRow | None,
+        limit: int,
+    ) -> "DraftAlternatives":
+        """Score both ways, at most ``limit`` tokens far.
+
+        draft: the suffix draft's tokens with their probabilities. forced: the model's row that was made to follow
+        them. unforced: the row in which it went its own way.
+        """
+        result = cls(calibrator, length)
+        row = forced or unforced
+        if row is None:
+            return result
+        limit = min(limit, len(row.top))
+        at = result._share(draft, row, limit)
+        if at < limit and at < len(draft):
+            result._part(draft, row, at)
+            if forced is not None:
+                result._follow(draft, forced, at + 1, limit)
+        begin = at + len(result.model)
+        taken = [scored.token for scored in result.shared + result.model]
+        if unforced is not None and begin < limit and unforced.tokens[:begin] == taken:
+            result.model += result._own(unforced, begin, limit)
+        elif not result.suffix:
+            result.shared += result._own(row, at, limit)  # the model goes on behind a short suffix draft
+        return result
 
     def offers(self) -> list[Offer]:
-        """Drafts that may pay better than the trees' own: theirs as it is judged now, the model's, and theirs up to
-        a later position where the model's token is the likelier one."""
-        begin = [(scored.token, scored.chance) for scored in self.shared]
+        """Return the drafts that may be worth more than the suffix draft as it is.
+
+        They are the suffix draft with the probabilities of now, the model's draft, and the suffix draft up to a later
+        position where the model's token is the likelier one.
+        """
+        begin = [(scored.token, scored.probability) for scored in self.shared]
         result = []
-        if self.trees or not self.model:
-            result.append(begin + [(own.token, own.chance) for own, _ in self.trees])
+        if self.suffix or not self.model:
+            result.append(begin + [(scored.token, scored.probability) for scored, _ in self.suffix])
         if self.model:
-            result.append(begin + [(scored.token, scored.chance) for scored in self.model])
-        for at, (own, other) in enumerate(self.trees):
-            if at > 0 and other is not None and other.chance > own.chance:
-                kept = [(scored.token, scored.chance) for scored, _ in self.trees[:at]]
-                result.append([*begin, *kept, (other.token, other.chance)])
+            result.append(begin + [(scored.token, scored.probability) for scored in self.model])
+        for at, (own, other) in enumerate(self.suffix):
+            if at > 0 and other is not None and other.probability > own.probability:
+                kept = [(scored.token, scored.probability) for scored, _ in self.suffix[:at]]
+                result.append([*begin, *kept, (other.token, other.probability)])
                 break
         return [offer for offer in result if offer]
 
-    def learn(self, chances: AcceptanceCalibrator, verified: Sequence[int]) -> None:
-        """``verified``: the text as it went on, as far as it is known."""
-        for at, scored in enumerate(self.shared):
-            if at == len(verified):
-                return
-            chances.learn(scored, scored.token == verified[at])
-            if scored.token != verified[at]:
-                return
+    def learn(self, verified: Sequence[int]) -> None:
+        """Learn from the text as it went on, as far as it is known."""
         begin = len(self.shared)
-        for at, (own, other) in enumerate(self.trees, begin):
+        if self._learn(self.shared, verified, 0) < begin:
+            return
+        for at, (own, other) in enumerate(self.suffix, begin):
             if at == len(verified):
                 break
-            chances.learn(own, own.token == verified[at])
-            if other is not None and at > begin:  # the first of them heads the model's chain
-                chances.learn(other, other.token == verified[at])
+            self._calibrator.learn(own, own.token == verified[at])
+            if other is not None and at > begin:  # the first of them heads the model's way
+                self._calibrator.learn(other, other.token == verified[at])
             if own.token != verified[at]:
                 break
-        for at, scored in enumerate(self.model, begin):
-            if at == len(verified):
+        self._learn(self.model, verified, begin)
+
+    def _learn(self, way: Sequence[ScoredToken], verified: Sequence[int], begin: int) -> int:
+        """Learn from the tokens up to the first that is wrong. Return how many were right."""
+        right = 0
+        for scored, token in zip(way, verified[begin:], strict=False):
+            self._calibrator.learn(scored, scored.token == token)
+            if scored.token != token:
                 break
-            chances.learn(scored, scored.token == verified[at])
-            if scored.token != verified[at]:
-                break
+            right += 1
+        return right
 
+    def _share(self, draft: Sequence[tuple[int, float]], row: ModelRow, limit: int) -> int:
+        """Score what both would take. Return the position where that ends."""
+        for at, (token, probability) in enumerate(draft[:limit]):
+            if row.top[at] != token:
+                return at
+            self.shared.append(self._calibrator.agreed(token, at, probability, row.top_probabilities[at]))
+        return min(limit, len(draft))
 
-def opinions(
-    chances: AcceptanceCalibrator,
-    length: int,
-    trees: Sequence[int],
-    tree_chances: Sequence[float],
-    along: LoopRow | None,
-    free: LoopRow | None,
-    room: int,
-) -> DraftAlternatives:
-    """Both opinions on one request's text of ``length`` tokens, at most ``room`` tokens further.
+    def _part(self, draft: Sequence[tuple[int, float]], row: ModelRow, at: int) -> None:
+        """Score the position where the model would take another token than the suffix draft."""
+        token, probability = draft[at]
+        top = row.top_probabilities[at]
+        known = row.probabilities[at] if row.tokens[at] == token else None
+        rival = self._calibrator.rival(row.top[at], at, top, probability)
+        self.suffix.append((self._calibrator.judged(token, at, probability, known, top), rival))
+        self.model.append(rival)
 
-    trees, tree_chances: their draft. along: the model's row that was made to follow it; free: the one that was not.
-    """
-    chains = DraftAlternatives(length)
-    row = along or free
-    if row is None:
-        return chains
-    limit = min(room, len(row.top))
-    at = _agree(chains, chances, trees, tree_chances, row, limit)
-    if at < limit and at < len(trees):
-        _part(chains, chances, trees, tree_chances, row, at)
-        if along is not None:
-            _follow(chains, chances, trees, tree_chances, along, at + 1, limit)
-    begin = at + len(chains.model)
-    taken = [scored.token for scored in chains.shared + chains.model]
-    if free is not None and begin < limit and free.tokens[:begin] == taken:
-        chains.model += _own(chances, free, begin, limit)
-    elif not chains.trees:
-        chains.shared += _own(chances, row, at, limit)  # the model goes on behind a short draft of the trees
-    return chains
+    def _follow(self, draft: Sequence[tuple[int, float]], forced: ModelRow, begin: int, limit: int) -> None:
+        """Score the rest of the suffix draft, and the model's tokens behind it, from the row that followed it."""
+        for at, (token, probability) in enumerate(draft[begin:limit], begin):
+            top = forced.top_probabilities[at]
+            if forced.top[at] == token:
+                self.suffix.append((self._calibrator.agreed(token, at, probability, top), None))
+            else:
+                judged = self._calibrator.judged(token, at, probability, forced.probabilities[at], top)
+                self.suffix.append((judged, self._calibrator.rival(forced.top[at], at, top, probability)))
+        self.suffix += [(scored, None) for scored in self._own(forced, max(begin, len(draft)), limit)]
 
-
-def _agree(
-    chains: DraftAlternatives,
-    chances: AcceptanceCalibrator,
-    trees: Sequence[int],
-    given: Sequence[float],
-    row: LoopRow,
-    limit: int,
-) -> int:
-    """Fill in what both would take; returns the position where that ends."""
-    for at in range(min(limit, len(trees))):
-        if row.top[at] != trees[at]:
-            return at
-        chains.shared.append(chances.agreed(trees[at], at, given[at], row.top_probabilities[at]))
-    return min(limit, len(trees))
-
-
-def _part(
-    chains: DraftAlternatives,
-    chances: AcceptanceCalibrator,
-    trees: Sequence[int],
-    given: Sequence[float],
-    row: LoopRow,
-    at: int,
-) -> None:
-    """The position where the model would take another token than the trees."""
-    top = row.top_probabilities[at]
-    known = row.probabilities[at] if row.tokens[at] == trees[at] else None
-    rival = chances.rival(row.top[at], at, top, given[at])
-    chains.trees.append((chances.judged(trees[at], at, given[at], known, top), rival))
-    chains.model.append(rival)
-
-
-def _follow(
-    chains: DraftAlternatives,
-    chances: AcceptanceCalibrator,
-    trees: Sequence[int],
-    given: Sequence[float],
-    along: LoopRow,
-    begin: int,
-    limit: int,
-) -> None:
-    """The rest of the trees' draft, and the model's tokens behind it, from a row that followed it."""
-    for at in range(begin, min(limit, len(trees))):
-        top = along.top_probabilities[at]
-        if along.top[at] == trees[at]:
-            chains.trees.append((chances.agreed(trees[at], at, given[at], top), None))
-        else:
-            judged = chances.judged(trees[at], at, given[at], along.probabilities[at], top)
-            chains.trees.append((judged, chances.rival(along.top[at], at, top, given[at])))
-    chains.trees += [(scored, None) for scored in _own(chances, along, max(begin, len(trees)), limit)]
-
-
-def _own(chances: AcceptanceCalibrator, row: LoopRow, begin: int, limit: int) -> list[Scored]:
-    """The model's tokens where the trees say nothing."""
-    return [chances.own(row.tokens[at], at, row.probabilities[at]) for at in range(begin, limit)]
+    def _own(self, row: ModelRow, begin: int, limit: int) -> list[ScoredToken]:
+        """Score the model's tokens where the suffix draft says nothing."""
+        return [self._calibrator.own(row.tokens[at], at, row.probabilities[at]) for at in range(begin, limit)]
 
 
 def pack(offers: Sequence[Offer], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Offers as SuffixCache takes them: tokens [n, width], chances [n, width], lengths [n]."""
+    """Return offers as SuffixCache takes them: tokens [n, width], probabilities [n, width], lengths [n]."""
     tokens = np.zeros((len(offers), width), dtype=np.int32)
-    chances = np.zeros((len(offers), width), dtype=np.float64)
+    probabilities = np.zeros((len(offers), width), dtype=np.float64)
     for row, offer in enumerate(offers):
         tokens[row, : len(offer)] = [token for token, _ in offer]
-        chances[row, : len(offer)] = [chance for _, chance in offer]
-    return tokens, chances, np.array([len(offer) for offer in offers], dtype=np.int32)
+        probabilities[row, : len(offer)] = [probability for _, probability in offer]
+    return tokens, probabilities, np.array([len(offer) for offer in offers], dtype=np.int32)

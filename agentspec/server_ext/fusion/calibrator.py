@@ -1,13 +1,14 @@
-"""Calibrate how likely a token is accepted, given what the draft model and the trees say of it. Learned while serving.
+"""Say how probable it is that a token is accepted, given what the draft model and the suffix index make of it.
 
-The trees' chances are calibrated by themselves. A draft model's probability is not: it is an argmax of a small model,
-read after tokens that were guessed. Four situations are told apart:
+The suffix index's probabilities are calibrated by themselves. A draft model's are not: they are those of a small model,
+read after tokens that were guessed. Four situations are told apart, and in each the probability is learned from what
+verification reveals:
 
-``OWN``      the model's token where the trees say nothing: counted by position and by bins of the log-odds of the
-             model's probability, starting from that probability
-``AGREED``   the model and the trees have the same token
-``RIVAL``    the model's token where the trees have another one
-``JUDGED``   the trees' token where the model would take another one
+``OWN``      the model's token where the suffix draft says nothing: counted by position and by bins of the log-odds of
+             the model's probability, starting from that probability
+``AGREED``   the model and the suffix draft have the same token
+``RIVAL``    the model's token where the suffix draft has another one
+``JUDGED``   the suffix draft's token where the model would take another one
 
 The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
 with a bias for each of the first positions. Their inputs are chosen such that a model that knows nothing changes
@@ -34,11 +35,11 @@ _RATE, _SMOOTH = 0.15, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its chance, and what is needed to learn from its fate."""
+class ScoredToken:
+    """A token with its probability to be accepted, and what is needed to learn from its fate."""
 
     token: int
-    chance: float
+    probability: float
     kind: int
     position: int
     evidence: tuple[float, ...]
@@ -46,7 +47,7 @@ class Scored:
 
 
 class AcceptanceCalibrator:
-    """Gives chances and learns from what verification reveals. Plain arithmetic."""
+    """Score tokens, and learn from what verification reveals. Plain arithmetic."""
 
     def __init__(self) -> None:
         self._bins: dict[tuple[int, int], list[float]] = {}  # accepted, seen
@@ -60,27 +61,29 @@ class AcceptanceCalibrator:
         self.seen = [0, 0, 0, 0]
         self.accepted = [0, 0, 0, 0]
 
-    def own(self, token: int, position: int, probability: float) -> Scored:
-        """The model's token, of which the trees say nothing."""
-        accepted, seen = self._bins.get(_bin(position, probability), (0.0, 0.0))
-        chance = (accepted + _PRIOR * probability) / (seen + _PRIOR)
-        return Scored(token, chance, OWN, position, (probability,))
+    def own(self, token: int, position: int, model: float) -> ScoredToken:
+        """Score the model's token where the suffix draft says nothing. model: the model's probability of it."""
+        accepted, seen = self._bins.get(_bin(position, model), (0.0, 0.0))
+        return ScoredToken(token, (accepted + _PRIOR * model) / (seen + _PRIOR), OWN, position, (model,))
 
-    def agreed(self, token: int, position: int, tree: float, model: float) -> Scored:
-        """The token of both; ``tree`` and ``model``: what they give it."""
-        return self._weigh(token, AGREED, position, (log_odds(tree), _log(1.0 - model)))
+    def agreed(self, token: int, position: int, suffix: float, model: float) -> ScoredToken:
+        """Score a token that both have. suffix, model: the probabilities that they give it."""
+        return self._weigh(token, AGREED, position, (log_odds(suffix), _log(1.0 - model)))
 
-    def rival(self, token: int, position: int, model: float, tree: float) -> Scored:
-        """The model's token; ``tree``: what the trees give to theirs, another one."""
-        return self._weigh(token, RIVAL, position, (log_odds(model), _log(1.0 - tree)))
+    def rival(self, token: int, position: int, model: float, suffix: float) -> ScoredToken:
+        """Score the model's token. suffix: the probability of the suffix draft's token, another one."""
+        return self._weigh(token, RIVAL, position, (log_odds(model), _log(1.0 - suffix)))
 
-    def judged(self, token: int, position: int, tree: float, model: float | None, top: float) -> Scored:
-        """The trees' token; ``model``: what the model gives it (None: not known), ``top``: and its own, another."""
+    def judged(self, token: int, position: int, suffix: float, model: float | None, top: float) -> ScoredToken:
+        """Score the suffix draft's token where the model would take another one.
+
+        model: the model's probability of this token, None where it is not known. top: of its own token.
+        """
         behind = -1.0 if model is None else _log(model / max(top, _TINY))
-        return self._weigh(token, JUDGED, position, (log_odds(tree), _log(1.0 - top), behind))
+        return self._weigh(token, JUDGED, position, (log_odds(suffix), _log(1.0 - top), behind))
 
-    def learn(self, scored: Scored, accepted: bool) -> None:
-        """The token was, or was not, what the target wrote."""
+    def learn(self, scored: ScoredToken, accepted: bool) -> None:
+        """Note that the token was, or was not, what the target wrote."""
         self.seen[scored.kind] += 1
         self.accepted[scored.kind] += accepted
         if scored.kind == OWN:
@@ -91,7 +94,7 @@ class AcceptanceCalibrator:
             counts[1] += 1
             return
         weights, squares = self._weights[scored.kind], self._squares[scored.kind]
-        error = float(accepted) - scored.chance
+        error = float(accepted) - scored.probability
         inputs = ((min(scored.position, _POSITIONS - 1), 1.0), *enumerate(scored.evidence, _POSITIONS))
         for i, value in inputs:
             step = error * value
@@ -99,20 +102,21 @@ class AcceptanceCalibrator:
             weights[i] += _RATE * step / math.sqrt(squares[i] + _SMOOTH)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """How often a token of each kind was seen, and right, as JSON."""
+        """Return how often a token of each kind was seen, and right, as JSON."""
         names = ("own", "agreed", "rival", "judged")
         return {name: {"seen": self.seen[kind], "right": self.accepted[kind]} for kind, name in enumerate(names)}
 
-    def _weigh(self, token: int, kind: int, position: int, evidence: tuple[float, ...]) -> Scored:
+    def _weigh(self, token: int, kind: int, position: int, evidence: tuple[float, ...]) -> ScoredToken:
         weights = self._weights[kind]
         odds = weights[min(position, _POSITIONS - 1)]
         for weight, value in zip(weights[_POSITIONS:], evidence, strict=True):
             odds += weight * value
-        return Scored(token, 1.0 / (1.0 + math.exp(-max(-_LIMIT, min(_LIMIT, odds)))), kind, position, evidence)
+        probability = 1.0 / (1.0 + math.exp(-max(-_LIMIT, min(_LIMIT, odds))))
+        return ScoredToken(token, probability, kind, position, evidence)
 
 
 def log_odds(probability: float) -> float:
-    """log(p / (1 - p)), kept within what can be told apart."""
+    """Return log(p / (1 - p)), kept within what can be told apart."""
     if probability <= 0.0:
         return -_LIMIT
     if probability >= 1.0:
@@ -121,7 +125,7 @@ def log_odds(probability: float) -> float:
 
 
 def _log(ratio: float) -> float:
-    """log of a number up to 1, kept within what can be told apart."""
+    """Return the log of a number up to 1, kept within what can be told apart."""
     return max(-_LIMIT, math.log(max(ratio, _TINY)))
 
 

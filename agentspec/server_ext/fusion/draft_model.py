@@ -1,4 +1,4 @@
-"""What the arbiter asks of a draft model, and what it is told: plain arrays, whatever the model is."""
+"""Say what fusion asks of a draft model, and what it is told: plain arrays, whatever the model is."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """What a draft model answers for R loop rows, on the host."""
+    """A draft model's answer for R of its rows, on the host."""
 
     tokens: Int64
     """[R, n]: the proposal's token where there was one, else the model's"""
@@ -31,7 +31,7 @@ class StepModel(Protocol):
     """A draft model as it can be asked in one step, once.
 
     ``positions``: n, the tokens it drafts. ``overlaps``: whether it works beside the host, so that it is worth
-    launching before the trees are asked.
+    launching before the suffix index is asked.
     """
 
     @property
@@ -40,7 +40,7 @@ class StepModel(Protocol):
     def overlaps(self) -> bool: ...
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
-        """Begin; the answer is waited for by calling the result.
+        """Begin to draft. The answer is waited for by calling the result.
 
         rows: [R] the engine's batch rows, which may repeat. proposals: int64 [R, n], tokens that the model is to take
         and score, FREE from where on it goes its own way. Raises whatever the model raises, here or in the result.

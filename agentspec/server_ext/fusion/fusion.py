@@ -1,220 +1,257 @@
-"""DraftFusion: a step's drafts from the trees, made better with a draft model where that is worth its time.
+"""DraftFusion drafts one step from the suffix index and, where that is worth its time, from a draft model.
 
-On a machine where the model runs on the host, the trees are asked first, and the model only where they leave something
-to gain. A model on a GPU works beside the host: it is launched first, for the rows that the last step makes look worth
-it, and the trees are asked meanwhile. Then the model is not made to follow the trees' draft, which is not known yet.
+On a machine where the model runs on the host, the suffix index is asked first, and the model only where it leaves
+something to gain. A model on a GPU works beside the host: it is launched first, for the rows that the last step makes
+look worth it, and the suffix index is asked meanwhile. Then the model is not made to follow the suffix draft, which is
+not known yet.
 """
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from agentspec.cache import SOURCES, StepDrafts, SuffixCache
-from agentspec.server_ext.fusion.alternatives import DraftAlternatives, LoopRow, Offer, opinions, pack
+from agentspec.cache import StepDrafts, SuffixCache
+from agentspec.cache.suffix_cache import draft_value
+from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
 from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft, StepModel
-from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Prices
-from agentspec.server_ext.step import Step
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
+from agentspec.server_ext.step import DraftRows
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_MODEL_FAILURES = 5
+"""Disable the draft model after this many errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDrafts:
+    """The drafts of a step, and how many seconds of it the draft model took."""
+
+    drafts: StepDrafts
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class TreeDrafts:
-    """The trees' drafts of a step as plain lists, by row; improved in place."""
+class _Question:
+    """What the model is asked in a step.
 
-    tokens: list[list[int]]
-    chances: list[list[float]]
-    expected: list[float]
-    sources: list[str | None]
-    """where each draft's first token comes from"""
-
-    @classmethod
-    def of(cls, drafts: StepDrafts) -> "TreeDrafts":
-        """The same drafts."""
-        bounds = drafts.offsets.tolist()
-        ends = list(pairwise(bounds))
-        chances, sources = drafts.probabilities.tolist(), drafts.sources.tolist()
-        return cls(
-            drafts.lists(),
-            [chances[begin:end] for begin, end in ends],
-            drafts.expected(),
-            [SOURCES[sources[begin]] if end > begin else None for begin, end in ends],
-        )
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What the model was asked in this step. For row ``rows[j]``, loop row ``along[j]`` follows the trees' draft and
-    ``free[j]`` goes its own way; -1: there is none."""
+    For the step's row ``rows[j]`` the model's row ``forced[j]`` follows the suffix draft and ``unforced[j]`` goes its
+    own way; -1: there is none. seconds: spent on asking.
+    """
 
     rows: list[int]
-    along: list[int]
-    free: list[int]
+    forced: list[int]
+    unforced: list[int]
     answer: Callable[[], ModelDraft]
     seconds: float
-    """spent on asking"""
 
 
 class DraftFusion:
-    """Combines the trees of ``cache`` with a draft model.
+    """Draft from ``cache`` and a draft model together. The model may fail: that costs its drafts, and is counted.
 
-    judge: let the model score the trees' draft, and change, cut or drop it. Without that it only offers its own.
+    on_error: told of each error of the model. score_suffix_drafts: let the model score the suffix drafts, so that they
+    are changed, cut or dropped; without that it only offers its own.
     """
 
-    def __init__(self, cache: SuffixCache, *, judge: bool = True) -> None:
-        self.arbiter = DraftModelScheduler()
-        self.chances = AcceptanceCalibrator()
+    def __init__(
+        self,
+        cache: SuffixCache,
+        on_error: Callable[[Exception], None] = lambda error: None,
+        *,
+        score_suffix_drafts: bool = True,
+    ) -> None:
+        self.scheduler = DraftModelScheduler()
+        self.calibrator = AcceptanceCalibrator()
         self.runs = self.rows = 0
-        self.seconds = 0.0
-        """spent with the model in the latest step"""
-        self._total_seconds = 0.0
+        self._seconds = 0.0
+        self._failures = 0
         self._cache = cache
-        self._judge = judge
-        self._pending: dict[str, DraftAlternatives] = {}
-        self._promised: dict[str, float] = {}
+        self._on_error = on_error
+        self._scores = score_suffix_drafts
 
-    def begin(self, step: Step, model: StepModel, cost: float, unit: float | None) -> _Asked | None:
-        """Before the trees are asked: learn what this step reveals, and launch a model that works beside the host.
+    @property
+    def disabled(self) -> bool:
+        """Whether the model failed too often to be asked again."""
+        return self._failures >= _MODEL_FAILURES
+
+    def draft(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> FusedDrafts:
+        """Return the drafts of a step's rows. Raises what the cache raises, and nothing of the model's.
 
         cost: of verifying one more token, as a share of a step. unit: seconds that stand for one row of a step, None
         where that is not known yet.
         """
-        self._learn(step)
-        if not model.overlaps:
-            return None
-        promised = [self._promised.get(request_id, 0.0) for request_id in step.batch.request_ids]
-        widths = np.minimum(step.max_draft_tokens, 1).tolist()
-        prices = Prices(cost, 1.0 + sum(promised) / max(1, len(promised)), unit)
-        rows = self.arbiter.choose(step.batch.request_ids, promised, widths, prices)
-        return self._ask(step, model, rows, None) if rows else None
-
-    def improve(
-        self,
-        step: Step,
-        drafts: StepDrafts,
-        model: StepModel,
-        asked: _Asked | None,
-        cost: float,
-        unit: float | None,
-    ) -> TreeDrafts:
-        """The drafts of this step after the model was heard. asked: what ``begin`` returned."""
-        result = TreeDrafts.of(drafts)
-        tokens = sum(map(len, result.tokens))
-        count = len(step.batch.request_ids)
-        prices = Prices(cost, (count + sum(result.expected)) / (count + cost * tokens), unit)
-        if model.overlaps:
-            self._promised = dict(zip(step.batch.request_ids, result.expected, strict=True))
-        else:
-            widths = [
-                0 if room == 0 else 2 if draft and self._judge else 1
-                for room, draft in zip(step.max_draft_tokens.tolist(), result.tokens, strict=True)
-            ]
-            rows = self.arbiter.choose(step.batch.request_ids, result.expected, widths, prices)
-            asked = self._ask(step, model, rows, result) if rows else None
-        if asked is not None:
-            self._hear(step, result, asked, prices, model.positions)
-        return result
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._pending.pop(request_id, None)
-        self._promised.pop(request_id, None)
-        self.arbiter.forget(request_id)
+        question = self._guarded(lambda: self._begin(rows, model, cost, unit))
+        drafts = self._cache.step(
+            rows.handle,
+            rows.tokens,
+            rows.rows,
+            rows.lengths,
+            rows.max_draft_tokens,
+            rows.num_verified_draft_tokens,
+            cost=cost,
+        )
+        fused = self._guarded(lambda: self._improve(rows, drafts, model, question, cost, unit))
+        return FusedDrafts(drafts) if fused is None else fused
 
     def stats(self) -> dict[str, Any]:
-        """Runs and rows of the model, its time, what it gains and how its tokens fare, as JSON."""
+        """Return runs and rows of the model, its time, what it gains and how its tokens fare, as JSON."""
         return {
             "runs": self.runs,
             "rows": self.rows,
-            "ms_per_run": 1e3 * self._total_seconds / self.runs if self.runs else 0.0,
-            **self.arbiter.stats(),
-            "tokens": self.chances.stats(),
+            "ms_per_run": 1e3 * self._seconds / self.runs if self.runs else 0.0,
+            **self.scheduler.stats(),
+            "tokens": self.calibrator.stats(),
+            "given_up": self.disabled,
         }
 
-    def _learn(self, step: Step) -> None:
-        if not self._pending:
-            return
-        for i, request_id in enumerate(step.batch.request_ids):
-            chains = self._pending.pop(request_id, None)
-            if chains is not None:
-                verified = step.tokens[step.batch.rows[i], chains.length : step.lengths[i]].tolist()
-                chains.learn(self.chances, verified)
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        """Return what ``call`` returns; None if it failed, or if the model has failed too often."""
+        if self.disabled:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self._failures += 1
+            self._on_error(error)
+            if self.disabled:
+                logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
+            return None
 
-    def _ask(self, step: Step, model: StepModel, rows: list[int], trees: TreeDrafts | None) -> _Asked:
+    def _begin(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> _Question | None:
+        """Learn what this step reveals, and launch a model that works beside the host."""
+        for i, state in enumerate(rows.states):
+            if state.alternatives is not None:
+                waiting, state.alternatives = state.alternatives, None
+                waiting.learn(rows.tokens[rows.rows[i], waiting.length : rows.lengths[i]].tolist())
+        if not model.overlaps:
+            return None
+        promised = [state.promised for state in rows.states]
+        widths = np.minimum(rows.max_draft_tokens, 1).tolist()
+        pace = Pace(1.0 + sum(promised) / len(promised), unit)
+        chosen = self.scheduler.choose(rows.states, promised, widths, pace)
+        return self._ask(rows, model, chosen, None) if chosen else None
+
+    def _improve(
+        self,
+        rows: DraftRows,
+        drafts: StepDrafts,
+        model: StepModel,
+        question: _Question | None,
+        cost: float,
+        unit: float | None,
+    ) -> FusedDrafts:
+        """Let the model improve the suffix drafts, where it was asked or is worth being asked."""
+        expected = drafts.expected()
+        tokens = drafts.lists()
+        if model.overlaps:
+            for state, promised in zip(rows.states, expected, strict=True):
+                state.promised = promised
+        else:
+            values = [draft_value(e, len(draft), cost) for e, draft in zip(expected, tokens, strict=True)]
+            pace = Pace(sum(values) / len(values), unit)
+            widths = [
+                0 if room == 0 else 2 if draft and self._scores else 1
+                for room, draft in zip(rows.max_draft_tokens.tolist(), tokens, strict=True)
+            ]
+            chosen = self.scheduler.choose(rows.states, expected, widths, pace)
+            question = self._ask(rows, model, chosen, tokens) if chosen else None
+        if question is None:
+            return FusedDrafts(drafts)
+        return self._hear(rows, drafts, expected, question, model.positions, cost)
+
+    def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
+        """Launch the model for the chosen rows. drafts: of all rows, for the model to follow and score."""
         begin = time.perf_counter()
         engine_rows: list[int] = []
         proposals: list[list[int]] = []
-        along, free = [-1] * len(rows), [-1] * len(rows)
+        forced, unforced = [-1] * len(chosen), [-1] * len(chosen)
         length = model.positions
-        for j, i in enumerate(rows):
-            row = int(step.batch.rows[i])
-            if trees is not None and self._judge and trees.tokens[i]:
-                proposal = trees.tokens[i][:length]
-                along[j] = len(engine_rows)
+        for j, i in enumerate(chosen):
+            row = int(rows.rows[i])
+            if drafts is not None and self._scores and drafts[i]:
+                proposal = drafts[i][:length]
+                forced[j] = len(engine_rows)
                 engine_rows.append(row)
                 proposals.append(proposal + [FREE] * (length - len(proposal)))
-            free[j] = len(engine_rows)
+            unforced[j] = len(engine_rows)
             engine_rows.append(row)
             proposals.append([FREE] * length)
         wanted: Int64 = np.array(proposals, dtype=np.int64)
         answer = model.launch(engine_rows, wanted)
-        return _Asked(rows, along, free, answer, time.perf_counter() - begin)
+        return _Question(chosen, forced, unforced, answer, time.perf_counter() - begin)
 
-    def _hear(self, step: Step, drafts: TreeDrafts, asked: _Asked, prices: Prices, width: int) -> None:
+    def _hear(
+        self,
+        rows: DraftRows,
+        drafts: StepDrafts,
+        expected: Sequence[float],
+        question: _Question,
+        width: int,
+        cost: float,
+    ) -> FusedDrafts:
+        """Wait for the answer, offer its alternatives to the suffix index, and learn what that has brought."""
         begin = time.perf_counter()
-        answer = asked.answer()
-        rooms = step.max_draft_tokens.tolist()
+        answer = question.answer()
+        bounds, tokens, probabilities = (
+            drafts.offsets.tolist(),
+            drafts.token_ids.tolist(),
+            drafts.probabilities.tolist(),
+        )
         offers: list[Offer] = []
         offered: list[int] = []
-        for i, along, free in zip(asked.rows, asked.along, asked.free, strict=True):
-            judged = drafts.tokens[i] if self._judge else []
-            chains = opinions(
-                self.chances,
-                int(step.lengths[i]),
-                judged,
-                drafts.chances[i],
-                LoopRow.of(answer, along) if along >= 0 else None,
-                LoopRow.of(answer, free) if free >= 0 else None,
-                rooms[i],
+        for i, forced, unforced in zip(question.rows, question.forced, question.unforced, strict=True):
+            own = slice(bounds[i], bounds[i + 1] if self._scores else bounds[i])
+            alternatives = DraftAlternatives.weigh(
+                self.calibrator,
+                int(rows.lengths[i]),
+                list(zip(tokens[own], probabilities[own], strict=True)),
+                ModelRow.of(answer, forced) if forced >= 0 else None,
+                ModelRow.of(answer, unforced) if unforced >= 0 else None,
+                int(rows.max_draft_tokens[i]),
             )
-            self._pending[step.batch.request_ids[i]] = chains
-            for offer in chains.offers():
+            rows.states[i].alternatives = alternatives
+            for offer in alternatives.offers():
                 offers.append(offer)
                 offered.append(i)
-        before = {i: prices.worth(drafts.expected[i], len(drafts.tokens[i])) for i in asked.rows}
-        promised = {i: drafts.expected[i] for i in asked.rows}
-        if offers:
-            self._offer(step, drafts, offers, offered, prices.cost, width)
-        for i in asked.rows:
-            gain = prices.worth(drafts.expected[i], len(drafts.tokens[i])) - before[i]
-            self.arbiter.learn(step.batch.request_ids[i], promised[i], gain)
-        self.seconds = asked.seconds + time.perf_counter() - begin
-        self._note(len(answer.tokens))
+        merged = self._offer(rows, drafts, offers, offered, width, cost) if offers else drafts
+        promised, lengths = merged.expected(), np.diff(merged.offsets).tolist()
+        for i in question.rows:
+            before, after = (expected[i], bounds[i + 1] - bounds[i]), (promised[i], lengths[i])
+            self.scheduler.learn(rows.states[i], expected[i], gained_tokens(before, after, cost))
+        seconds = question.seconds + time.perf_counter() - begin
+        self.runs += 1
+        self.rows += len(answer.tokens)
+        self._seconds += seconds
+        self.scheduler.time.observe(len(answer.tokens), seconds)
+        return FusedDrafts(merged, seconds)
 
     def _offer(
-        self,
-        step: Step,
-        drafts: TreeDrafts,
-        offers: list[Offer],
-        rows: list[int],
-        cost: float,
-        width: int,
-    ) -> None:
-        """Let the trees take what pays; each row's last answer is its draft."""
-        ids = [step.batch.request_ids[i] for i in rows]
-        taken = self._cache.offer(ids, *pack(offers, width), step.max_draft_tokens[rows], cost=cost)
-        tokens, expected = taken.lists(), taken.expected()
-        offsets, sources, chances = taken.offsets.tolist(), taken.sources.tolist(), taken.probabilities.tolist()
-        for at, i in enumerate(rows):
-            drafts.tokens[i], drafts.expected[i] = tokens[at], expected[at]
-            drafts.chances[i] = chances[offsets[at] : offsets[at + 1]]
-            drafts.sources[i] = SOURCES[sources[offsets[at]]] if tokens[at] else None
-
-    def _note(self, loop_rows: int) -> None:
-        self.runs += 1
-        self.rows += loop_rows
-        self._total_seconds += self.seconds
-        self.arbiter.time.observe(loop_rows, self.seconds)
+        self, rows: DraftRows, drafts: StepDrafts, offers: list[Offer], offered: list[int], width: int, cost: float
+    ) -> StepDrafts:
+        """Let the suffix index take what pays. Return all drafts as they then are."""
+        ids = [rows.states[i].request_id for i in offered]
+        taken = self._cache.offer(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=cost)
+        latest = {i: at for at, i in enumerate(offered)}  # a row's last answer is its draft
+        before, after = list(pairwise(drafts.offsets.tolist())), list(pairwise(taken.offsets.tolist()))
+        parts = [
+            (taken, latest[i], slice(*after[latest[i]])) if i in latest else (drafts, i, slice(*before[i]))
+            for i in range(len(before))
+        ]
+        offsets = np.zeros(len(parts) + 1, np.int32)
+        np.cumsum([part.stop - part.start for _, _, part in parts], out=offsets[1:])
+        return StepDrafts(
+            token_ids=np.concatenate([of.token_ids[part] for of, _, part in parts]),
+            offsets=offsets,
+            sources=np.concatenate([of.sources[part] for of, _, part in parts]),
+            probabilities=np.concatenate([of.probabilities[part] for of, _, part in parts]),
+            match_lengths=np.array([of.match_lengths[at] for of, at, _ in parts], np.int32),
+            accepted=drafts.accepted,
+            drafted=drafts.drafted,
+        )
