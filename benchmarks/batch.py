@@ -32,7 +32,7 @@ from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
-from agentspec.server_ext.draft_budget import AIMED_MULTIPLE, STEP_MULTIPLE, DraftBudget
+from agentspec.server_ext.draft_budget import DraftBudget
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step_cost import StepCost
 
@@ -156,8 +156,7 @@ class IndexDrafter:
             batch = len(self._table)  # rows that are not drafted for now start or finish in the next step
             self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
             cost = self._price.cost(batch)
-            aimed = (STEP_MULTIPLE - 1.0) / (AIMED_MULTIPLE - 1.0)
-            budget = self._budget.tokens(batch, self._price.cautious_cost(batch, AIMED_MULTIPLE) * aimed)
+            budget = self._budget.tokens(batch, self._price.affordable_tokens(batch))
             room = self._budget.room(room, budget)
         drafts = self._cache.step(
             self._names,
