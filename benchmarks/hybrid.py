@@ -34,9 +34,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "ngram": ("ngram", {}),
     "suffix": ("agentspec", {}),
-    "speculator": ("agentspec", {"speculator": "", "suffix": False}),
+    "speculator": ("agentspec", {"speculator": "", "arctic_suffix_rule": {"max_spec_factor": 0.0}}),
     "hybrid": ("agentspec", {"speculator": ""}),
-    "hybrid, not judging": ("agentspec", {"speculator": "", "judge": False}),
+    "hybrid, not judging": ("agentspec", {"speculator": "", "score_suffix_drafts": False}),
 }
 """Method of the replay and agentspec's settings; "" stands for the speculator's folder."""
 SINGLE = ("none", "ngram", "suffix", "speculator")

@@ -80,7 +80,7 @@ def our_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.limits == "defaults":
         return {"store": options.store}
     cost = None if options.verify_cost == MEASURED else options.verify_cost
-    return {"store": options.store, "tenant": options.tenant or None, "cost": cost}
+    return {"store": options.store, "tenant": options.tenant or None, "verify_cost": cost}
 
 
 def row(method: str, result: ReplayResult, ours: ReplayResult | None = None) -> dict[str, Any]:

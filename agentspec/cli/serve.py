@@ -42,7 +42,7 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """vllm serve with the extension switched on; takes every option of vllm serve."""
-    settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "cost": verify_cost, "record": record}
+    settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "verify_cost": verify_cost, "record": record}
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
         os.environ["AGENTSPEC_STORE"] = store  # not an argument of vLLM, which prints those, passwords and all

@@ -80,10 +80,12 @@ class DraftingEngine:
             policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
         )
-        self.step_cost = StepCost(settings.cost)
+        self.step_cost = StepCost(settings.verify_cost)
         self.budget = DraftBudget(settings.step_draft_tokens, limits)
         self.fusion = DraftFusion(
-            self.cache, lambda error: self._count_error("model", error), score_suffix_drafts=settings.judge
+            self.cache,
+            lambda error: self._count_error("model", error),
+            score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
@@ -298,7 +300,5 @@ class DraftingEngine:
 
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
-    """Return the drafting rule: learned while serving, or ArcticInference's where its parameters are given."""
-    if not settings.suffix:
-        return DraftPolicy.fixed(max_spec_factor=0.0, max_draft=max_draft)
-    return DraftPolicy(max_draft=max_draft, rule=settings.fixed_rule)
+    """Return the drafting rule: learned while serving, or ArcticInference's where its users' config names it."""
+    return DraftPolicy(max_draft=max_draft, rule=settings.arctic_suffix_rule)

@@ -1,4 +1,4 @@
-"""What a server operator can set.
+"""Read what a server operator can set; docs/settings.md says when to touch it.
 
 Settings come from ``--additional-config '{"agentspec": {...}}'``; vLLM prints that at start, so whatever holds a
 secret (the store URL with its password) can be given by the environment instead, which wins: ``AGENTSPEC_STORE``,
@@ -7,7 +7,7 @@ secret (the store URL with its password) can be given by the environment instead
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -16,7 +16,6 @@ from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, FixedRule
 from agentspec.cache.store import default_store_url
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.drafter_settings import DrafterSettings
 
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 
@@ -26,13 +25,53 @@ def default_store() -> str:
     return default_store_url("server.db")
 
 
+class NgramSettings(BaseModel):
+    """Name vLLM's prompt look-up, with vLLM's names for its parameters.
+
+    For example {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["ngram"]
+    num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
+    """Tokens that it drafts; suffix drafts may be longer."""
+    prompt_lookup_min: int | None = Field(default=None, ge=1)
+    """Shortest n-gram to look up; None: vLLM's default."""
+    prompt_lookup_max: int | None = Field(default=None, ge=1)
+    """Longest one."""
+
+
+class MedusaSettings(BaseModel):
+    """Name Medusa heads that were trained for the served model, with vLLM's names for their parameters.
+
+    For example {"method": "medusa", "model": "folder or hub id", "num_speculative_tokens": 4}.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["medusa"]
+    model: str = Field(min_length=1)
+    """Folder or hub id."""
+    num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
+    """How many of its heads to use; at most as many as it has."""
+    revision: str | None = None
+    """Of the hub id."""
+
+
+DrafterSettings = Annotated[NgramSettings | MedusaSettings, Field(discriminator="method")]
+
+
 class Settings(BaseModel):
-    """Settings of the server extension. Unknown names are refused, so that a typo cannot pass unnoticed."""
+    """Hold the settings of the server extension; docs/settings.md explains each.
+
+    Unknown names are refused, so that a typo cannot pass unnoticed.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = True
-    """False: the proposer is installed but never drafts (the inert baseline)."""
+    """False: agentspec is installed but never drafts."""
     tenant: str | None = None
     """Whose server this is: its callers share one index. None: each principal (API key) is a tenant of its own."""
     scope: Scope = "tenant"
@@ -40,21 +79,17 @@ class Settings(BaseModel):
     store: str = Field(default_factory=default_store)
     """``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)
-    """Budget of all trees together, in tokens (about 12 bytes each)."""
+    """Budget of all suffix indexes together, in tokens (about 12 bytes each)."""
     max_bytes: int | None = Field(default=None, ge=100_000)
-    """The same in bytes, reckoned at 12 a token; None: no limit of its own."""
+    """Budget of all suffix indexes together, in bytes, reckoned at 12 a token; None: no limit of its own."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
     """What one session may hold; it goes on with its newest part. None: no limit of its own."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
-    """How many of the newest stored turns are read into the trees at start."""
+    """How many of the newest stored turns are read into the suffix indexes at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
     """Seconds that the start waits for them at most; the rest arrives while serving."""
-    cost: float | None = Field(default=None, gt=0.0, le=1.0)
+    verify_cost: float | None = Field(default=None, gt=0.0, le=1.0)
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
-    suffix: bool = True
-    """Draft from the trees; False: a draft model alone."""
-    fixed_rule: FixedRule | None = None
-    """Draft by the rule of ArcticInference's suffix decoding, with these parameters, in place of the learned one."""
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `draft_budget` says what lowers it."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
@@ -64,17 +99,15 @@ class Settings(BaseModel):
     speculator_tokens: int | None = Field(default=None, ge=1)
     """How many tokens it drafts; None: as many as it was trained for."""
     speculator_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Of its weights; auto: the served model's."""
+    """Data type of its weights; auto: the served model's."""
     speculator_fp8: Literal["off", "head", "all"] = "off"
     """Its head in 8 bits, or its projections too: half the bytes to read."""
-    speculator_graphs: bool | None = None
-    """Record its loop as CUDA graphs at start. None: where there is CUDA."""
-    speculator_kernels: bool | None = None
-    """Fused kernels, in Triton. None: where there is CUDA."""
     drafter: DrafterSettings | None = None
-    """One of vLLM's own drafters beside the trees, in place of a speculator."""
-    judge: bool = True
-    """Let the draft model score the trees' drafts and change, cut or drop them; False: it only drafts tokens."""
+    """One of vLLM's own drafters beside the suffix index, in place of a speculator."""
+    score_suffix_drafts: bool = True
+    """Let the draft model score the suffix drafts, which changes, cuts or drops them; False: it only drafts tokens."""
+    arctic_suffix_rule: FixedRule | None = None
+    """Draft by ArcticInference's rule in place of the learned one. Written by ``speculative_methods`` alone."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
 
@@ -84,16 +117,14 @@ class Settings(BaseModel):
         return None if value is None else check_session_id(value)
 
     @model_validator(mode="after")
-    def _drafts(self) -> "Settings":
+    def _one_draft_model(self) -> "Settings":
         if self.speculator is not None and self.drafter is not None:
             raise ValueError("speculator and drafter: there is one draft model; give one of them")
-        if not self.suffix and self.speculator is None and self.drafter is None:
-            raise ValueError("suffix is false and no speculator is given: nothing would draft")
         return self
 
 
 def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from vLLM's ``additional_config`` value and the environment.
+    """Return the settings from vLLM's ``additional_config`` value and the environment.
 
     Raises ConfigurationError that names the field and what it may be.
     """
@@ -123,7 +154,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def check_draft_limit(value: int | None) -> int:
-    """``num_speculative_tokens`` as a usable draft limit. Raises ConfigurationError naming the range."""
+    """Return ``num_speculative_tokens`` as a usable draft limit. Raise ConfigurationError naming the range."""
     if value is None or not 1 <= value <= MAX_DRAFT:
         raise ConfigurationError(
             f"num_speculative_tokens must be between 1 and {MAX_DRAFT}, got {value}; "

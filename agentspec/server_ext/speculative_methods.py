@@ -1,4 +1,6 @@
-"""vLLM's and ArcticInference's speculative methods, as their users write them -> agentspec's settings.
+"""Translate the speculative configs of vLLM's and ArcticInference's users into agentspec's settings.
+
+The setting ``arctic_suffix_rule`` holds ArcticInference's drafting rule; it is written here and nowhere else.
 
 ``{"method": "arctic", "model": …, "num_speculative_tokens": 3, "enable_suffix_decoding": true}``: a speculator, with or
 without suffix decoding. ``num_speculative_tokens`` is the speculator's draft, as there; suffix drafts may be longer, up
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
+from agentspec.server_ext.settings import MedusaSettings, NgramSettings
 
 NATIVE_METHODS = ("ngram", "medusa")
 METHODS = ("arctic", "suffix", *NATIVE_METHODS)
@@ -42,6 +44,8 @@ _KNOWN = {
     "ngram": {*NgramSettings.model_fields, "model", "disable_by_batch_size"},
     "medusa": {*MedusaSettings.model_fields, "disable_by_batch_size"},
 }
+NOTHING = {"max_spec_factor": 0.0}
+"""Parameters of the rule by which a suffix draft has no tokens: the draft model drafts alone."""
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
 """Default depth of vLLM's trees, and of ArcticInference's, whose names are other ones."""
 
@@ -85,7 +89,7 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
     rule = _rule(config)
     arctic_names = any(name.startswith(("suffix_cache_", "suffix_m")) for name in config)
     rule.setdefault("max_depth", _ARCTIC_DEPTH if arctic_names else _SUFFIX_DEPTH)
-    settings["fixed_rule"] = rule
+    settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
     tokens = config.get("num_speculative_tokens")
@@ -110,11 +114,11 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         given = sorted(name for name in config if name.startswith("suffix_"))
         if given:
             raise ConfigurationError(f"speculative-config: {', '.join(given)}: only with enable_suffix_decoding true")
-        settings["suffix"] = False
+        settings["arctic_suffix_rule"] = NOTHING
         return Translation(tokens or max_draft, settings)
     if rule:
         rule.setdefault("max_depth", _ARCTIC_DEPTH)
-        settings["fixed_rule"] = rule
+        settings["arctic_suffix_rule"] = rule
     if rule and _cached_requests(config) == 0:
         settings["scope"] = "none"
     longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0

@@ -28,9 +28,9 @@ def test_the_defaults_name_nothing_but_a_store_that_leaves_nothing(traces: Path)
 def test_equal_limits_give_a_tenant_and_a_price(traces: Path) -> None:
     options = serve_options(traces, "--limits", "equal")
     assert options.max_draft == 16
-    assert serve.our_settings(options) == {"store": "memory://", "tenant": "replay", "cost": 0.02}
+    assert serve.our_settings(options) == {"store": "memory://", "tenant": "replay", "verify_cost": 0.02}
     options = serve_options(traces, "--limits", "equal", "--verify-cost", "measured", "--tenant", "")
-    assert serve.our_settings(options) == {"store": "memory://", "tenant": None, "cost": None}
+    assert serve.our_settings(options) == {"store": "memory://", "tenant": None, "verify_cost": None}
 
 
 @pytest.mark.parametrize("given", [("--max-draft", "32"), ("--tenant", "me"), ("--verify-cost", ".1")])

@@ -38,7 +38,7 @@ def agentspec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (("-pp", "2"), "--tensor-parallel-size"),
         (("--store", "foo://x[/db]"), "sqlite:///"),
         (("--max-draft", "1000"), "between 1 and 128"),
-        (("--verify-cost", "7"), "cost"),
+        (("--verify-cost", "7"), "verify_cost"),
         (("--tenant", "a\nb"), "tenant"),
         (("--speculative-config", "{}"), "--speculative-config"),
         (("--additional-config", '{"agentspec": {"max_tree": 1}}'), "max_tree"),

@@ -39,7 +39,10 @@ TOKENS = sum(len(call.response) for call in CALLS)
 def engines() -> Iterator[dict[str, ReplayEngine]]:
     length = fitting_length(CALLS)
     shape = ModelShape(vocab_size=VOCABULARY, hidden=32, layers=1, heads=1)
-    settings = {"store": "memory://", "cost": 0.02}  # a measured cost would make the counts depend on the machine
+    settings = {
+        "store": "memory://",
+        "verify_cost": 0.02,
+    }  # a measured cost would make the counts depend on the machine
     started = {
         method: ReplayEngine(method=method, shape=shape, max_model_len=length, max_batch=3, settings=settings)
         for method in METHODS

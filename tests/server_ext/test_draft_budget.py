@@ -171,7 +171,7 @@ class TestProposer:
     ROWS = 4
 
     def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], DraftingEngine]:
-        given = Settings(store="memory://", cost=0.01, **settings)
+        given = Settings(store="memory://", verify_cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
         proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", None, 0), 1000, 128, limits)
         proposer.step_cost.row_seconds = lambda rows: 1.0  # type: ignore[method-assign]

@@ -326,7 +326,7 @@ def test_a_step_is_left_as_its_reader_made_it() -> None:
 
 
 def test_the_given_price_goes_with_every_step() -> None:
-    batch = Rows(cost=0.07)
+    batch = Rows(verify_cost=0.07)
     for _ in range(40):
         batch.step(("0",), seconds=0.01)
     assert batch.costs == [0.07] * 40

@@ -34,7 +34,6 @@ def test_arctic_alone_drafts_without_the_trees() -> None:
     translation = translate({**ARCTIC, "enable_suffix_decoding": False})
     assert translation.max_draft == 3
     settings = Settings(store="memory://", **translation.settings)
-    assert not settings.suffix
     rule = draft_policy(settings, 3).rule
     assert rule is not None
     assert rule.max_spec_factor == rule.max_spec_offset == 0
@@ -109,14 +108,15 @@ def test_a_key_that_cannot_work_is_named(config: dict[str, Any], message: str) -
         translate(config)
 
 
-def test_nothing_to_draft_with_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="speculator"):
-        load_settings({"agentspec": {"suffix": False}}, environ={})
+@pytest.mark.parametrize("name", ["suffix", "fixed_rule", "speculator_graphs", "speculator_kernels"])
+def test_switches_for_developers_are_no_settings(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}' is not known"):
+        load_settings({"agentspec": {name: False}}, environ={})
 
 
 def test_a_parameter_of_the_rule_out_of_range_is_named() -> None:
     with pytest.raises(ConfigurationError, match="min_token_prob"):
-        load_settings({"agentspec": {"fixed_rule": {"min_token_prob": 2.0}}}, environ={})
+        load_settings({"agentspec": {"arctic_suffix_rule": {"min_token_prob": 2.0}}}, environ={})
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ class TestOffline:
         assert arguments.additional_config["agentspec"] == {
             "speculator": "folder",
             "speculator_tokens": 3,
-            "suffix": False,
+            "arctic_suffix_rule": {"max_spec_factor": 0.0},
         }
         assert arguments.spec_method is arguments.spec_model is arguments.spec_tokens is None
 

@@ -23,8 +23,8 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft
+from agentspec.server_ext.settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.vllm_adapter.draft_models import MedusaDrafter, NgramDrafter
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 

@@ -1,6 +1,8 @@
 """Settings and the launch arguments: bad input names the field and the remedy."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from agentspec.server_ext.vllm_adapter.launch import engine_options, prepare_env
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
     settings = load_settings({}, environ={})
     assert settings.store.startswith("sqlite:///")
-    assert settings.cost is None  # measured
+    assert settings.verify_cost is None  # measured
     assert settings.tenant is None
 
 
@@ -29,12 +31,14 @@ def test_the_environment_wins_so_that_secrets_need_no_argument() -> None:
     [
         ({"max_tokens": 10}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
-        ({"cost": 0}, "cost"),
-        ({"cost": 2}, "cost"),
+        ({"verify_cost": 0}, "verify_cost"),
+        ({"verify_cost": 2}, "verify_cost"),
         ({"preload_records": -1}, "preload_records"),
         ({"tenant": "bad\nname"}, "tenant"),
         ({"tenant": "x" * 1000}, "tenant"),
         ({"max_tree": 5}, "max_tree"),
+        ({"cost": 0.1}, "verify_cost"),
+        ({"judge": False}, "score_suffix_drafts"),
         ("text", "agentspec"),
     ],
 )
@@ -75,10 +79,12 @@ class TestLaunch:
         assert additional == {"agentspec": {"tenant": "t"}}
 
     def test_the_users_additional_config_is_kept(self) -> None:
-        result = serve_arguments(["--additional-config", '{"x": 1, "agentspec": {"cost": 0.1}}'], {"tenant": "t"}, 8)
+        result = serve_arguments(
+            ["--additional-config", '{"x": 1, "agentspec": {"verify_cost": 0.1}}'], {"tenant": "t"}, 8
+        )
         assert result.count("--additional-config") == 1
         additional = json.loads(result[result.index("--additional-config") + 1])
-        assert additional == {"x": 1, "agentspec": {"cost": 0.1, "tenant": "t"}}
+        assert additional == {"x": 1, "agentspec": {"verify_cost": 0.1, "tenant": "t"}}
 
     @pytest.mark.parametrize("arguments", [["-pp", "2"], ["--pipeline-parallel-size=2"]])
     def test_pipeline_parallel_is_refused(self, arguments: list[str]) -> None:
@@ -104,10 +110,26 @@ class TestLaunch:
 
     def test_offline_options_check_their_settings(self) -> None:
         assert engine_options(store="memory://")["additional_config"] == {"agentspec": {"store": "memory://"}}
-        with pytest.raises(ConfigurationError, match="cost"):
-            engine_options(cost=-1)
+        with pytest.raises(ConfigurationError, match="verify_cost"):
+            engine_options(verify_cost=-1)
 
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().tenant = "x"
+
+
+def test_the_page_on_settings_names_exactly_those_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE)
+    assert sorted(named) == sorted(Settings.model_fields)
+
+
+def test_the_page_on_settings_gives_the_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    given = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", page, flags=re.MULTILINE))
+    for name, field in Settings.model_fields.items():
+        if isinstance(field.default, bool | int | float | str):
+            assert given[name].startswith(f"`{json.dumps(field.default).strip(chr(34))}`"), name
+        else:
+            assert not given[name].startswith("`"), name

@@ -15,6 +15,7 @@ from agentspec.server_ext.fusion import FREE
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.speculative_methods import NOTHING
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import draft_models
@@ -100,7 +101,7 @@ class Server:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
-        given = Settings(store="memory://", speculator=str(folder), cost=0.02, **settings)
+        given = Settings(store="memory://", speculator=str(folder), verify_cost=0.02, **settings)
         self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", None, 0), VOCABULARY, 16)
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
@@ -157,7 +158,7 @@ def test_what_the_model_drafts_is_verified_and_counted(folder: Path) -> None:
 
 
 def test_alone_it_drafts_no_more_than_it_predicts(folder: Path) -> None:
-    server = Server(folder, suffix=False)
+    server = Server(folder, arctic_suffix_rule=NOTHING)
     text = server.text(200)
     for name in ("a", "b"):
         server.decode(name, text)

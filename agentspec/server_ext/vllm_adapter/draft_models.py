@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext.drafter_settings import MedusaSettings, NgramSettings
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.draft_model import FREE, Int64
-from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.settings import MedusaSettings, NgramSettings, Settings
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 logger = logging.getLogger("vllm.agentspec")
