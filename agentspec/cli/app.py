@@ -1,13 +1,21 @@
-"""``agentspec``: the program that the package installs."""
+"""``agentspec``: the program that the package installs. Its longer commands have modules of their own."""
 
+import os
 import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from agentspec.cli import serve, simulate, speculator, train
-from agentspec.errors import AgentSpecError
+from agentspec.cache import Scope
+from agentspec.cache.store import open_store
+from agentspec.cli import simulate, speculator
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.server_ext.settings import default_store
+from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments
 
 app = typer.Typer(
     name="agentspec",
@@ -16,10 +24,68 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-serve.add_to(app)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where token logs live: sqlite:///path, redis://host:port/db or memory://."),
+    ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="Whose server this is: its API keys share answers. Without one, each key is on its own."),
+    ] = None,
+    scope: Annotated[
+        Scope | None,
+        typer.Option(help="What a request drafts from beside its own text (tenant: session, group and tenant)."),
+    ] = None,
+    max_draft: Annotated[
+        int | None,
+        typer.Option(help="Longest draft, in tokens (num_speculative_tokens); by default what the engine can verify."),
+    ] = None,
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(help="Price of verifying one more token, as a share of a decode step; measured unless given."),
+    ] = None,
+    record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
+) -> None:
+    """Run vllm serve with the extension switched on; takes every option of vllm serve."""
+    settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "verify_cost": verify_cost, "record": record}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if store is not None:
+        os.environ["AGENTSPEC_STORE"] = store  # not an argument of vLLM, which prints those, passwords and all
+    arguments = serve_arguments(context.args, given, max_draft)
+    open_store(os.environ.get("AGENTSPEC_STORE") or default_store()).close()  # an unusable store shows now
+    run_vllm([model, *arguments])
+
+
 simulate.add_to(app)
 speculator.add_to(app)
-train.add_to(app)
+
+
+@app.command()
+def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculator.md explains its fields.")]) -> None:
+    """Train a speculator; started again after it was cut off, it goes on."""
+    try:
+        from agentspec.train.config import load_config
+        from agentspec.train.run import train as run
+    except ImportError as error:
+        raise ConfigurationError(f"training needs more packages ({error}): pip install 'agentspec[train]'") from error
+    settings = load_config(config)
+    report = run(settings, Console(stderr=True))
+    held_out = report["held_out"]
+    table = Table(title=f"{held_out['sessions']} held-out sessions, {held_out['response_tokens']:,} tokens")
+    for column in ("speculator", "mean acceptance length", "accepted per position"):
+        table.add_column(column)
+    for name in ("untrained", "trained"):
+        figures = held_out[name]
+        shares = "  ".join(f"{share:.1%}" for share in figures["per_position"])
+        table.add_row(name, f"{figures['mean_acceptance_length']:.3f}", shares)
+    Console().print(table)
+    typer.echo(f"written: {settings.checkpoint.output_dir}")
 
 
 @app.command()
@@ -31,10 +97,10 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line that names the remedy, not a traceback."""
+    """Run the program. An error of ours is printed as one line that names the remedy, not as a traceback."""
     try:
         app()
     except AgentSpecError as error:
-        # Text, not markup: messages quote what the user wrote, brackets included.
+        # As Text, because markup would swallow the brackets of what the user wrote and a message quotes.
         Console(stderr=True).print(Text.assemble(("agentspec: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)

@@ -2,8 +2,8 @@
 
 ``config``         the YAML file
 ``corpus``         conversations from recorded calls, the store, or prompts that vLLM answers (``generate``)
-``hidden_states``  the target's hidden states (``target``), cached in shards
-``batches``, ``losses``, ``trainer``  the loop
+``hidden_states``  the target's hidden states, cached in shards
+``trainer``        batches, losses and the loop
 ``evaluate``       acceptance per position on held-out sessions
 ``run``            all of it, in order
 """

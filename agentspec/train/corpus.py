@@ -1,37 +1,61 @@
-"""The conversations of a run: gathered from its sources once, divided by session, and kept, so that a resumed run
-trains on the same ones even where a source has grown since."""
+"""The conversations of a run, as token ids with the responses marked.
+
+They are gathered from the sources once, divided by session, and kept on disk, so that a resumed run trains on the same
+ones even where a source has grown since.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agentspec.cache.store import namespace, open_store
+from agentspec.cache.store import Chain, RecordReader, Store, TurnRecord, namespace, open_store
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
+from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
-from agentspec.train.conversations import Conversation, cut, from_records, from_store
-from agentspec.train.files import whole
 
+Int32 = NDArray[np.int32]
 Answer = Callable[[PromptsSource, Path], None]
 """Writes the target's answers to a source's prompts into a file of recorded calls."""
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """One session's text as the target saw it.
+
+    ``tokens``: int32 [T]. ``responses``: (start, end) of each response in it, in order, ``start`` at least 1, so that
+    the position before it exists, whose hidden state produced its first token.
+    """
+
+    session: str
+    tokens: Int32
+    responses: tuple[tuple[int, int], ...]
+
+    @property
+    def response_tokens(self) -> int:
+        """Return the number of tokens in all responses."""
+        return sum(end - start for start, end in self.responses)
+
+
+@dataclass(frozen=True, slots=True)
 class Corpus:
-    """What is trained on, and what is held out; no session is in both."""
+    """The conversations to train on and the held-out ones; no session is in both."""
 
     train: list[Conversation]
     held_out: list[Conversation]
 
 
 def folder_of(config: TrainingConfig) -> Path:
-    """Where everything derived from these data and this target is cached."""
+    """Return the folder that caches everything derived from these data and this target."""
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(source.path) for source in _all(config.data) if not isinstance(source, StoreSource)]
     key = json.dumps([data, files, model_name(config.model.name_or_path), config.model.dtype], sort_keys=True)
@@ -39,7 +63,7 @@ def folder_of(config: TrainingConfig) -> Path:
 
 
 def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
-    """The run's conversations, from ``folder`` if they were gathered before.
+    """Return the run's conversations, from ``folder`` if they were gathered before.
 
     Raises InvalidInputError where a part of them would be empty, and what the sources raise.
     """
@@ -50,6 +74,95 @@ def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
         for part, file in zip((corpus.train, corpus.held_out), files, strict=True):
             _save(part, file)
     return Corpus(*(_load(file) for file in files))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation that may still continue."""
+
+    session: str
+    parts: list[Int32]
+    length: int
+    responses: list[tuple[int, int]] = field(default_factory=list)
+
+    def closed(self) -> Conversation:
+        return Conversation(self.session, np.concatenate(self.parts), tuple(self.responses))
+
+
+class Joiner:
+    """Joins the calls of a session whose prompts repeat what went before, so that the target reads them once.
+
+    A call whose prompt does not begin with the session's text so far (an edited history, reasoning left out) starts
+    another conversation of the same session.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._closed: list[Conversation] = []
+
+    def add(self, session: str, prompt: Int32, response: Int32) -> None:
+        """Add a session's next call: ``prompt`` int32 [P], all that the target saw, and ``response`` int32 [R]."""
+        if len(prompt) == 0 or len(response) < 2:  # there is nothing to draft behind its first token
+            return
+        before = self._open.get(session)
+        if before is not None and not _continues(before, prompt):
+            self._closed.append(before.closed())
+            before = None
+        if before is None:
+            before = self._open[session] = _Open(session, [], 0)
+        before.parts += [prompt[before.length :], response]
+        before.responses.append((len(prompt), len(prompt) + len(response)))
+        before.length = len(prompt) + len(response)
+
+    def conversations(self) -> list[Conversation]:
+        """Return all conversations, in an order that depends on the data alone."""
+        return self._closed + [conversation.closed() for conversation in self._open.values()]
+
+
+def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
+    """Read the conversations of a file of recorded calls. Raises InvalidInputError naming file, line and field."""
+    encode = None if tokenizer is None else open_tokenizer(tokenizer)
+    return from_calls(read_calls(path, tokenizer=encode))
+
+
+def from_calls(calls: Iterable[Call]) -> list[Conversation]:
+    """Join recorded calls into conversations; sessions of different tenants are different sessions."""
+    joiner = Joiner()
+    for call in calls:
+        joiner.add(call.session if call.tenant is None else f"{call.tenant}/{call.session}", call.prompt, call.response)
+    return joiner.conversations()
+
+
+def from_store(store: Store, namespace: str, newest: int | None, tenant: str | None = None) -> list[Conversation]:
+    """Return the conversations of one log that all of its tenant's callers share.
+
+    tenant: the one that the operator named. Turns of other tenants in the log (an API key's own, a cache salt's, a LoRA
+    adapter's), turns under scope "session", and turns whose context the log does not have from its beginning are left
+    out.
+    """
+    joiner = Joiner()
+    for session, prompt, response in _stored_calls(store, namespace, newest, tenant):
+        joiner.add(session, prompt, response)
+    return joiner.conversations()
+
+
+def cut(conversation: Conversation, max_length: int) -> Conversation:
+    """Return the conversation's first ``max_length`` tokens with the responses that are whole in them."""
+    if len(conversation.tokens) <= max_length:
+        return conversation
+    whole = tuple((start, end) for start, end in conversation.responses if end <= max_length)
+    return Conversation(conversation.session, conversation.tokens[: whole[-1][1] if whole else 0], whole)
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """Yield a path to write to; when the block is done, what was written takes the place of ``file``.
+
+    So a run that was cut off finds files that are whole, or none.
+    """
+    partial = file.with_suffix(".part")
+    yield partial
+    partial.replace(file)
 
 
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
@@ -108,7 +221,7 @@ def _digest(path: Path) -> str:
 
 
 def _place(session: str) -> float:
-    """0 to 1, evenly: where a session stands, whatever else there is."""
+    """Return a number from 0 to 1, evenly spread, that depends on the session's name alone."""
     return int.from_bytes(hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
 
 
@@ -133,3 +246,36 @@ def _load(file: Path) -> list[Conversation]:
         Conversation(session, text.numpy(), tuple(span))
         for session, text, span in zip(sessions, texts, spans, strict=True)
     ]
+
+
+def _stored_calls(
+    store: Store, namespace: str, newest: int | None, tenant: str | None
+) -> Iterator[tuple[str, Int32, Int32]]:
+    chains: dict[str, Chain] = {}
+    contexts: dict[str, Int32] = {}
+    for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
+        alone = not entry.session  # no session: the turn is a text of its own
+        name = f"(none) {number}" if alone else entry.session
+        chain = Chain() if alone else chains.setdefault(entry.session, Chain())
+        if not isinstance(record, TurnRecord):
+            chain.lose()  # damaged: the session's next turns may lack their context
+            continue
+        shared = record.scope != "session" and record.tenant in (None, tenant)
+        linked = chain.link(record)
+        context = contexts.get(name, np.empty(0, np.int32))[: linked.kept]
+        prompt = np.concatenate([context, linked.prompt_tail])
+        if not alone:
+            contexts[name] = np.concatenate([prompt, linked.response])
+        if chain.missing == 0 and shared:
+            yield name, prompt, linked.response
+
+
+def _continues(before: _Open, prompt: Int32) -> bool:
+    if len(prompt) < before.length:
+        return False
+    at = 0
+    for part in before.parts:
+        if not np.array_equal(prompt[at : at + len(part)], part):
+            return False
+        at += len(part)
+    return True

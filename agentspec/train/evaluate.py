@@ -1,4 +1,4 @@
-"""What a speculator's drafts bring on held-out sessions: the decoding of every response, replayed with its drafts."""
+"""Measure a speculator on held-out sessions: replay the decoding of every response with its drafts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from agentspec.server_ext.speculator import Speculator
-from agentspec.train.batches import Batch, Piece, collate, pieces
 from agentspec.train.hidden_states import HiddenStates
+from agentspec.train.trainer import Batch, Piece, collate, pieces
 
 _PIECES = 8
 
@@ -27,7 +27,10 @@ class Acceptance:
     accepted: tuple[int, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON. ``per_position``: accepted / steps. ``given_the_one_before``: accepted / accepted one before."""
+        """Return the figures for JSON.
+
+        ``per_position``: accepted / steps. ``given_the_one_before``: accepted / accepted one position before.
+        """
         before = (self.steps, *self.accepted)
         return {
             "tokens": self.tokens,
@@ -61,7 +64,7 @@ def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
 
 
 def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
-    """For each response, how many tokens of the draft from each of its positions are right before the first wrong."""
+    """Yield for each response how many tokens of the draft from each position are right before the first wrong one."""
     lengths = (
         pair
         for some in _some(pieces(data.responses))

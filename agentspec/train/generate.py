@@ -1,11 +1,11 @@
-"""Answers of the target to a set of prompts, by vLLM offline, as a file of recorded calls."""
+"""Let vLLM answer a set of prompts with the target, offline, into a file of recorded calls."""
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64
@@ -17,9 +17,9 @@ def answer_prompts(
 ) -> None:
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
-    Prompts that ``out`` has answers to are left out, so a run that was cut off goes on; vLLM is not started where
-    nothing is missing. ``progress`` is told how many of how many are done. Raises InvalidInputError naming file and
-    line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
+    Prompts that ``out`` has answers to are left out, so a run that was cut off goes on; vLLM is started only where
+    some are missing. ``progress`` is called with how many of how many are done. Raises InvalidInputError naming file
+    and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
     done = _answered(out)
@@ -56,7 +56,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _answered(out: Path) -> int:
-    """How many answers are there; one that was cut off in the middle is removed."""
+    """Return the number of answers in the file; remove one that was cut off in the middle."""
     if not out.exists():
         return 0
     content = out.read_bytes()
@@ -76,12 +76,11 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
     try:
         return LLM(model.name_or_path, **{"dtype": model.dtype, "seed": seed, **source.engine})
     except (TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {reason}") from error
+        raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
 
 
 def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> list[Any]:
-    """vLLM's outputs, in order; chats go through the target's own template."""
+    """Return vLLM's outputs, in order; chats go through the target's own template."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)

@@ -1,4 +1,4 @@
-"""The target's hidden states of every response, computed once and kept on disk.
+"""The target's hidden states of every response, computed once by the frozen target and kept on disk.
 
 A response of R tokens gives R rows: row i is the hidden state after the final norm that produced its token i. What a
 speculator starts from when token i is the newest is therefore row i, and the target's distribution of token i + 1 is
@@ -16,10 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentspec.errors import InvalidInputError
-from agentspec.train.conversations import Conversation
-from agentspec.train.files import whole
-from agentspec.train.target import Target
+from agentspec.errors import ConfigurationError, InvalidInputError, first_line
+from agentspec.train.corpus import Conversation, whole
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
@@ -27,8 +25,79 @@ _FORWARD_TOKENS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a speculator must know of its target. ``dtype``: of its stored weights."""
+
+    hidden_size: int
+    vocab_size: int
+    architectures: tuple[str, ...]
+    dtype: torch.dtype
+
+
+def target_shape(name: str) -> TargetShape:
+    """Read the shape from the model's configuration alone. Raises ConfigurationError where there is none."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _unusable(name, error) from error
+    text = config.get_text_config()
+    return TargetShape(
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        architectures=tuple(config.architectures or ()),
+        dtype=text.dtype or torch.float32,
+    )
+
+
+class Target:
+    """The frozen target on one device, loaded by transformers. Raises ConfigurationError where it cannot be loaded.
+
+    dtype: "auto" or a torch dtype's name.
+    """
+
+    def __init__(self, name: str, dtype: str, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+        except (OSError, ValueError) as error:
+            raise _unusable(name, error) from error
+        self._model = model.to(device).eval()
+        self._device = device
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+
+    def hidden_states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Return the states after the final norm, [T, H] for each sequence, int64 [T].
+
+        All are one batch, padded behind: a causal model never looks there.
+        """
+        ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self._device)
+        with torch.inference_mode():
+            states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return [state[: len(sequence)] for state, sequence in zip(states, sequences, strict=True)]
+
+    def head(self) -> Tensor | None:
+        """Return the head's weights [V, H]; None if the logits are more than the head applied to the hidden states."""
+        probe = torch.arange(min(16, self.vocab_size), device=self._device)[None]
+        module = self._model.get_output_embeddings()
+        with torch.inference_mode():
+            states = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+            if module is None or states.shape[-1] != module.weight.shape[1]:
+                return None
+            logits = self._model(input_ids=probe, use_cache=False).logits.float()
+            plain = (states @ module.weight.T).float()
+        alike = torch.allclose(logits, plain, rtol=0.02, atol=0.02 * float(logits.abs().max()))
+        return module.weight.detach().cpu() if alike else None
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
-    """Where a response's rows are. ``session``: whose it is. Rows ``start`` to ``start + length`` of that shard."""
+    """Where a response of ``session`` is stored: rows ``start`` to ``start + length`` of that shard."""
 
     session: str
     shard: int
@@ -37,7 +106,7 @@ class Response:
 
 
 def plan(conversations: Sequence[Conversation]) -> list[list[int]]:
-    """Which conversations (by index) go into which shard, longest first so that a batch has little padding."""
+    """Return the conversations (by index) of each shard, longest first, so that a batch has little padding."""
     order = sorted(range(len(conversations)), key=lambda i: (-len(conversations[i].tokens), i))
     shards: list[list[int]] = []
     room = 0
@@ -56,9 +125,9 @@ def extract(
     open_target: Callable[[], Target],
     progress: Callable[[int], None],
 ) -> None:
-    """Write the shards that ``folder`` lacks; ``progress`` is told how many tokens were done, or were there already.
+    """Write the shards that ``folder`` lacks; call ``progress`` with the number of tokens done or found there.
 
-    The target is only loaded where something is missing. A shard appears under its name when it is whole.
+    Load the target only where something is missing. A shard appears under its name when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target: Target | None = None
@@ -90,7 +159,7 @@ class HiddenStates:
                     at += end - start
 
     def rows(self, response: Response, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [last - first, H] in the target's dtype and tokens int64 of those rows of a response."""
+        """Return hidden states [last - first, H] in the target's dtype, and tokens int64, of a response's rows."""
         hidden, tokens = self._shards[response.shard]
         span = slice(response.start + first, response.start + last)
         return hidden[span], tokens[span].long()
@@ -122,10 +191,10 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
 
 
 def _batches(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
-    """Neighbours in order of length, as many as fit into one forward pass."""
+    """Yield neighbours in order of length, as many as fit into one forward pass."""
     batch: list[Conversation] = []
     for conversation in conversations:
-        if batch and (len(batch) + 1) * len(batch[0].tokens) > _FORWARD_TOKENS:  # the first is the longest
+        if batch and (len(batch) + 1) * len(batch[0].tokens) > _FORWARD_TOKENS:  # the first one is the longest
             yield batch
             batch = []
         batch.append(conversation)
@@ -145,3 +214,9 @@ def _check_vocabulary(conversations: Sequence[Conversation], size: int) -> None:
 
 def _file(folder: Path, number: int) -> Path:
     return folder / f"hidden-{number:05d}.safetensors"
+
+
+def _unusable(name: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"model.name_or_path: {name} cannot be loaded ({first_line(error)}); give a model's folder or hub id"
+    )

@@ -1,4 +1,4 @@
-"""A whole run: data, hidden states, training, measuring, and the files that it leaves."""
+"""Run a training from data to report: hidden states, training, measuring, and the files that it leaves."""
 
 import gc
 import json
@@ -14,20 +14,17 @@ from torch import Tensor
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import save_speculator
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.conversations import Conversation
-from agentspec.train.corpus import Corpus, folder_of, gather
+from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, whole
 from agentspec.train.evaluate import Acceptance, measure
-from agentspec.train.files import whole
 from agentspec.train.generate import answer_prompts
-from agentspec.train.hidden_states import HiddenStates, extract
-from agentspec.train.target import Target, target_shape
+from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
 from agentspec.train.trainer import Trainer, speculator_config
 
 REPORT = "report.json"
 
 
 def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
-    """Run ``config`` to its end, going on where an earlier call was cut off; returns what ``report.json`` says.
+    """Run ``config`` to its end, going on where an earlier call was cut off; return what ``report.json`` says.
 
     Leaves in ``checkpoint.output_dir`` the speculator, as ``load_speculator`` and ArcticInference read it, and the
     report. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
@@ -64,7 +61,7 @@ _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), 
 
 
 class _Run:
-    """What the parts of a run share: the cache folder, the device, the target while it is needed."""
+    """The cache folder, the device, and the target while it is needed, for all parts of a run."""
 
     def __init__(self, config: TrainingConfig, bars: Progress) -> None:
         self.config = config
@@ -86,7 +83,7 @@ class _Run:
         )
 
     def prepare(self, corpus: Corpus) -> Tensor | None:
-        """Compute the hidden states that are missing; the target's head [V, H] where the loss needs it."""
+        """Compute the hidden states that are missing; return the target's head [V, H] where the loss needs it."""
         for conversations, name in ((corpus.train, "train"), (corpus.held_out, "held-out")):
             self._extract(conversations, name)
         head = self._head() if self.config.loss == "lk" else None
@@ -96,7 +93,7 @@ class _Run:
         return head
 
     def train(self, trainer: Trainer, held_out: HiddenStates) -> tuple[Acceptance, Acceptance]:
-        """Train to the last step; the acceptance on the held-out sessions before and after."""
+        """Train to the last step; return the acceptance on the held-out sessions before and after."""
         before = measure(trainer.speculator, held_out)
         if trainer.resume():
             self._bars.console.print(f"going on at step {trainer.step}")

@@ -1,28 +1,149 @@
-"""The training loop: same batches and same weights whether it is cut off in between or not."""
+"""The training loop: which positions are trained on in which step, by which loss.
+
+A run has the same batches and the same weights whether it is cut off in between or not.
+"""
 
 import hashlib
 import math
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
-from agentspec.train.batches import Batch, collate, draws, pieces
 from agentspec.train.config import Model, TrainingConfig
-from agentspec.train.files import whole
-from agentspec.train.hidden_states import HiddenStates
-from agentspec.train.losses import cross_entropy, lk, worth
-from agentspec.train.target import TargetShape
+from agentspec.train.corpus import whole
+from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
 
+PIECE = 256
+"""Positions of a piece at most: the length of ArcticTraining's sequences."""
+ETA = 3.0
+"""How fast the LK loss turns from divergence to acceptance; the paper's best setting."""
 _MAX_NORM = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions ``first`` to ``last`` of a response, each with at least one token behind it."""
+
+    response: Response
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of several pieces, and the positions in them that drafts start from.
+
+    ``hidden``: [M, H]. ``tokens``: int64 [M]. ``starts``: int64 [N], rows. ``left``: int64 [N], how many rows of the
+    same response follow each of them.
+    """
+
+    hidden: Tensor
+    tokens: Tensor
+    starts: Tensor
+    left: Tensor
+
+    def row(self, k: int) -> Tensor:
+        """Return int64 [N]: the row k further, or the response's last one where it ends before."""
+        return self.starts + self.left.clamp(max=k)
+
+    def inputs(self, n: int) -> Tensor:
+        """Return int64 [N, n]: a draft's input tokens, teacher-forced; those behind the response are fillers."""
+        return torch.stack([self.tokens[self.row(k)] for k in range(n)], dim=1)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on another device."""
+        return Batch(*(part.to(device) for part in (self.hidden, self.tokens, self.starts, self.left)))
+
+
+def pieces(responses: Sequence[Response]) -> list[Piece]:
+    """Cut all responses into pieces; the last token of a response starts no draft, because nothing follows it."""
+    return [
+        Piece(response, first, min(first + PIECE, response.length - 1))
+        for response in responses
+        for first in range(0, response.length - 1, PIECE)
+    ]
+
+
+def collate(data: HiddenStates, chosen: Sequence[Piece], n: int) -> Batch:
+    """Return the batch of these pieces for drafts of n tokens."""
+    hidden, tokens, starts, left = [], [], [], []
+    at = 0
+    for piece in chosen:
+        end = min(piece.last + n, piece.response.length)
+        states, ids = data.rows(piece.response, piece.first, end)
+        hidden.append(states)
+        tokens.append(ids)
+        first = torch.arange(piece.last - piece.first)
+        starts.append(at + first)
+        left.append(end - piece.first - 1 - first)
+        at += end - piece.first
+    return Batch(torch.cat(hidden), torch.cat(tokens), torch.cat(starts), torch.cat(left))
+
+
+def draws(count: int, seed: int, begin: int) -> Iterator[int]:
+    """Yield indices below ``count`` without end, each epoch in its own random order, from draw ``begin`` on.
+
+    What is drawn depends on its number alone, so a resumed run sees what an unbroken one would have seen.
+    """
+    epoch, at = divmod(begin, count)
+    while True:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        yield from order[at:]
+        epoch, at = epoch + 1, 0
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the published loss: minus the log probability of the response's own token.
+
+    logits: [N, V]. labels: int64 [N]. Returns float32 [N].
+    """
+    return functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def lk(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the adaptive LK loss (Samarin et al., "LK Losses", arXiv 2602.23881), which raises the acceptance itself.
+
+    With p the target's distribution and q the draft's, a draft sampled from q is accepted with probability
+    a = sum(min(p, q)), one minus their total variation. The gradient of that alone vanishes where they hardly overlap;
+    so it is mixed with the Kullback-Leibler divergence, which leads there::
+
+        l * KL(p || q) + (1 - l) * (1 - a)   with   l = exp(-ETA * a), taken as a constant
+
+    (For the divergence stands the cross-entropy of p and q: the same gradient, without the entropy of p.)
+    logits: [N, V] of the draft. target: float32 [N, V], p. Returns the loss, float32 [N], and a, without a gradient.
+    """
+    log_q = functional.log_softmax(logits.float(), -1)
+    overlap = torch.minimum(log_q.exp(), target).sum(-1)
+    divergence = -(target * log_q).sum(-1)
+    accepted = overlap.detach()
+    weight = torch.exp(-ETA * accepted)
+    return weight * divergence + (1.0 - weight) * (1.0 - overlap), accepted
+
+
+def worth(accepted: Tensor) -> Tensor:
+    """Return how many more tokens of a draft are accepted for each unit by which a position's acceptance rises.
+
+    A position counts only where those before it are accepted, and carries those behind it: the derivative of the
+    expected number of accepted tokens, a1 + a1 a2 + a1 a2 a3 + ..., by each a. accepted: [N, n]. Returns [N, n].
+    """
+    reached = torch.ones_like(accepted)
+    reached[:, 1:] = accepted[:, :-1].cumprod(1)
+    behind = torch.ones_like(accepted)
+    for k in range(accepted.shape[1] - 2, -1, -1):
+        behind[:, k] += accepted[:, k + 1] * behind[:, k + 1]
+    return reached * behind
+
+
 def speculator_config(model: Model, target: TargetShape) -> SpeculatorConfig:
-    """The shape that ``model`` asks for, on that target. Raises SpeculatorError for one that cannot be."""
+    """Return the shape that ``model`` asks for, on that target. Raises SpeculatorError for an impossible one."""
     return SpeculatorConfig(
         kind="lstm" if model.method == "sum_lstm" else "mlp",
         hidden_size=target.hidden_size,
@@ -40,7 +161,7 @@ def speculator_config(model: Model, target: TargetShape) -> SpeculatorConfig:
 
 
 def rate_factor(step: int, total: int, warmup: float) -> float:
-    """Share of the learning rate in a step, counted from 0: a linear rise, then a cosine that ends at zero."""
+    """Return the share of the learning rate in a step, counted from 0: a linear rise, then a cosine down to zero."""
     rising = max(1, round(total * warmup))
     if step < rising:
         return (step + 1) / rising
@@ -81,7 +202,7 @@ class Trainer:
         self._file = config.checkpoint.output_dir / "training.pt"
 
     def resume(self) -> bool:
-        """Go on where an earlier run of the same settings was cut off; whether there was one."""
+        """Go on where an earlier run of the same settings was cut off; return whether there was one."""
         if not self._file.exists():
             return False
         state = torch.load(self._file, map_location=self._device, weights_only=True)
@@ -97,7 +218,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Keep everything that the rest of the run depends on; half a file never takes the place of a whole one."""
+        """Keep everything that the rest of the run depends on."""
         state = {
             "settings": self._settings(),
             "speculator": self.speculator.state_dict(),
@@ -114,7 +235,7 @@ class Trainer:
         self._file.unlink(missing_ok=True)
 
     def train_step(self) -> float:
-        """One update of the weights; returns the loss of a draft."""
+        """Update the weights once and return the loss of a draft."""
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)
         for group in self._optimizer.param_groups:
@@ -134,7 +255,7 @@ class Trainer:
         return total
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Sum over the positions of a draft of the mean loss there; with LK, in terms of whole drafts."""
+        """Return the mean loss of each position, summed over a draft; with LK, the loss of whole drafts."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             drafted = self.speculator(
                 batch.hidden[batch.starts].float(), batch.inputs(self.speculator.config.n_predict)
@@ -150,13 +271,13 @@ class Trainer:
         return (losses * worth(accepted)).sum(1).mean()
 
     def _settings(self) -> str:
-        """What a checkpoint must have in common with this run: all settings but where and how often it is kept."""
+        """Return a digest of the settings that a checkpoint must share with this run: all but where and how often."""
         settings: dict[str, Any] = self.config.model_dump(mode="json", exclude={"checkpoint", "data"})
         return hashlib.sha256(repr((settings, self._data_key)).encode()).hexdigest()
 
 
 def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW; norms' weights and biases do not decay."""
+    """Return AdamW; weights and biases of norms do not decay."""
     matrices = [p for p in speculator.parameters() if p.ndim > 1]
     vectors = [p for p in speculator.parameters() if p.ndim == 1]
     options = config.optimizer
@@ -168,6 +289,6 @@ def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Op
 
 
 def _distributions(hidden: Tensor, head: Tensor) -> Tensor:
-    """float32 [M, V]: the target's distribution of the token of each row of ``hidden`` [M, H]."""
+    """Return float32 [M, V], the target's distribution of the token of each row of ``hidden`` [M, H]."""
     with torch.no_grad():
         return (hidden.to(head.dtype) @ head.T).float().softmax(-1)

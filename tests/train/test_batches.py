@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentspec.train.batches import PIECE, Batch, collate, draws, pieces
-from agentspec.train.conversations import from_records
-from agentspec.train.hidden_states import HiddenStates, Response, extract
-from agentspec.train.target import Target
+from agentspec.train.corpus import from_records
+from agentspec.train.hidden_states import HiddenStates, Response, Target, extract
+from agentspec.train.trainer import PIECE, Batch, collate, draws, pieces
 
 
 def test_pieces_cover_every_position_that_something_follows() -> None:
@@ -29,7 +28,7 @@ def data(target: Path, calls: Path, tmp_path: Path) -> HiddenStates:
 
 
 def test_a_batch_holds_drafts_inputs_and_labels(data: HiddenStates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.train.batches.PIECE", 10)
+    monkeypatch.setattr("agentspec.train.trainer.PIECE", 10)
     n = 3
     chosen = pieces(data.responses)[3:9]
     batch = collate(data, chosen, n)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from agentspec.cache import FinishedTurn, Scope
 from agentspec.cache.store import SQLiteStore, namespace
 from agentspec.server_ext.persistence import Persistence
-from agentspec.train.conversations import Conversation, Joiner, cut, from_records, from_store
+from agentspec.train.corpus import Conversation, Joiner, cut, from_records, from_store
 
 KEY = namespace("model", "tokenizer", "acme")
 

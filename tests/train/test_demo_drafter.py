@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from agentspec.server_ext.speculator import load_speculator
-from agentspec.train.conversations import Joiner
+from agentspec.train.corpus import Joiner
 from agentspec.train.evaluate import measure
-from agentspec.train.hidden_states import HiddenStates, extract
-from agentspec.train.target import Target, target_shape
+from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
 from demo.drafter_data import MODEL, session_calls
 from demo.sessions import session
 from demo.tasks import FIRST_HELD_OUT_SEED

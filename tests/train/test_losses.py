@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from agentspec.train.losses import cross_entropy, lk, worth
+from agentspec.train.trainer import cross_entropy, lk, worth
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
