@@ -1,10 +1,11 @@
 # Two commands: `make demo` runs the main job, `make test` runs the tests. Both set up what they need in .venv.
 PYTHON ?= python3
 VENV := .venv
+TESTS ?= tests/end_to_end
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test check dist sanitize fuzz format setup fast-test clean
+.PHONY: help demo test check dist test-vllm sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -26,6 +27,11 @@ check: $(VENV)/.built  ## ruff, mypy --strict, and actionlint for the release wo
 
 dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no compiler (three to seven minutes)
 	bash scripts/dist.sh
+
+test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py)
+	bash scripts/setup.sh vllm $(VENV)-vllm-$(VERSION) $(VERSION)
+	$(VENV)-vllm-$(VERSION)/bin/python scripts/vllm_methods.py check
+	$(VENV)-vllm-$(VERSION)/bin/python -m pytest -m engine $(TESTS)
 
 sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
 	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
@@ -52,4 +58,4 @@ $(VENV)/.redis: scripts/setup.sh $(VENV)/.ready
 	@touch $@
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist demo_results
+	rm -rf $(VENV) $(VENV)-vllm-* build dist demo_results

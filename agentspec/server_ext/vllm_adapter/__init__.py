@@ -7,8 +7,9 @@
 ``draft_models``  speculators and vLLM's own drafters beside the suffix index; tensor-parallel ranks
 ``cheap_steps``   what vLLM would make as dear as if every row drafted ``num_speculative_tokens`` tokens
 
-PATCHES below lists every method of vLLM that is replaced, where and why; all of them exist in the versions from
-OLDEST_VERSION to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's.
+PATCHES below lists every method of vLLM that is replaced, where, why, and in which versions, where not in all from
+OLDEST_VERSION to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's. docs/vllm-versions.md says what ran
+on which version, and how a new one is judged.
 """
 
 import functools
@@ -34,6 +35,7 @@ __all__ = [
     "ask_engines",
     "check_engine",
     "check_version",
+    "current_patches",
     "install",
     "register",
     "uses_agentspec",
@@ -42,8 +44,8 @@ __all__ = [
 
 logger = logging.getLogger("vllm.agentspec")
 
-OLDEST_VERSION = (0, 32)
-NEWEST_VERSION = (0, 32)
+OLDEST_VERSION = (0, 28)
+NEWEST_VERSION = (0, 33)
 
 _MARK = "agentspec_replacement"
 """Attribute of each function that stands in a patched place: the replacement that it calls."""
@@ -62,6 +64,7 @@ class Patch:
     replacement: a function that gets the original in front of its arguments. adds: vLLM has nothing of that name, and
     the owner gets the replacement as it is.
     cpu_only: other platforms keep the original.
+    since, until: the first and the last version of vLLM in which it is replaced.
     """
 
     process: Process
@@ -71,6 +74,8 @@ class Patch:
     why: str
     adds: bool = False
     cpu_only: bool = False
+    since: tuple[int, int] = OLDEST_VERSION
+    until: tuple[int, int] = NEWEST_VERSION
 
     def original(self) -> Any:
         """Return vLLM's own function. Raises UnsupportedEngineError where this vLLM has none of that name."""
@@ -134,15 +139,24 @@ def install(patches: Sequence[Patch]) -> None:
         patch.install()
 
 
+def current_patches() -> list[Patch]:
+    """Return the patches of the installed version of vLLM."""
+    import vllm
+
+    release = _release_of(vllm.__version__)
+    return [patch for patch in PATCHES if patch.since <= release <= patch.until]
+
+
 def init_device(original: Callable[[Any], None], worker: Any) -> None:
     """Patch the model runner before a worker makes its own, if its engine drafts with agentspec."""
     if uses_agentspec(worker.vllm_config):
-        install([patch for patch in PATCHES if patch.process == "runner"])
+        install([patch for patch in current_patches() if patch.process == "runner"])
     original(worker)
 
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _MIDDLEWARE = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
+_OLD_MIDDLEWARE = "vllm.entrypoints.serve.utils.server_utils:AuthenticationMiddleware"
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _CONFIG = "vllm.config:VllmConfig"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
@@ -158,17 +172,19 @@ PATCHES = (
     Patch("frontend", _ENGINE_ARGS, "create_speculative_config", launch.create_speculative_config,
           "translates the user's speculative method, decides a draft limit that nobody gave"),
     Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
-          "full CUDA graphs are for steps without drafts"),
+          "full CUDA graphs are for steps without drafts", since=(0, 29)),
     Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
     Patch("frontend", _MIDDLEWARE, "__call__", frontend.authenticate,
-          "remembers whose API key a request showed"),
+          "remembers whose API key a request showed", since=(0, 29)),
+    Patch("frontend", _OLD_MIDDLEWARE, "__call__", frontend.authenticate,
+          "remembers whose API key a request showed", until=(0, 28)),
     Patch("frontend", _INPUTS, "__init__", frontend.init_input_processor,
           "takes that along into the thread that prepares prompts"),
     Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
           "writes session and caller where the worker finds them"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
-          "allocates it for the drafts that there are, not for the longest ones"),
+          "allocates it for the drafts that there are; later versions lay it out for the longest", until=(0, 32)),
     Patch("worker", _SAMPLING, "expand_batch_to_tokens", cheap_steps.expand_batch_to_tokens,
           "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
     Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
@@ -213,21 +229,25 @@ def register() -> None:
         # Without agentspec's proposer this vLLM is none of our business; with it, the proposer raises the same.
         logger.debug("agentspec stays out: %s", error)
         return
-    install([patch for patch in PATCHES if patch.process != "runner"])
+    install([patch for patch in current_patches() if patch.process != "runner"])
 
 
 def check_version(version: str) -> None:
     """Raise UnsupportedEngineError unless ``version`` is one that the patches were written for."""
-    try:
-        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    except ValueError:
-        found = ()
-    if not OLDEST_VERSION <= found <= NEWEST_VERSION:
-        known = sorted({".".join(map(str, v)) for v in (OLDEST_VERSION, NEWEST_VERSION)})
+    if not OLDEST_VERSION <= _release_of(version) <= NEWEST_VERSION:
+        oldest, newest = (".".join(map(str, release)) for release in (OLDEST_VERSION, NEWEST_VERSION))
         raise UnsupportedEngineError(
-            f"vLLM {version} is not supported: agentspec works with vLLM {' to '.join(known)}; "
-            f'install it, e.g. pip install "vllm=={known[-1]}.*"'
+            f"vLLM {version} is not supported: agentspec works with vLLM {oldest} to {newest}; "
+            f'install it, e.g. pip install "vllm=={newest}.*"'
         )
+
+
+def _release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; nothing where they are none."""
+    try:
+        return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        return ()
 
 
 def check_engine(vllm_config: Any) -> None:

@@ -187,7 +187,10 @@ def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -
 
 
 def _length_of_config(holder: Any) -> int:
-    return int(holder.vllm_config.uniform_decode_query_len)
+    config = holder.vllm_config
+    if drafts_are_ragged(config):
+        return 1
+    return 1 + int(config.num_speculative_tokens)
 
 
 def _ignore(holder: Any, value: int) -> None:
@@ -195,7 +198,7 @@ def _ignore(holder: Any, value: int) -> None:
 
 
 configured_query_len = property(_length_of_config, _ignore)
-"""The length as the configuration has it, for vLLM's model runner and graph dispatcher. Both set it in their
+"""The uniform length of the engine, for vLLM's model runner and graph dispatcher. Both set it in their
 constructors from the number of draft tokens; what they set is ignored."""
 
 

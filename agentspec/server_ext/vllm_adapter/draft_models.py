@@ -284,8 +284,13 @@ class MedusaLoop:
 
     def __init__(self, settings: MedusaSettings, vllm_config: Any, device: Any) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.v1.spec_decode.medusa import MedusaProposer
 
+        try:
+            from vllm.v1.spec_decode.medusa import MedusaProposer
+        except ImportError as error:
+            raise SpeculatorError(
+                "drafter: this vLLM has no Medusa heads; 0.32 is the last version that has them"
+            ) from error
         try:
             config = native_config(vllm_config, **settings.model_dump(exclude_none=True))
             given = config.speculative_config.draft_model_config.get_hidden_size()
