@@ -19,11 +19,10 @@ test: $(VENV)/.built $(VENV)/.redis  ## all tests, those on real vLLM and a real
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
 	$(BIN)/python -m pytest -m "not engine"
 
-check: $(VENV)/.built  ## ruff, mypy --strict, and actionlint for the release workflow
+check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/actionlint
 
 dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no compiler (three to seven minutes)
 	bash scripts/dist.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds dist/: the sdist and, from it, manylinux wheels: one for Python 3.11 and one, by the stable ABI, for 3.12 to 3.14.
+# Checks the release workflow, then builds dist/: the sdist and, from it, manylinux wheels: one for Python 3.11 and one, by the stable ABI, for 3.12 to 3.14.
 # Then installs each wheel, in a fresh environment from which no compiler can be found, on every Python here that it
 # serves, and runs tests/packaging/test_installed.py there.
 #   scripts/dist.sh [PYTHON...]   the interpreters; default: all of Python 3.11 to 3.14 on PATH or under pyenv
@@ -63,6 +63,9 @@ mkdir -p "$work" "$root/dist"
 "${pythons[0]}" -m venv "$work/tools"
 tools=$work/tools/bin
 "$tools/python" -m pip install -qq -r "$root/requirements/dist.txt"
+
+say "checking the release workflow"
+(cd "$root" && "$tools/actionlint")
 
 say "building the sdist"
 "$tools/python" -m build --sdist --outdir "$root/dist" "$root" >"$work/sdist.log" 2>&1 || { tail -n 30 "$work/sdist.log"; exit 1; }

@@ -33,7 +33,12 @@ def main() -> int:
         options = (
             {}
             if arguments.plain
-            else engine_options(max_draft=arguments.max_draft, store=arguments.store, tenant=arguments.tenant)
+            else engine_options(
+                max_draft=arguments.max_draft,
+                store=arguments.store,
+                tenant=arguments.tenant,
+                verify_cost=arguments.verify_cost,
+            )
         )
     except (AgentSpecError, ValueError, OSError) as error:
         print(f"rollouts: {error}", file=sys.stderr)
@@ -128,6 +133,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--store", help="where token logs live (default: a SQLite file in the user's data folder)")
     parser.add_argument("--tenant", help="whose rollouts these are, where one store serves several")
     parser.add_argument("--max-draft", type=int, help="longest draft, in tokens (default: what the engine can verify)")
+    parser.add_argument(
+        "--verify-cost", type=float, help="price of a draft token, as a share of a step (default: measured)"
+    )
     parser.add_argument("--plain", action="store_true", help="vLLM without agentspec, for comparison")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")

@@ -21,9 +21,9 @@ def rollouts(problems: Path, out: Path, store: str, *options: str) -> list[tuple
     """Run the script; (tokens a step, acceptance rate) of each epoch, as it printed them."""
     command = [sys.executable, str(SCRIPT), str(problems), "--model", str(MODEL), "--out", str(out), "--store", store]
     command += ["--samples", "4", "--max-tokens", "100", "--max-model-len", "512", "--max-num-seqs", "4"]
-    command += ["--dtype", "float32", "--enforce-eager", *options]
     # A measured cost would make the counts depend on the machine.
-    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "COLUMNS": "120", "AGENTSPEC_COST": "0.02"}
+    command += ["--dtype", "float32", "--enforce-eager", "--verify-cost", "0.02", *options]
+    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "COLUMNS": "120"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]

@@ -104,7 +104,7 @@ def run_vllm(arguments: Sequence[str]) -> None:
     except ImportError as error:
         raise ConfigurationError(
             f"vLLM cannot be imported ({error}); install it with: pip install 'agentspec[server]' "
-            "(on a machine without CUDA see 'CPU' in the README)"
+            "(on a machine without CUDA its CPU build: see 'Supported' in the README)"
         ) from error
     name_cpu_build()
     sys.argv = ["vllm", "serve", *arguments]
