@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agentspec.cache.store import namespace, open_store, redact
+from agentspec.cache.store import model_name, namespace, open_store, redact, tokenizer_fingerprint
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.settings import Settings, load_settings
 
 if TYPE_CHECKING:

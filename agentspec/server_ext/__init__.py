@@ -6,12 +6,10 @@
 ``engine``        DraftingEngine: one step from verified tokens to drafts; needs neither vLLM nor torch
 ``fusion``        the suffix indexes and a draft model together
 ``step_cost``     what verifying one more token costs, measured while serving
-``persistence``   what a finished turn becomes in the store, and stored turns in the trees
-``model_key``     what tells one model's tokens from another's in the store
+``persistence``   finished turns to the store, stored turns to the cache
 ``identity``      which tenant, session and group a request belongs to
 ``settings``      what can be set, from ``--additional-config`` and the environment
-``metrics``       counters and per-request figures
-``recorder``      the step-by-step record as JSON lines, written in the background
+``metrics``       counters, per-request figures, the step-by-step record
 ``endpoints``     ``/v1/agentspec``: those figures over HTTP
 ``speculator``    draft models, in torch alone
 """

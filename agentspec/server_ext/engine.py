@@ -15,9 +15,8 @@ from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCach
 from agentspec.cache.suffix_cache import BatchHandle
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
-from agentspec.server_ext.metrics import Metrics, RequestFigures
+from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.recorder import Recorder
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step
 from agentspec.server_ext.step_cost import StepCost
@@ -164,7 +163,7 @@ class DraftingEngine:
             self._recorder.close()
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
-        self._persistence.deliver(self.cache)
+        self._persistence.apply_loaded(self.cache)
         for new in step.started:
             if new.request_id not in self._requests:
                 self._start(new)
@@ -220,7 +219,7 @@ class DraftingEngine:
             return
         state.figures = self.metrics.begin(new.api_id or new.request_id, identity.session_name)
         self.metrics.counters["started"] += 1
-        self._persistence.want(self.cache, identity)
+        self._persistence.request_session(self.cache, identity)
 
     def _look_up(self, batch: Batch) -> _Lookup:
         """Find the requests of a batch. Those that failed, or have ended by now, get no drafts."""

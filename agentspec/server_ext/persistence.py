@@ -1,7 +1,7 @@
-"""What a finished turn becomes in the store, and stored turns in the trees.
+"""Move finished turns to the store, and stored turns into the cache.
 
-The store is only ever touched by the background writer and loader; everything here returns at once, except
-``warm_up``, which is called before the engine serves.
+Only the background writer and loader touch the store. Everything here returns at once, except ``warm_up``, which is
+called before the engine serves.
 """
 
 import logging
@@ -16,11 +16,11 @@ from agentspec.server_ext.identity import Identity
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_STEP = 16_384
-"""Stored tokens put into the trees in one decode step at most, so that a large load cannot stall it."""
+"""Stored tokens that one decode step puts into the cache at most, so that a large load cannot stall it."""
 
 
 class Persistence:
-    """Moves turns between an engine's cache and one namespace of the store. tenant: the one that the operator named."""
+    """Move turns between an engine's cache and one namespace of the store. tenant: the one that the operator named."""
 
     def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
         self._tenant = tenant
@@ -50,7 +50,7 @@ class Persistence:
             )
         )
 
-    def want(self, cache: SuffixCache, identity: Identity) -> None:
+    def request_session(self, cache: SuffixCache, identity: Identity) -> None:
         """Ask for the stored turns of a request's session if the cache doesn't have them."""
         session = identity.session
         if session is None or identity.scope == "none" or session in self._own:
@@ -58,8 +58,8 @@ class Persistence:
         if not cache.has_session(identity.tenant, session):
             self._loader.request(session)
 
-    def deliver(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
-        """Put turns that have arrived into the trees, about ``budget`` tokens at most. Returns how many turns."""
+    def apply_loaded(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
+        """Put turns that were loaded into the cache, about ``budget`` tokens at most. Return how many turns."""
         for batch in self._loader.poll():
             self._arrived.extend(batch)
         count = 0
@@ -70,7 +70,7 @@ class Persistence:
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float) -> int:
-        """Load the newest stored turns before serving; waits ``timeout`` seconds at most. Returns how many."""
+        """Load the newest stored turns before serving; wait ``timeout`` seconds at most. Return how many."""
         if self._preload == 0:
             return 0
         self._loader.preload(newest=self._preload)
@@ -79,14 +79,14 @@ class Persistence:
         while pending and time.monotonic() < deadline:
             time.sleep(0.002)
             pending = self._loader.is_pending(None)  # before the delivery, which then has all
-            count += self.deliver(cache, budget=1 << 62)
+            count += self.apply_loaded(cache, budget=1 << 62)
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
         cache.catch_up()
         return count
 
     def stats(self) -> dict[str, Any]:
-        """State of the writer and the loader, as JSON."""
+        """Return the state of the writer and the loader, as JSON."""
         return {
             "writer": self._writer.stats().as_dict(),
             "loader": self._loader.stats().as_dict(),

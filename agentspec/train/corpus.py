@@ -17,9 +17,17 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agentspec.cache.store import Chain, RecordReader, Store, TurnRecord, namespace, open_store
+from agentspec.cache.store import (
+    Chain,
+    RecordReader,
+    Store,
+    TurnRecord,
+    model_name,
+    namespace,
+    open_store,
+    tokenizer_fingerprint,
+)
 from agentspec.errors import InvalidInputError
-from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
 

@@ -14,9 +14,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 import agentspec
+from agentspec.cache.store import tokenizer_fingerprint
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.model_key import tokenizer_fingerprint
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
 from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH

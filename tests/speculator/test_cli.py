@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import TurnRecord, encode, namespace, open_store
+from agentspec.cache.store import TurnRecord, encode, model_name, namespace, open_store, tokenizer_fingerprint
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
 
 MODEL = "demo/model"

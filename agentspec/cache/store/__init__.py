@@ -7,7 +7,7 @@
 ``BackgroundWriter``, ``BackgroundLoader``  all that a decode path may touch: they never wait for a store
 """
 
-from agentspec.cache.store.base import Entry, Store, frame, namespace
+from agentspec.cache.store.base import Entry, Store, frame, model_name, namespace, tokenizer_fingerprint
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.loader import BackgroundLoader, Chain, LoaderStats, RecordReader
 from agentspec.cache.store.records import MessageRecord, Record, TurnRecord, decode, encode
@@ -36,7 +36,9 @@ __all__ = [
     "default_store_url",
     "encode",
     "frame",
+    "model_name",
     "namespace",
     "open_store",
     "redact",
+    "tokenizer_fingerprint",
 ]

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from agentspec.cache.identifiers import check_ids
@@ -67,9 +68,9 @@ class Store(Protocol):
 def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
     """Return the name of a log: 40 hexadecimal digits for a model, a tokenizer and the tenant of a server.
 
-    tokenizer: identifies the vocabulary itself (a digest of its files, not its path), so that nobody drafts from tokens
-    of another tokenizer. tenant: None differs from every named tenant; the records then say whose they are
-    (``TurnRecord.tenant``).
+    model: as ``model_name`` gives it. tokenizer: as ``tokenizer_fingerprint`` gives it; it identifies the vocabulary
+    itself, so that nobody drafts from tokens of another tokenizer. tenant: None differs from every named tenant; the
+    records then say whose they are (``TurnRecord.tenant``).
 
     Raises ConfigurationError for an empty model or tokenizer, InvalidSessionError for an unusable tenant.
     """
@@ -78,6 +79,24 @@ def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
             raise ConfigurationError(f"{field}: must not be empty; it keeps the logs of different models apart")
     check_ids(tenant=tenant)
     return hashlib.blake2b(frame([SCHEMA, model, tokenizer, tenant]), digest_size=20).hexdigest()
+
+
+def model_name(name: str) -> str:
+    """Return a model's hub id, or the absolute path of its folder, so that two spellings of one folder share a log."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def tokenizer_fingerprint(name: str, revision: str | None) -> str:
+    """Return a digest of a tokenizer's files where they are local, else its name and revision."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"{name}@{revision or 'default'}"
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.name.startswith(("tokenizer", "vocab", "merges", "tekken", "special_tokens", "added_tokens")):
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def frame(parts: Sequence[str | None]) -> bytes:

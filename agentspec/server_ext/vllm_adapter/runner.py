@@ -10,10 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from agentspec.cache.store import namespace, open_store
+from agentspec.cache.store import model_name, namespace, open_store, tokenizer_fingerprint
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
-from agentspec.server_ext.model_key import model_name, tokenizer_fingerprint
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter.draft_models import build_draft_model
