@@ -1,4 +1,4 @@
-"""Suffix trees, a draft model, and both: tokens/second and tokens a step on real vLLM, on three kinds of text.
+"""Suffix indexes, a draft model, and both: tokens/second and tokens a step on real vLLM, on three kinds of text.
 
     python benchmarks/hybrid.py --json
 

@@ -1,7 +1,7 @@
 """``/v1/agentspec``: what the extension did, over HTTP. Under ``/v1``, so that vLLM's ``--api-key`` guards it.
 
 ``GET /v1/agentspec``                 version and whether drafting is on: how clients recognise the extension
-``GET /v1/agentspec/stats``           counters, tree sizes, state of the store, one object an engine
+``GET /v1/agentspec/stats``           counters, sizes of the cache, state of the store; one object for each engine
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 """
 
@@ -49,7 +49,7 @@ async def info(request: Request) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """Counters since start; one entry an engine core that holds trees."""
+    """Return the counters since start: one entry for each engine core that drafts."""
     return {"engines": await _ask(request, "stats")}
 
 

@@ -13,7 +13,7 @@ server. How many past requests it holds is a matter of agentspec's budget in tok
 still means none.
 
 ``{"method": "ngram", …}`` and ``{"method": "medusa", …}`` under ``agentspec serve``, or where the engine has agentspec
-settings: vLLM's own drafter, with its own parameters, beside the trees. Elsewhere they stay vLLM's.
+settings: vLLM's own drafter, with its own parameters, beside the suffix indexes. Elsewhere they stay vLLM's.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _KNOWN = {
 NOTHING = {"max_spec_factor": 0.0}
 """Parameters of the rule by which a suffix draft has no tokens: the draft model drafts alone."""
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
-"""Default depth of vLLM's trees, and of ArcticInference's, whose names are other ones."""
+"""Default max_depth under vLLM's names for the parameters, and under ArcticInference's."""
 
 
 @dataclass(frozen=True, slots=True)
