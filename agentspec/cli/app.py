@@ -15,7 +15,6 @@ from agentspec.cache.store import open_store
 from agentspec.cli import simulate, speculator
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.server_ext.settings import default_store
-from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments
 
 app = typer.Typer(
     name="agentspec",
@@ -53,6 +52,8 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
+    from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments  # needs the core, as others don't
+
     settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "verify_cost": verify_cost, "record": record}
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
