@@ -1,13 +1,13 @@
-"""The peer that the benchmarks compare with: ArcticInference's suffix decoding, built from its PyPI source package.
+"""Build ArcticInference's suffix decoding, which the benchmarks compare with, from its PyPI source package.
 
-    import peer
-    suffix = peer.load()                     # the module arctic_inference.suffix_decoding
+    import arctic
+    suffix = arctic.load()                   # the module arctic_inference.suffix_decoding
     cache = suffix.SuffixDecodingCache(max_tree_depth=64)
 
     python benchmarks/arctic.py                # build it and print where it is
 
-Only its suffix-decoding extension is built, without torch and without the rest of the package, into a folder of its
-own (`~/.cache/agentspec/peer`, or `--peer-dir`). Nothing of it is part of agentspec.
+Only ArcticInference's suffix-decoding extension is built, without torch and the rest of the package, into a folder of
+its own (`~/.cache/agentspec/peer`, or `--peer-dir`). agentspec contains nothing of it.
 """
 
 import argparse
@@ -33,8 +33,8 @@ PACKAGE = "arctic_inference"
 EXTENSION = "suffix_decoding"
 REMEDY = "pip install -r requirements/dev.txt, a C++20 compiler, and a package index that pip can reach"
 
-# pip wants a source package's name and version before it saves the file, and would run the package's set-up for them,
-# which imports torch. This build backend says them instead; nothing is built with it.
+# pip asks for a source package's name and version before it saves the file. The package's own set-up would import torch
+# to answer. This build backend answers instead; it builds nothing.
 _BACKEND = f'''
 from pathlib import Path
 
@@ -53,16 +53,16 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 
 
 class PeerUnavailableError(ConfigurationError):
-    """The peer cannot be fetched or built here; the message names the remedy."""
+    """Report that ArcticInference cannot be fetched or built here. The message names the remedy."""
 
 
 def default_folder() -> Path:
-    """Where the peer is kept where nothing else is said."""
+    """Return the folder in which ArcticInference is kept without `--peer-dir`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentspec" / "peer"
 
 
 def load(folder: Path | None = None) -> ModuleType:
-    """Its module `arctic_inference.suffix_decoding`, built first where it is not there yet (half a minute).
+    """Return the module `arctic_inference.suffix_decoding`, building it first if it is missing (half a minute).
 
     Raises PeerUnavailableError where it cannot be built.
     """
@@ -74,9 +74,9 @@ def load(folder: Path | None = None) -> ModuleType:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Fetches and builds it where needed; returns the folder that belongs on the module path.
+    """Fetch and build ArcticInference if it is missing. Return the folder to put on the module path.
 
-    The folder is named after version and interpreter, and appears only when all of it is there.
+    The folder is named after version and interpreter, and appears only when it is complete.
     Raises PeerUnavailableError.
     """
     root = folder or default_folder()
@@ -90,7 +90,7 @@ def build(folder: Path | None = None) -> Path:
             source = _unpack(_fetch(scratch, root), scratch)
             package = _lay_out(source, scratch / "module")
             _compile(source / "csrc" / EXTENSION, scratch / "build", package)
-            if not done.is_dir():  # another process may have been faster
+            if not done.is_dir():  # another process may have built it meanwhile
                 (scratch / "module").rename(done)
     except OSError as error:
         raise PeerUnavailableError(f"the peer cannot be built in {root}: {error}; give another --peer-dir") from error
@@ -98,7 +98,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def _fetch(scratch: Path, root: Path) -> Path:
-    """The source package, checked: the one that is kept, or fetched by pip from the index it is set up for."""
+    """Return the source package, from `root` or else fetched with pip, after checking its sha256."""
     kept = root / f"{PACKAGE}-{VERSION}.tar.gz"
     if kept.is_file() and _sha256(kept) == SHA256:
         return kept
@@ -128,7 +128,7 @@ def _unpack(archive: Path, scratch: Path) -> Path:
 
 
 def _lay_out(source: Path, module: Path) -> Path:
-    """The package with nothing but suffix decoding in it: what its users import, and vLLM's own method `suffix`."""
+    """Copy suffix decoding alone into a package, under the name that users and vLLM's method `suffix` import."""
     package = module / PACKAGE / EXTENSION
     package.mkdir(parents=True)
     (module / PACKAGE / "__init__.py").touch()
@@ -166,14 +166,14 @@ def _sha256(file: Path) -> str:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Registers `--peer-dir`, shared by the scripts that compare with the peer."""
+    """Register `--peer-dir`, shared by the scripts that compare with ArcticInference."""
     parser.add_argument(
         "--peer-dir", type=Path, metavar="DIR", help="where the peer is built and kept (~/.cache/agentspec/peer)"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Builds the peer. Returns the exit status: 2 where that cannot work."""
+    """Build ArcticInference. Returns the exit status: 2 where it cannot be built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_option(parser)
     try:

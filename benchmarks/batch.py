@@ -1,17 +1,17 @@
-"""Simulate a GPU server: recorded sessions at 1 to 128 at once, drafted for by the code that serves.
+"""Simulate a GPU server on recorded sessions, 1 to 128 at once, with agentspec's own drafting code.
 
     python benchmarks/batch.py --traces DIR [--workloads A,B] [--sessions 1,8,32,128] [--save | --json]
 
-No GPU takes part. Drafts, prices and budgets come from agentspec's own objects, the target's tokens from the
-recording, and a decode step takes a + b x (tokens verified) milliseconds: one token of each row, and its draft. a and
-b are fitted to published decode times of an 8B and a 70B model (MODELS). Prefill and the time that drafting itself
-takes are left out. The counts do not depend on the machine.
+No GPU takes part. Drafts, prices and budgets come from agentspec's own objects, the target's tokens from the recording.
+A decode step takes a + b x (tokens verified) milliseconds, where each row verifies one token and its draft. a and b are
+fitted to published decode times of an 8B and a 70B model (MODELS). Prefill and the time that drafting itself takes are
+left out. The counts do not depend on the machine.
 
 Rows are always busy: a session's turns run in order, the next session takes the place of a finished one, and when the
-recording ends it starts again with other token ids. A replay ends after --tokens tokens for each of the sessions at
-once. ArcticInference's best setting is the best of 12 at the price of a token in that batch, by the counts that
-drafting.py keeps. Throughput is given over the same server without speculation, and once more for servers that lose
-3 % or 30 % of it with asynchronous scheduling, which vLLM's V1 runner switches off for host-side drafters.
+recording ends it starts again with other token ids. A replay ends after --tokens tokens for each concurrent session.
+ArcticInference's best setting is the best of 12 at the price of a token in that batch, by the counts that drafting.py
+keeps. Throughput is given relative to the same server without speculation. It is given once more for servers that lose
+3 % or 30 % without asynchronous scheduling, which vLLM's V1 runner switches off for host-side drafters.
 """
 
 import argparse
@@ -43,31 +43,31 @@ RENUMBERING = 7_919
 OURS, NGRAM, DEFAULT, BEST = "agentspec", "ngram", "suffix, default", "suffix, best of 12"
 METHODS = (OURS, BEST, DEFAULT, NGRAM)
 ASYNC_GAINS = (0.03, 0.30)
-"""Shares of the throughput without speculation that synchronous scheduling costs: reports range from 3 to 30 %."""
+"""Shares of the plain throughput that synchronous scheduling costs: published reports range from 3 to 30 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A target's published decode times: milliseconds between tokens by requests in flight."""
+    """Hold a target's published decode times: pairs of requests in flight and milliseconds between tokens."""
 
     name: str
     published: tuple[tuple[int, float], ...]
 
     def step(self) -> tuple[float, float]:
-        """Return a and b, in milliseconds, by least squares."""
+        """Fit a and b to the published times by least squares. Return them in milliseconds."""
         rows, times = np.array(self.published).T
         b, a = np.polyfit(rows, times, 1)
         return float(a), float(b)
 
     def price(self, rows: int) -> float:
-        """Return what one more token to verify costs in a batch, as a share of a row's step."""
+        """Return the price of verifying one more token in a batch of `rows`, as a share of a row's step."""
         a, b = self.step()
         return b * rows / (a + b * rows)
 
 
 SOURCE = "https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance"
-"""NVIDIA NIM's performance page: the ITL column of each model's first table, H100, up to 150 requests. A row stands
-for a verified token, so what attention adds for a row makes drafts look dearer than they are."""
+"""NVIDIA NIM's performance page. The times are the ITL column of each model's first table: H100, up to 150 requests.
+b is measured per row and used per verified token. A row adds attention too, so drafts look dearer than they are."""
 MODELS = (
     Model("Llama-3.1-8B", ((1, 4.63), (5, 4.58), (25, 5.19), (50, 5.91), (100, 7.57), (150, 9.81))),
     Model("Llama-3.1-70B", ((1, 13.21), (5, 12.64), (25, 15.31), (50, 17.42), (100, 23.28), (150, 27.73))),
@@ -76,7 +76,7 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One recorded call. text: int32 [P + R], prompt and response; begin: P."""
+    """Hold one recorded call. text: int32 [P + R], prompt and response; begin: P."""
 
     name: str
     session: str
@@ -88,7 +88,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Row:
-    """One running request: how much of its text is verified, and what is drafted behind that."""
+    """Hold one running request. done: verified tokens of its text; draft: the tokens drafted behind them."""
 
     turn: Turn
     done: int
@@ -97,7 +97,7 @@ class Row:
 
 @dataclass(slots=True)
 class Counts:
-    """What a replay did. rows: row-steps, each of which verifies one token beside its draft; drafted_rows: with one."""
+    """Count what a replay did. rows: row-steps, which verify a token and a draft each; drafted_rows: with a draft."""
 
     steps: int = 0
     rows: int = 0
@@ -106,17 +106,17 @@ class Counts:
     drafted_rows: int = 0
 
     def milliseconds(self, a: float, b: float) -> float:
-        """Return the time of all steps."""
+        """Return the time of all steps, in milliseconds."""
         return a * self.steps + b * (self.rows + self.drafted)
 
 
 class Drafter(Protocol):
-    """Drafts for the rows of a batch."""
+    """Draft for the rows of a batch."""
 
     def start(self, slot: int, turn: Turn) -> None: ...
 
     def draft(self, rows: Sequence[Row], drafted: int) -> None:
-        """Set every row's draft. drafted: draft tokens that the last step verified."""
+        """Set every row's draft. drafted: number of draft tokens that the last step verified."""
 
     def finish(self, row: Row) -> None:
         """End a request whose whole response is verified."""
@@ -125,8 +125,8 @@ class Drafter(Protocol):
 class IndexDrafter:
     """Draft from suffix indexes, under agentspec's policy or ArcticInference's rule.
 
-    step: a and b of the simulated server, from which the price of a token is measured as in serving. None: the policy
-    knows no price.
+    step: a and b of the simulated server. agentspec measures the price of a token from its step times, as in serving.
+    None: the policy knows no price.
     """
 
     def __init__(self, policy: DraftPolicy, slots: int, width: int, step: tuple[float, float] | None = None) -> None:
@@ -153,7 +153,7 @@ class IndexDrafter:
         cost = budget = None
         if self._step is not None:
             a, b = self._step
-            batch = len(self._table)  # rows that are not drafted for now start or finish in the next step
+            batch = len(self._table)  # rows without a draft start or finish in the next step
             self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
             cost = self._price.cost(batch)
             budget = self._budget.tokens(batch, self._price.affordable_tokens(batch))
@@ -173,7 +173,7 @@ class IndexDrafter:
 
     def finish(self, row: Row) -> None:
         name = row.turn.name
-        # What the last step verified is not taken in yet.
+        # The index does not have the tokens of the last step yet.
         place, length, room, checked = np.array([[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32)
         self._cache.step((name,), self._table, place, length, room, checked)
         self._cache.finish(name)
@@ -199,7 +199,7 @@ class NgramDrafter:
 
 
 def sessions(recorded: Sequence[dict[str, Any]]) -> Iterator[list[Turn]]:
-    """Yield the sessions in file order without end: as recorded, then with other token ids, and so on."""
+    """Yield the sessions in file order without end: as recorded, then again and again with other token ids."""
     by_session: dict[int, list[dict[str, Any]]] = {}
     for record in recorded:
         by_session.setdefault(record["session"], []).append(record)
@@ -221,7 +221,7 @@ def sessions(recorded: Sequence[dict[str, Any]]) -> Iterator[list[Turn]]:
 
 
 def replay(recorded: Sequence[dict[str, Any]], slots: int, tokens: int, drafter: Drafter) -> Counts:
-    """Decode until so many tokens were given, with `slots` sessions at once.
+    """Decode with `slots` sessions at once until they have `tokens` tokens.
 
     As in serving, a response's first token has no draft, and each step gives a row its accepted tokens and one more.
     Drafts may run past the end of a response; those tokens are verified too.
@@ -259,7 +259,7 @@ def replay(recorded: Sequence[dict[str, Any]], slots: int, tokens: int, drafter:
 
 
 def verify(row: Row) -> int:
-    """Return how many tokens a step gives: the draft's first tokens that the recording has too, and one more."""
+    """Return the number of tokens that a step gives: the draft's tokens up to the first wrong one, and one more."""
     accepted = 0
     truth = row.turn.text[row.done : row.done + len(row.draft)].tolist()
     for token, right in zip(row.draft, truth, strict=False):
@@ -274,7 +274,7 @@ def measure(traces: Path, workload: str, slots: int, tokens: int, best: Sequence
 
     best: ArcticInference's best setting for each model.
     """
-    _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
+    _native.watch_clock(False)  # calls that the clock ends early would make the counts depend on the machine
     recorded = list(records(traces, workload))
     width = max(len(record["prompt"]) + len(record["response"]) for record in recorded)
 
@@ -361,7 +361,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     if rule is None:
         say("vLLM is not installed: its ngram is left out")
     else:
-        rule(np.zeros(8, np.int32))  # compiled once, before the processes start
+        rule(np.zeros(8, np.int32))  # compile once, before the processes start
     others = OtherDrafters(options.traces, options.peer_dir)
     cells = []
     for workload, slots in product(options.workloads, options.sessions):
@@ -381,7 +381,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each method's throughput over no speculation, a line a workload and number of sessions."""
+    """Print each method's throughput over no speculation, one line for each workload and number of sessions."""
     gains = [f"agentspec less {100 * gain:.0f} %" for gain in ASYNC_GAINS]
     for model in dict.fromkeys(row["model"] for row in rows):
         cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}

@@ -4,9 +4,9 @@
 
 A verification step lasts as long for a row without a draft as for the row with the longest one. Here some rows of the
 batch play a workload that doesn't repeat, the others one that copies long texts; each row is refilled from its own
-workload. What is measured is the duration of the steps in which every row decodes and none is prefilled: the time
+workload. The benchmark measures the steps in which every row decodes and none is prefilled. Their duration is the time
 between tokens of the rows that don't repeat. Every method has its defaults, as in serve.py, and takes turns with plain
-vLLM (`none`), whose times are what the others' are multiples of.
+vLLM (`none`). Times are given as multiples of plain vLLM's too.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from agentspec.testing.replay import Call, ReplayResult
 
 METHODS = ("none", "suffix", "agentspec")
 MULTIPLE = 2.0
-"""How many times a plain step agentspec's budget of draft tokens lets a step last, by the slope that it measures."""
+"""Longest step that agentspec's budget of draft tokens allows, as a multiple of a plain step's duration."""
 QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 HELD = ("median", "p95", "p99")
-"""The quantiles that must stay within the multiple. A maximum is one step, on a shared machine an accident."""
+"""Quantiles that must stay within MULTIPLE. The maximum is not one: on a shared machine it is an accident."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def mixed_calls(options: argparse.Namespace) -> list[Call]:
-    """Return the calls of both workloads, each session in one of its workload's lanes, a lane a row of the batch.
+    """Return the calls of both workloads. Every session plays in one lane, and every lane is one row of the batch.
 
     Raises ConfigurationError naming the option where a workload has too few sessions with short prompts.
     """
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
 
 
 def row(method: str, result: ReplayResult, plain: ReplayResult) -> dict[str, Any]:
-    """Return one object of the output; times in ms, `times_none` the same as multiples of plain vLLM's."""
+    """Return one method's figures for the output: times in ms, and as multiples of plain vLLM's (`times_none`)."""
     times, plain_times = quantiles(result), quantiles(plain)
     ratios = {name: times[name] / plain_times[name] for name in times}
     return {

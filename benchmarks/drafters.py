@@ -1,13 +1,13 @@
 """Run other drafters beside agentspec: ArcticInference's suffix decoding and vLLM's n-grams.
 
 `AgentSpecIndex` and `ArcticIndex` put both indexes behind the same few calls, so that both do the same timed work.
-`OtherDrafters` counts what the others draft for recorded conversations: greedy verification against the record, in
-file order, one request at a time. Those counts are exact and repeatable, so they are kept in a folder and computed only
-where they are not there yet.
+`OtherDrafters` counts the tokens that other drafters draft for recorded conversations, verified greedily against the
+record, in file order, one request at a time. The counts are exact and repeatable, so they are kept in a folder and
+computed once.
 
 ArcticInference's suffix decoding has three sets of defaults: its library's, its vLLM plugin's, and vLLM's own method
-`suffix`, which calls the library. vLLM's `ngram` has a default for the n-gram's length, and none for the draft's: it
-gets the five tokens of the example in vLLM's documentation.
+`suffix`, which calls the library. vLLM's `ngram` has a default length for n-grams and none for drafts: here it drafts
+five tokens, as in the example of vLLM's documentation.
 """
 
 import json
@@ -29,23 +29,23 @@ TENANT = "bench"
 DEPTH = 64
 MAX_DRAFT = 32
 NGRAM_LENGTH = 5
-"""vLLM's default for `prompt_lookup_min` and `prompt_lookup_max`."""
+"""vLLM's default for `prompt_lookup_min` and `prompt_lookup_max`, in tokens."""
 NGRAM_DRAFT = 5
-"""Draft tokens of vLLM's `ngram`: what the example in its documentation has; there is no default."""
+"""Draft tokens of vLLM's `ngram`, from the example in vLLM's documentation: vLLM has no default."""
 
 NGRAM = "vLLM ngram"
 _NOTHING = np.zeros(0, np.int32)
 
 
 class AgentSpecIndex:
-    """SuffixCache, all requests of one tenant. `filled`: seconds it took to take in documents."""
+    """Draft from a SuffixCache whose requests have one tenant. `filled`: seconds spent adding documents."""
 
     def __init__(self, policy: DraftPolicy) -> None:
         self.cache = SuffixCache(policy=policy)
         self.filled = 0.0
 
     def fill(self, documents: Sequence[Tokens]) -> None:
-        """Takes in finished responses."""
+        """Add finished responses."""
         begin = perf_counter()
         for document in documents:
             self.cache.start("fill", _NOTHING, tenant=TENANT)
@@ -58,7 +58,7 @@ class AgentSpecIndex:
         self.cache.start(name, prompt, session=session, tenant=TENANT)
 
     def step(self, names: Sequence[str], table: Tokens, length: int, room: int = MAX_DRAFT) -> None:
-        """A decode step as the engine makes it: row i of the table holds request i, `length` tokens of it."""
+        """Run one decode step as the engine does. Row i of the table holds `length` tokens of request i."""
         count = len(names)
         limits = np.full(count, MAX_DRAFT, np.int32)
         self.cache.step(names, table, np.arange(count), np.full(count, length), np.full(count, room), limits)
@@ -73,12 +73,12 @@ class AgentSpecIndex:
         self.cache.finish(name)
 
     def forget(self, name: str) -> None:
-        """Ends a request of which nothing stays."""
+        """End a request without keeping its text."""
         self.cache.abort(name)
 
 
 class ArcticIndex:
-    """ArcticInference's SuffixDecodingCache with its defaults, depth 64."""
+    """Draft from ArcticInference's SuffixDecodingCache with its defaults, depth 64 tokens."""
 
     def __init__(self, folder: Path | None) -> None:
         self.cache: Any = arctic.load(folder).SuffixDecodingCache(max_tree_depth=DEPTH)
@@ -98,7 +98,7 @@ class ArcticIndex:
         self.cache.start_request(name, prompt)
 
     def speculate(self, name: str, context: Tokens) -> None:
-        """`context`: the last tokens of prompt and response, at most the depth."""
+        """Draft for a request. `context`: the last tokens of prompt and response, at most the depth."""
         self.cache.speculate(name, context, max_spec_tokens=MAX_DRAFT)
 
     def extend(self, name: str, tokens: Tokens) -> None:
@@ -110,7 +110,7 @@ class ArcticIndex:
 
 
 def take(documents: Iterator[Tokens], tokens: int) -> list[Tokens]:
-    """The next documents, of that many tokens altogether or a few more."""
+    """Return the next documents, with at least `tokens` tokens altogether."""
     taken: list[Tokens] = []
     while tokens > 0:
         taken.append(next(documents))
@@ -120,7 +120,7 @@ def take(documents: Iterator[Tokens], tokens: int) -> list[Tokens]:
 
 @dataclass(slots=True)
 class Counts:
-    """What one setting did to one workload."""
+    """Count what one setting did on one workload."""
 
     tokens: int = 0
     steps: int = 0
@@ -137,7 +137,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parameters of ArcticInference's rule. `depth` and `limit` are in tokens; `limit` bounds a draft."""
+    """Hold parameters of ArcticInference's rule. `depth` and `limit` are in tokens; `limit` bounds a draft."""
 
     factor: float
     probability: float
@@ -149,14 +149,14 @@ class Setting:
 
 
 ARCTIC_SETTINGS = [Setting(*pair) for pair in product((1.0, 2.0, 4.0), (0.1, 0.2, 0.3, 0.5))]
-"""The settings that ArcticInference's best is taken from, all with the same depth and limit."""
+"""Settings (12) from which ArcticInference's best is chosen, all with the same depth and limit."""
 
 ARCTIC_DEFAULTS = {
     "ArcticInference library": Setting(1.0, 0.1, 64, 64),
     "ArcticInference plugin": Setting(1.0, 0.1, 64, 16),
     "vLLM suffix": Setting(1.0, 0.1, 24, 24),
 }
-"""What each gives a user who sets nothing. How many requests they hold at most (10,000 and more) is never reached."""
+"""Settings that a user gets from each without options. Their limits on requests (10,000 and more) are not reached."""
 
 
 def best_settings(counts: Mapping[str, Counts], costs: Sequence[float]) -> dict[float, tuple[Setting, float]]:
@@ -169,9 +169,9 @@ def best_settings(counts: Mapping[str, Counts], costs: Sequence[float]) -> dict[
 
 
 class OtherDrafters:
-    """Counts of other drafters, kept in `folder` (default: beside ArcticInference's build).
+    """Count the drafts of other drafters, and keep the counts in `folder` (default: with ArcticInference's build).
 
-    `traces` holds the recordings. With `again`, what is kept is computed anew.
+    `traces` holds the recordings. With `again`, kept counts are computed anew.
     """
 
     def __init__(self, traces: Path, folder: Path | None = None, again: bool = False) -> None:
@@ -185,7 +185,7 @@ class OtherDrafters:
         return self._kept(f"counts-{arctic.VERSION}", workload, lambda: self._suffix(workload, wanted))
 
     def defaults(self, workload: str) -> dict[str, Counts]:
-        """Return the counts of every rival with its defaults; vLLM's `ngram` only where vLLM is installed.
+        """Return the counts of every other drafter with its defaults; vLLM's `ngram` only where vLLM is installed.
 
         Raises PeerUnavailableError where ArcticInference can't be built.
         """
@@ -211,7 +211,7 @@ class OtherDrafters:
         return found
 
     def _suffix(self, workload: str, settings: Mapping[str, Setting]) -> dict[str, Counts]:
-        """Count all settings at once: what a tree holds at a token of the record doesn't depend on the drafts."""
+        """Count all settings in one pass: the suffix tree at a token of the record doesn't depend on the drafts."""
         suffix = arctic.load(self._folder)
         caches = {
             depth: suffix.SuffixDecodingCache(max_tree_depth=depth) for depth in {s.depth for s in settings.values()}
@@ -222,7 +222,7 @@ class OtherDrafters:
             begin, end = len(call.prompt), len(text)
             for cache in caches.values():
                 cache.start_request(call.line, call.prompt)
-            due = dict.fromkeys(settings, begin)  # where each setting's next step is
+            due = dict.fromkeys(settings, begin)  # position of each setting's next step
             for at in range(begin, end):
                 for cache in caches.values():
                     if at > begin:
@@ -253,7 +253,7 @@ NgramRule = Callable[[Tokens], Sequence[int]]
 
 
 def ngram_rule() -> NgramRule | None:
-    """Return vLLM's own n-gram look-up with its defaults: text so far -> draft. None where vLLM is not installed."""
+    """Return a function from a text to the draft of vLLM's n-gram look-up, or None if vLLM is not installed."""
     try:
         from vllm.v1.spec_decode import ngram_proposer
     except ImportError:
@@ -279,7 +279,7 @@ def _suffix_draft(cache: Any, name: int, text: Tokens, setting: Setting) -> list
 
 
 def _verify(draft: Sequence[int], truth: Tokens, counts: Counts) -> int:
-    """Count one step; return how many tokens it gives."""
+    """Count one step. Return the number of tokens that it gives."""
     accepted = 0
     for token, right in zip(draft, truth[: len(draft)].tolist(), strict=False):
         if token != right:

@@ -1,17 +1,17 @@
-"""What the drafts are worth beside other drafters': recorded conversations with greedy verification, in file order.
+"""Compare agentspec's drafts with other drafters' on recorded conversations, verified greedily, in file order.
 
     python benchmarks/drafting.py --traces DIR [--limits defaults|equal|both] [--peer-sweep] [--json]
 
 Throughput is tokens / (steps + cost x drafted), where `cost` is the price of verifying one more token as a share of a
-step. Counts are exact and repeatable. Those of the others are kept with ArcticInference's build, and computed where
-they are not there yet.
+step. Counts are exact and repeatable. The other drafters' counts are computed once and kept with ArcticInference's
+build.
 
-With the defaults: ours is what `agentspec simulate` does without options, and once more with `--verify-cost`, beside
-ArcticInference's best of 12 settings (spec factor 1, 2, 4; min probability .1, .2, .3, .5) for each workload and
-cost, and beside every other drafter with its own defaults.
+With the defaults, agentspec drafts as `agentspec simulate` does without options, and once more with `--verify-cost`. It
+is compared with ArcticInference's best of 12 settings (spec factor 1, 2, 4; min probability .1, .2, .3, .5) for each
+workload and cost, and with every other drafter at its own defaults.
 
-With equal limits: at most 32 draft tokens for all, one tenant, and the policy is told the cost. The fixed rule must
-reproduce ArcticInference's tokens a step.
+With equal limits, all draft at most 32 tokens, agentspec has one tenant, and its policy is told the cost. The fixed
+rule must reproduce ArcticInference's tokens a step.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TARGETS = {"react_hotpot": 1.25, "rollouts_codegen": 1.19, "swe_gemini3": 1.08}
 TARGET_COSTS = (0.01, 0.03)
 DEFAULT_TARGET = 1.03
 DEFAULT_TARGETS = {"refine_code_ldb": 1.35}
-"""Least ratio of ours with its defaults to ArcticInference's best setting; the workloads that are not named: 1.03."""
+"""Least ratio of agentspec's throughput with its defaults to ArcticInference's best setting; others: DEFAULT_TARGET."""
 FIXED_TOLERANCE = 0.005
 
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     pin(options.cpu)
-    _native.watch_clock(False)  # a call that ends early by the clock would make the counts depend on the machine
+    _native.watch_clock(False)  # calls that the clock ends early would make the counts depend on the machine
     try:
         others = OtherDrafters(options.traces, options.peer_dir, options.peer_sweep)
         rows = []
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def default_rows(traces: Path, workloads: Sequence[str], drafters: OtherDrafters) -> list[Row]:
-    """Return the rows of ours with its defaults: those against ArcticInference's best setting first."""
+    """Return the rows of agentspec with its defaults: those against ArcticInference's best setting first."""
     targets: list[Row] = []
     others: list[Row] = []
     for name in workloads:
@@ -130,13 +130,13 @@ def equal_rows(traces: Path, workloads: Sequence[str], others: OtherDrafters) ->
 
 
 def _said(row: Row) -> Row:
-    """Report the row on stderr as soon as it is known."""
+    """Print the row on stderr as soon as it is known, and return it."""
     say(f"{row.figure}: {row.ours:.3f}, the other {row.peer:.3f}, ratio {row.ratio:.3f}")
     return row
 
 
 def headline_rows(ratios: dict[tuple[str, float], float], rows: Sequence[Row]) -> list[Row]:
-    """The mean over the six workloads, and those that have targets of their own."""
+    """Return the rows of the mean over the six workloads, of targets of single workloads, and of the least ratio."""
     found = []
     for cost in TARGET_COSTS:
         of_cost = [ratio for (_, at), ratio in ratios.items() if at == cost]
@@ -157,7 +157,7 @@ def headline_rows(ratios: dict[tuple[str, float], float], rows: Sequence[Row]) -
 
 
 def fixed_rows(traces: Path, workloads: Sequence[str], theirs: Mapping[str, Mapping[str, Counts]]) -> list[Row]:
-    """The peer's rule in our cache, at the settings of its published table."""
+    """Return the rows of ArcticInference's rule in agentspec's cache, at the settings of its published table."""
     rows = []
     for name, factor in product(workloads, FIXED_FACTORS):
         policy = DraftPolicy.fixed(max_depth=DEPTH, max_spec_factor=factor, min_token_prob=0.1, max_draft=MAX_DRAFT)
@@ -178,13 +178,13 @@ def fixed_rows(traces: Path, workloads: Sequence[str], theirs: Mapping[str, Mapp
 
 
 def default_counts(traces: Path, workload: str, policy: DraftPolicy) -> Counts:
-    """Count what `agentspec simulate` does without options, or with the policy's cost as `--verify-cost`."""
+    """Count the drafts of `agentspec simulate` without options, or with the policy's cost as `--verify-cost`."""
     figures = simulate(calls(traces, workload), SuffixCache(policy=policy))
     return Counts(figures.tokens, figures.steps, figures.drafted)
 
 
 def our_counts(traces: Path, workload: str, policy: DraftPolicy) -> Counts:
-    """Count our cache on a workload with a tenant and the equal limit, by the code of `agentspec simulate`."""
+    """Count agentspec's drafts with a tenant and the equal limit, by the code of `agentspec simulate`."""
     figures = simulate(calls(traces, workload, TENANT), SuffixCache(policy=policy), max_draft=MAX_DRAFT)
     return Counts(figures.tokens, figures.steps, figures.drafted)
 

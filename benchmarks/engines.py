@@ -1,4 +1,4 @@
-"""Share what the benchmarks on replay engines need: options, calls from the recordings, and the engines themselves."""
+"""Provide what the benchmarks on replay engines share: options, calls from the recordings, and the engines."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +67,9 @@ def start_engines(
     max_draft: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, ReplayEngine]:
-    """Start one engine for each of `--methods`, all with the same random model; `stack` closes them.
+    """Start one engine for each of `--methods`, all with the same random model. `stack` closes them.
 
-    `max_draft` (in tokens) and agentspec's `settings`: None leaves them at their defaults.
+    `max_draft` (in tokens) and agentspec's `settings` have their defaults if None.
     """
     paths = {"suffix": [arctic.build(options.peer_dir)]} if "suffix" in options.methods else {}
     shape = ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))

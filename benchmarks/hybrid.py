@@ -1,14 +1,14 @@
-"""Suffix indexes, a draft model, and both: tokens/second and tokens a step on real vLLM, on three kinds of text.
+"""Measure suffix indexes, a draft model, and both on real vLLM: tokens/second and tokens a step on three kinds of text.
 
     python benchmarks/hybrid.py --json
 
-The target is the demo's model and the texts are its own: greedy answers to the demo's tasks, written once and then
-played to one engine a method, which take turns every few calls. An engine may draft what it likes; what is verified,
-and the time that takes, are vLLM's (see agentspec.testing.replay). Workloads:
+The target is the demo's model and the texts are its own greedy answers to the demo's tasks. They are written once and
+then played to one engine for each method; the engines take turns every few calls. Drafts are the method's, verification
+and its time are vLLM's (see agentspec.testing.replay). Workloads:
 
 repetitive   an agent's later turns: the corrected function, after the one in the prompt
-fresh        first answers to tasks, every one a session of its own, which sees no other: nothing to copy from
-mixed        both in turn
+fresh        first answers to tasks, every one in a session that sees no other: there is nothing to copy from
+mixed        three turns of a session, then a first answer of another, and so on
 """
 
 import argparse
@@ -27,7 +27,7 @@ from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_l
 from agentspec.testing.replay import compare as take_turns
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for the demo's tasks
+sys.path.insert(0, str(ROOT))  # so that the demo's tasks can be imported
 
 MAX_DRAFT = 16
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,15 +38,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("agentspec", {"speculator": ""}),
     "hybrid, not judging": ("agentspec", {"speculator": "", "score_suffix_drafts": False}),
 }
-"""Method of the replay and agentspec's settings; "" stands for the speculator's folder."""
+"""Replay method and agentspec's settings for each method's name; speculator "" stands for the speculator's folder."""
 SINGLE = ("none", "ngram", "suffix", "speculator")
 WORKLOADS = ("repetitive", "fresh", "mixed")
 _FIRST_SEEDS = {"warm-up": 2_000, "repetitive": 3_000, "fresh": 4_000, "mixed": 5_000}
-"""Of the tasks, behind the first held-out one."""
+"""First task seed of each workload, counted from FIRST_HELD_OUT_SEED."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 unless an engine failed."""
+    """Run the benchmark and return 0. Raises what the engines raise."""
     options = _parser().parse_args(arguments)
     say("writing the texts")
     loads = write_workloads(options.model, options.sessions)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_workloads(model: Path, sessions: int) -> dict[str, list[Call]]:
-    """The calls of every workload, and of a warm-up: prompts of the demo's sessions and the model's greedy answers."""
+    """Return the calls of each workload and a warm-up: prompts of demo sessions, and the model's greedy answers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,7 +90,7 @@ def write_workloads(model: Path, sessions: int) -> dict[str, list[Call]]:
     first, later = slice(0, 1), slice(1, None)
     fresh = [call for seed in range(3 * sessions) for call in calls("fresh", seed, first)]
     repetitive = [call for seed in range(sessions) for call in calls("repetitive", seed, later)]
-    # A copied turn for every new one: whole sessions, and first answers in between.
+    # Put a first answer of another session behind up to three turns of each session.
     mixed: list[Call] = []
     for seed in range(sessions):
         mixed += [*calls("mixed", seed, slice(0, 3)), *calls("mixed", sessions + seed, first)]
@@ -99,7 +99,7 @@ def write_workloads(model: Path, sessions: int) -> dict[str, list[Call]]:
 
 
 def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
-    """The prompt of every turn of a session, as token ids."""
+    """Return the prompt of every turn of a session, as token ids."""
     from demo.sessions import session
 
     messages = [{"role": message.role, "content": message.content} for message in session(seed)]
@@ -112,7 +112,7 @@ def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
 
 
 def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, ReplayResult]]:
-    """One engine a method, all alive, taking turns; every workload after the same warm-up."""
+    """Run each workload after one warm-up, on one engine for each method; the engines take turns."""
     calls = [call for load in loads.values() for call in load]
     say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting {len(METHODS)} engines")
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
                     settings={"store": "memory://", "scope": "session", **given},
                 )
             )
-            engines[name].wait_ready()  # one after the other: starting takes most of a core
+            engines[name].wait_ready()  # start one at a time: it takes most of a core
             say(f"{name} is ready")
         results: dict[str, dict[str, ReplayResult]] = {}
         for load, load_calls in loads.items():
@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
 
 
 def row(load: str, method: str, total: ReplayResult) -> dict[str, Any]:
-    """One object of the output."""
+    """Return the figures of one method on one workload for the output."""
     return {
         "workload": load,
         "method": method,
@@ -155,7 +155,7 @@ def row(load: str, method: str, total: ReplayResult) -> dict[str, Any]:
 
 
 def compare(load: str, methods: dict[str, ReplayResult]) -> list[dict[str, Any]]:
-    """Tokens/second of the hybrid over the best single method, and over itself without judging.
+    """Return the ratio of the hybrid's tokens/second to the best single method's, and to its own without judging.
 
     ``noise``: standard error of the ratio, from the turns that all methods took on the same calls.
     """

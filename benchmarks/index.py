@@ -1,10 +1,10 @@
-"""The index beside ArcticInference's suffix tree: time and memory, in one process on one core, taking turns.
+"""Measure time and memory of the index and of ArcticInference's suffix tree, in turns in one process on one core.
 
     python benchmarks/index.py --traces DIR [--large] [--json]
 
-The text is the recorded responses, and the same renumbered until there is enough of it. Requests are matching text: a
-stored response from some place on. Times are medians in microseconds, memory is resident; ratios say how many times
-less ours is.
+The text is the recorded responses, repeated with other token ids until there is enough. Every request repeats a part of
+a stored response. Times are medians in microseconds, memory is resident memory. A ratio is ArcticInference's figure
+over agentspec's.
 """
 
 import argparse
@@ -37,7 +37,7 @@ EVICTIONS = 3
 
 @dataclass(slots=True)
 class Times:
-    """Microseconds a request (extend: a token), one entry a batch."""
+    """Hold the microseconds of a request (extend: of a token), with one entry for each batch."""
 
     fixed: list[float] = field(default_factory=list)
     single: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
-    """All rows."""
+    """Fill the indexes, measure them, and return all rows."""
     rows: list[Row] = []
     source = documents(traces)
     held: list[Tokens] = []
@@ -100,7 +100,7 @@ def measure(traces: Path, peer_dir: Path | None, large: bool) -> list[Row]:
 
 
 def propose_times(all_three: Contenders, held: Sequence[Tokens]) -> Times:
-    """Batches of requests that repeat stored responses. In each round every contender runs them once, in turn."""
+    """Time batches of requests that repeat stored responses. In each round every contender runs them once."""
     random = np.random.default_rng(len(held))
     long = [document for document in held if len(document) >= LENGTH]
     times = Times()
@@ -154,7 +154,7 @@ def _run_peer(times: Times, all_three: Contenders, names: list[str], table: Toke
 
 @contextmanager
 def _started(contender: AgentSpecIndex | ArcticIndex, names: Sequence[str], table: Tokens) -> Iterator[None]:
-    """Requests with the beginnings of the rows as prompt and response; nothing of them stays."""
+    """Run requests whose prompts and responses are the rows' first tokens, and forget them when the block ends."""
     for name, text in zip(names, table, strict=True):
         contender.start(name, text[:DEPTH])
         contender.extend(name, text[DEPTH : 2 * DEPTH])
@@ -170,7 +170,7 @@ def _matching_text(random: np.random.Generator, long: Sequence[Tokens]) -> Token
 
 
 def propose_rows(times: Times, size: str) -> list[Row]:
-    """The medians beside the targets."""
+    """Return the rows of the median times, with their targets."""
     theirs = median(times.peer)
     batch = f"batch of {BATCH}, {size}, µs a request"
     return [
@@ -182,7 +182,7 @@ def propose_rows(times: Times, size: str) -> list[Row]:
 
 
 def session_texts(traces: Path) -> list[Tokens]:
-    """The longest prompt of each session that is long enough, in file order."""
+    """Return the longest prompt of each session, cut to one length, in file order; shorter ones are left out."""
     longest: dict[int, Tokens] = {}
     for record in records(traces, "swe_gemini3"):
         longest[record["session"]] = record["prompt"]
@@ -191,7 +191,7 @@ def session_texts(traces: Path) -> list[Tokens]:
 
 
 def turn_rows(all_three: Contenders, texts: Sequence[Tokens]) -> list[Row]:
-    """A session's next turn: what comes before the first decode step can draft from the whole prompt."""
+    """Time a session's next turn, up to the first decode step that can draft from the whole prompt."""
     say(f"next turns of {len(texts)} sessions")
     ours, theirs, calls = [], [], []
     for number, text in enumerate(texts):
@@ -228,7 +228,7 @@ def memory_rows(ours: float, theirs: float) -> list[Row]:
 
 
 def snapshot_rows(cache: SuffixCache, rebuilding: float) -> list[Row]:
-    """Loading a snapshot, beside what the peer must do instead: build its tree again."""
+    """Time the loading of a snapshot. ArcticInference has none and must build its tree again."""
     say("saving and loading a snapshot")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
@@ -244,10 +244,10 @@ def snapshot_rows(cache: SuffixCache, rebuilding: float) -> list[Row]:
 
 
 def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
-    """Half of the tokens leave with calls that each do a little of it.
+    """Time the calls that evict half of the tokens, a few tokens each.
 
-    The same is done several times, without the clock that would end a call early, so that the calls are the same. What
-    is long every time is our doing; what is long once is the machine's.
+    The clock that would end a call early is off, so the calls are the same in every run. A call that is long in every
+    run is agentspec's fault; one that is long in a single run is the machine's.
     """
     runs = []
     freed = 0
@@ -272,13 +272,13 @@ def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
 
 
 def _evicting_half(cache: SuffixCache) -> list[float]:
-    """CPU time of each call, in milliseconds."""
+    """Evict half of the tokens. Return the CPU time of each call, in milliseconds."""
     tokens = cache.stats().tokens
     cache.resize(max_tokens=tokens // 2)
     calls = []
     done: list[int] = []
     gc.collect()
-    gc.disable()  # a collection of the interpreter's, over all the text held here, would be the longest call
+    gc.disable()  # Python's garbage collection over all this text would be the longest call
     try:
         for _ in range(tokens):
             calls.append(_cpu(lambda: done.append(cache.catch_up(512))))
@@ -291,11 +291,11 @@ def _evicting_half(cache: SuffixCache) -> list[float]:
 
 
 def large_rows(source: Iterator[Tokens]) -> list[Row]:
-    """Ours with few and with many more tokens, taking turns."""
+    """Time agentspec's index with 1 M and with 100 M tokens, in turns."""
     small, large = AgentSpecIndex(DraftPolicy.fixed()), AgentSpecIndex(DraftPolicy.fixed())
     few = take(source, SIZES[0])
     small.fill(few)
-    many: list[Tokens] = []  # some of the text that is held
+    many: list[Tokens] = []  # a sample of the stored text
     held = 0
     while held < LARGE:
         new = take(source, LARGE // 20)
@@ -330,21 +330,21 @@ def large_rows(source: Iterator[Tokens]) -> list[Row]:
 
 
 def _per(count: int, action: Callable[[], object]) -> float:
-    """Microseconds that one of `count` parts of the action took."""
+    """Run the action. Return the microseconds that one of its `count` parts took."""
     begin = perf_counter_ns()
     action()
     return (perf_counter_ns() - begin) / 1000 / count
 
 
 def _cpu(action: Callable[[], object]) -> float:
-    """Milliseconds of this thread's CPU time: what other processes took meanwhile does not count."""
+    """Run the action. Return this thread's CPU time in milliseconds, without the time of other processes."""
     begin = thread_time_ns()
     action()
     return (thread_time_ns() - begin) / 1e6
 
 
 def _growth(action: Callable[[], object]) -> int:
-    """Bytes of resident memory that came with the action."""
+    """Run the action. Return the bytes by which resident memory grew."""
     gc.collect()
     before = _resident()
     action()

@@ -1,14 +1,14 @@
-"""What the extension costs when it has nothing to offer: a decode step with it and without it, in one run.
+"""Measure the extension's cost when it makes no drafts: a decode step with it and without it, in one run.
 
     python benchmarks/overhead.py [--model DIR] [--json]
 
-Requests of tokens that never repeat, so that no draft is ever made, are played on three engines that take turns:
-vLLM with the extension, vLLM without it, and vLLM without it and with its default for asynchronous scheduling
-(which every drafter outside vLLM switches off; the CPU build never uses it, so there the third engine is the
-second one again and shows the noise of the measurement). The time is that of LLMEngine.step() while every slot
-decodes. Of two engines that are alike one can be up to 7 % faster for as long as it lives, so that more rounds say
-nothing new and only other engines do: a launch starts them anew, in another order. A launch's ratio is the median over
-its rounds of the medians of one round; the result is the geometric mean of the launches, with its standard error.
+The requests' tokens never repeat, so no draft is ever made. Three engines play them in turns: vLLM with the extension,
+vLLM without it, and vLLM without it and with its default for asynchronous scheduling. Every drafter outside vLLM
+switches asynchronous scheduling off. The CPU build never uses it, so there the third engine equals the second and shows
+the noise. The time is that of LLMEngine.step() while every slot decodes. Of two equal engines one can be up to 7 %
+faster for as long as it lives, so more rounds don't help: a launch starts new engines, in another order. A launch's
+ratio is the median over its rounds of the ratio of medians. The result is the geometric mean of the launches, with its
+standard error.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import RESERVED_TOKENS, Call, ModelShape, ReplayEngine
 
 TARGET = 1.03
-"""The extension may cost at most 3 % of a decode step."""
+"""Largest allowed ratio of a decode step's time with the extension to that without it."""
 
 WITH, WITHOUT, DEFAULT = "agentspec", "none", "none, default scheduling"
 RATIOS = ("ratio", "ratio_to_default", "ratio_of_both_without")
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One object a batch size. Raises ConfigurationError for a vocabulary too small for the token streams."""
+    """Return the figures of each batch size. Raises ConfigurationError for a vocabulary too small for the streams."""
     shape = ModelShape(hidden=options.hidden, layers=options.layers, heads=max(1, options.hidden // 32))
     vocabulary = shape.vocab_size if options.model is None else _vocabulary(options.model)
     streams = [
         _Streams(vocabulary, options.prompt, options.response, options.seed + i) for i in range(options.launches)
     ]
     needed = (options.rounds + 1) * sum(options.batch)
-    # Streams that must repeat themselves after a while may do so in sessions of their own alone.
+    # If the vocabulary is too small for distinct requests, a request must not draft from other sessions.
     scope: Scope = "tenant" if needed <= streams[0].distinct else "session"
     launches = []
     for number in range(options.launches):
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _launch(
     options: argparse.Namespace, shape: ModelShape, streams: "_Streams", scope: Scope, number: int
 ) -> list[dict[str, Any]]:
-    """One object a batch size, measured on engines of their own."""
+    """Return the figures of each batch size, measured on newly started engines."""
     kinds = [(WITH, "agentspec", False), (WITHOUT, "none", False), (DEFAULT, "none", None)]
     first = number % len(kinds)
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def _launch(
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One batch size over all launches: means, and each launch's ratios."""
+    """Return the figures of one batch size: means over the launches, and each launch's ratios."""
     names = ("ms_with", "ms_without", "ms_default", *RATIOS)
     means = {name: round(statistics.geometric_mean(row[name] for row in rows), 4) for name in names}
     ratio, error = _mean(rows)
@@ -120,11 +120,11 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(rows: Sequence[dict[str, Any]]) -> tuple[float, float | None]:
-    """The ratio over all launches and its standard error (None for a single launch)."""
-    if rows[0]["default_async_scheduling"]:  # vLLM as its users have it is what counts, if that is the faster one
+    """Return the ratio over all launches and its standard error (None for a single launch)."""
+    if rows[0]["default_async_scheduling"]:  # compare with the faster of vLLM's two modes
         name = max(RATIOS[:2], key=lambda name: statistics.geometric_mean(row[name] for row in rows))
         ratios = [row[name] for row in rows]
-    else:  # both engines without the extension are alike
+    else:  # the two engines without the extension are equal
         ratios = [math.sqrt(row["ratio"] * row["ratio_to_default"]) for row in rows]
     mean = statistics.geometric_mean(ratios)
     if len(ratios) == 1:
@@ -135,7 +135,7 @@ def _mean(rows: Sequence[dict[str, Any]]) -> tuple[float, float | None]:
 def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", batch: int, rounds: int) -> dict[str, Any]:
     medians: dict[str, list[float]] = {name: [] for name in engines}
     drafted = 0
-    orders = list(itertools.permutations(engines))  # nobody always comes after the same one
+    orders = list(itertools.permutations(engines))  # no engine always follows the same other one
     for number in range(rounds + 1):
         calls = streams.calls(batch)
         for name in orders[number % len(orders)]:
@@ -162,7 +162,7 @@ def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", bat
 
 
 class _Streams:
-    """Calls whose tokens never repeat: in a whole launch while the vocabulary lasts, else within a request."""
+    """Make calls whose tokens never repeat: in a whole launch if the vocabulary suffices, else within a call."""
 
     def __init__(self, vocabulary: int, prompt: int, response: int, seed: int) -> None:
         self._length, self._prompt = prompt + response, prompt
@@ -178,7 +178,7 @@ class _Streams:
         self.distinct = len(self._tokens) // self._length
 
     def calls(self, count: int) -> list[Call]:
-        """The next ``count`` calls, each of a session of its own."""
+        """Return the next ``count`` calls, each in a session of its own."""
         result = []
         for _ in range(count):
             block = next(self._blocks)

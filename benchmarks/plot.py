@@ -44,7 +44,7 @@ WORKLOADS = {
     "refine_code_ldb": "refining code,\nanswers repeat",
 }
 Bars = Sequence[tuple[str, str, Sequence[float]]]
-"""(label, colour, one height for each group)."""
+"""Bars of a plot: (label, colour, one height for each group)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +116,7 @@ def plot_drafting() -> Figure:
 
 
 def plot_serving() -> Figure:
-    """Draw tokens/s over plain vLLM, for every drafting method."""
+    """Draw each drafting method's tokens/s as a multiple of plain vLLM's."""
     figure, axes = _figure(9, 6.4, 2, 1)
     for axis, batch in zip(axes, (1, 8), strict=True):
         _draw_serving(axis, batch, legend=batch == 1, errors=True)
@@ -126,7 +126,7 @@ def plot_serving() -> Figure:
 
 
 def plot_batch() -> Figure:
-    """Draw the simulated throughput by sessions at once, a panel a recording."""
+    """Draw the simulated throughput by concurrent sessions, one panel for each recording."""
     rows = [row for row in load("batch")["rows"] if row["model"] == "Llama-3.1-8B"]
     simulated = _simulated()
     figure, axes = _figure(11, 3.4 if len(simulated) <= 3 else 6.2, (len(simulated) + 2) // 3, min(3, len(simulated)))
@@ -245,7 +245,7 @@ def _draw_sessions(axis: Axes, sessions: int, model: str) -> None:
         if method != "ngram"
     ]
     _bars(axis, list(_simulated().values()), bars, "{:.2f}", size=6.5)
-    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # leave room for the legend
     _line_at_one(axis)
     axis.legend(loc="upper left", fontsize=8)
 
@@ -258,7 +258,7 @@ def _bars(
     size: float = 8,
     errors: Sequence[float] | None = None,
 ) -> None:
-    """Draw groups of bars from 0 on, each with its figure above. errors: of the last bars, drawn as thin lines."""
+    """Draw groups of bars from 0 on, each with its figure above. errors: half lengths of the last bars' error lines."""
     width = 0.84 / len(bars)
     for number, (label, colour, heights) in enumerate(bars):
         places = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
@@ -273,7 +273,7 @@ def _bars(
             error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
         )
         labels = axis.bar_label(patches, [text.format(height) for height in heights], padding=1.5, fontsize=size)
-        for text_above in labels:  # readable where the line at 1 runs behind it
+        for text_above in labels:  # keep labels readable over the line at 1
             text_above.set(zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4})
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.tick_params(axis="x", length=0)

@@ -1,4 +1,4 @@
-"""Print what the benchmarks found: figures beside targets, ratios with their noise, tables and JSON."""
+"""Print the benchmarks' results: figures with targets, ratios with their noise, tables and JSON."""
 
 import argparse
 import json
@@ -23,9 +23,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of agentspec beside ArcticInference's (`peer`).
+    """Hold one figure of agentspec and ArcticInference's (`peer`).
 
-    ratio: how many times better agentspec's is, above 1 better. met: None where there is no target.
+    ratio: how many times better agentspec's is; above 1 it is better. met: None where there is no target.
     """
 
     figure: str
@@ -37,7 +37,7 @@ class Row:
 
 
 def less(figure: str, ours: float, peer: float, target: float | None = None) -> Row:
-    """Return the row of a time or size; target: how many times less than the peer's it must be."""
+    """Return the row of a time or size. target: how many times less than ArcticInference's it must be."""
     ratio = peer / ours
     if target is None:
         return Row(figure, ours, peer, ratio)
@@ -45,22 +45,22 @@ def less(figure: str, ours: float, peer: float, target: float | None = None) -> 
 
 
 def more(figure: str, ours: float, peer: float | None, target: float, ratio: float | None = None) -> Row:
-    """Return the row of a throughput; target: the least ratio to the peer's."""
+    """Return the row of a throughput. target: the least ratio to ArcticInference's."""
     found = ratio if ratio is not None else ours / (peer or ours)
     return Row(figure, ours, peer, found, f"at least {target:g}", found >= target)
 
 
 def at_most(figure: str, ours: float, limit: float, unit: str, peer: float | None = None) -> Row:
-    """Return the row of a figure with a limit of its own."""
+    """Return the row of a figure that must not exceed `limit`."""
     ratio = peer / ours if peer is not None and ours else None
     return Row(figure, ours, peer, ratio, f"at most {limit:g} {unit}".strip(), ours <= limit)
 
 
 def speed_ratio(ours: ReplayResult, other: ReplayResult) -> tuple[float, float]:
-    """Return how many times faster ours gave tokens, and the standard error of that ratio.
+    """Return the ratio of tokens/second of ours to the other's, and its standard error.
 
-    The error comes from leaving out one turn at a time, of the turns that both took on the same calls. It is 0 where
-    there are fewer than three turns: they say nothing about it.
+    The error comes from leaving out one turn at a time, of the turns that both took on the same calls. It is 0 for
+    fewer than three turns, which cannot give an error.
     """
     value = ours.tokens_per_second / other.tokens_per_second
     turns = [(*mine, *theirs) for mine, theirs in zip(ours.turns, other.turns, strict=True)]
@@ -171,7 +171,7 @@ def _lines(result: Mapping[str, Any]) -> str:
 
 
 def machine() -> str:
-    """Return what this machine is, for the head of a result."""
+    """Return a description of this machine, for the head of a result."""
     return f"{platform.machine()}, {os.cpu_count() or 1} cores, no GPU"
 
 

@@ -1,17 +1,16 @@
-"""Recorded agent traffic replayed on real vLLM, one row of figures a method.
+"""Replay recorded agent traffic on real vLLM, with one row of figures for each method.
 
     python benchmarks/serve.py --traces DIR --workload NAME --calls 40 --max-prompt 4096 --batch 8 [--limits equal]
 
-By default every method is what a new user gets: `agentspec serve` without options, with the price of verification
-measured while it runs, and vLLM's `suffix` and `ngram` with vLLM's defaults. With `--limits equal` all have the same
-draft limit, and agentspec a tenant and a given price.
+By default every method has the settings that a new user gets: `agentspec serve` without options, which measures the
+price of verification while it runs, and vLLM's `suffix` and `ngram` with vLLM's defaults. With `--limits equal` all
+have the same draft limit, and agentspec has a tenant and a given price.
 
 Forward pass, scheduler, drafting and verification are vLLM's; only the target's choice of token is the recorded
 one (see agentspec.testing.replay). The methods run in one process each, taking turns. The model is a tiny Llama
-with random weights and the traces' vocabulary, so that tokens/second says little about large models; tokens a
-step, drafted and accepted tokens depend on it only through the measured price: on this model, in a batch, verifying one
-more token costs a third of a row's share of a decode step and more, so agentspec drafts less than it would on a large
-model.
+with random weights and the traces' vocabulary, so tokens/second says little about large models. Tokens a step,
+drafted and accepted tokens depend on the model only through the measured price. On this model, in a batch, verifying
+one more token costs a third or more of a row's share of a decode step, so agentspec drafts less than on a large model.
 """
 
 import argparse
@@ -37,11 +36,11 @@ from agentspec.testing.replay import (
 
 OURS = "agentspec"
 EQUAL = {"max_draft": 16, "tenant": "replay", "verify_cost": 0.02}
-"""Options of `--limits equal` and their defaults. With `--limits defaults` they have no meaning and are refused."""
+"""Options of `--limits equal` and their defaults. `--limits defaults` refuses them."""
 LIMITS = ("defaults", "equal")
 MEASURED = "measured"
 TURNS = 12
-"""How many turns each method takes unless --chunk is given: the noise is estimated from them."""
+"""Turns that each method takes unless --chunk is given. The noise is estimated from them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +75,7 @@ def fill_limits(options: argparse.Namespace) -> None:
 
 
 def our_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that agentspec is started with. The store is in memory: nothing is left of a run."""
+    """Return the settings that agentspec is started with."""
     if options.limits == "defaults":
         return {"store": options.store}
     cost = None if options.verify_cost == MEASURED else options.verify_cost
@@ -84,7 +83,7 @@ def our_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def row(method: str, result: ReplayResult, ours: ReplayResult | None = None) -> dict[str, Any]:
-    """Return one object of the output. `ours`: what agentspec did, to say how far ahead of this method it is.
+    """Return one method's figures for the output. `ours`: agentspec's result, to compare this method with.
 
     `ahead` is true where agentspec gives more tokens a step and, within the noise, no fewer tokens/second.
     """
@@ -114,7 +113,7 @@ def row(method: str, result: ReplayResult, ours: ReplayResult | None = None) -> 
 
 
 def read_calls(options: argparse.Namespace) -> list[Call]:
-    """The first ``--calls`` calls whose prompt is short enough. Raises ConfigurationError naming the option."""
+    """Return the first ``--calls`` calls with a short enough prompt. Raises ConfigurationError naming the option."""
     calls = list(islice(engines.short_calls(options, options.workload), options.calls))
     if not calls:
         raise ConfigurationError(
@@ -126,7 +125,7 @@ def read_calls(options: argparse.Namespace) -> list[Call]:
 
 
 def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, ReplayResult]:
-    """One engine a method, all of them alive, taking turns."""
+    """Run the calls on one engine for each method; the engines take turns."""
     say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting vLLM, a minute or two")
     with ExitStack() as stack:
         started = engines.start_engines(

@@ -1,11 +1,11 @@
-"""How long a draft loop takes, beside the time that reading its weights must take on the same device.
+"""Measure a draft loop's time, and compare it with the time that reading its weights takes on the same device.
 
     python benchmarks/speculator.py [--shape llama-3.1-8b] [--json]    # a GPU with torch and triton; nothing else
     python benchmarks/speculator.py --shape small                      # anywhere
 
-Random weights, made on the device, in published shapes: an LSTM with n = 3, tied, scaled input. The floor is the bytes
-of all weights that a loop reads over the bandwidth of a large copy (read and written bytes both counted), measured
-first. Times are medians, by events on the device.
+The speculator is an LSTM with n = 3, tied weights, scaled input and random weights in published shapes. The floor is
+the bytes of all weights that a loop reads, divided by the measured bandwidth of a large copy (bytes read and written).
+Times are medians, by events on the device.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout will do, nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works in a checkout, without installing
 
 from agentspec.server_ext.speculator import DraftLoop, LSTMSpeculator, Speculator, SpeculatorConfig
 from agentspec.server_ext.speculator.gpu import Optimizations, fused_kernels
@@ -32,21 +32,21 @@ from agentspec.server_ext.speculator.gpu.graphs import CudaRecorder
 POSITIONS = 3
 BATCHES = (1, 8, 32)
 TARGET = 1.4
-"""Times the floor, at most: batch 1, graphs and kernels on, on an H100."""
+"""Largest allowed time, as a multiple of the floor: batch 1, graphs and kernels on, on an H100."""
 
-SHAPES = {  # hidden size of the target, inner size, vocabulary
+SHAPES = {  # hidden size of the target, inner size, vocabulary size
     "llama-3.1-8b": (4096, 4096, 128256),
     "llama-3.1-70b": (8192, 4096, 128256),
     "qwen2.5-32b": (5120, 5120, 152064),
     "small": (256, 256, 2048),
 }
 PRECISIONS = {"bf16": (False, False), "fp8 head": (True, False), "fp8": (True, True)}
-"""Whether head and projections are in FP8."""
+"""Each precision's pair: head in FP8, projections in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant. ratio: ms over the floor's; met: None where the target is not about this row or this device."""
+    """Hold one variant's times. ratio: ms over floor_ms; met: None where no target applies to the row or device."""
 
     shape: str
     precision: str
@@ -112,7 +112,7 @@ def _rows(shapes: Iterable[str], device: torch.device, bandwidth: float, repeats
 
 
 def _measured(loop: DraftLoop, shape: str, precision: str, bandwidth: float, repeats: int) -> Iterator[Row]:
-    """A loop's times at each batch size, with the kernels and graphs that passed its self-check."""
+    """Yield a loop's times at each batch size, with the kernels and graphs that passed its self-check."""
     device = next(loop.speculator.parameters()).device
     for batch in BATCHES:
         hidden, tokens, _ = loop.inputs(batch)
@@ -131,8 +131,8 @@ def _measured(loop: DraftLoop, shape: str, precision: str, bandwidth: float, rep
 
 
 def bytes_read(speculator: Speculator, batch: int) -> int:
-    """Bytes of weights that one loop reads: at each position a projection, the norms, a head, and each row's
-    embeddings."""
+    """Return the bytes of weights that one loop reads: at each position a projection, the norms, a head, and each
+    row's embeddings."""
     config = speculator.config
     total = 0
     for k in range(config.n_predict):
@@ -166,14 +166,14 @@ def _speculator(shape: str, device: torch.device) -> Speculator:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy much larger than any cache moves, read and written."""
+    """Return the bytes a second, read and written, of a copy much larger than any cache."""
     size = 2**31 if device.type == "cuda" else 2**27
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2e3 * size / _milliseconds(lambda: target.copy_(source), device, 20)
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of so many calls."""
+    """Return the median duration of `repeats` calls, in milliseconds."""
     for _ in range(5):
         call()
     if device.type != "cuda":

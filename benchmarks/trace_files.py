@@ -1,4 +1,4 @@
-"""Recorded traffic for the benchmarks: a folder with a load.py and NAME.tok.npz files (see README.md)."""
+"""Read recorded traffic for the benchmarks: a folder with a load.py and NAME.tok.npz files (see README.md)."""
 
 import hashlib
 import importlib.util
@@ -17,7 +17,7 @@ from agentspec.simulate import Call
 Tokens = NDArray[np.int32]
 
 VOCABULARY = 131_072
-"""The traces are token ids of the Mistral 'tekken' vocabulary."""
+"""Number of token ids in the traces' vocabulary, Mistral's 'tekken'."""
 
 WORKLOADS = (
     "react_hotpot",
@@ -27,18 +27,18 @@ WORKLOADS = (
     "refine_code_ldb",
     "chat_mtbench",
 )
-"""The workloads that the targets name."""
+"""Names of the workloads that have targets."""
 
 _STRIDE = 7_919
 
 
 def known(folder: Path) -> list[str]:
-    """Names of the workloads in the folder."""
+    """Return the names of the workloads in the folder."""
     return sorted(path.name.removesuffix(".tok.npz") for path in folder.glob("*.tok.npz"))
 
 
 def records(folder: Path, workload: str) -> Iterable[dict[str, Any]]:
-    """What load.py's `tokens` yields. Raises ConfigurationError naming the option."""
+    """Return the workload's records from load.py's `tokens`. Raises ConfigurationError naming the option."""
     loader = folder / "load.py"
     if not loader.is_file():
         raise ConfigurationError(f"--traces {folder}: there is no load.py in it")
@@ -50,7 +50,7 @@ def records(folder: Path, workload: str) -> Iterable[dict[str, Any]]:
 
 
 def calls(folder: Path, workload: str, tenant: str | None = None) -> Iterator[Call]:
-    """Yield the workload's calls as the simulation takes them; without a tenant, as records that name none."""
+    """Yield the workload's calls for the simulation, under `tenant` or without one."""
     for line, record in enumerate(records(folder, workload), 1):
         yield Call(
             line=line,
@@ -64,9 +64,9 @@ def calls(folder: Path, workload: str, tenant: str | None = None) -> Iterator[Ca
 
 
 def documents(folder: Path) -> Iterator[Tokens]:
-    """Responses without end: those of all workloads, then the same with other token ids, and so on.
+    """Yield responses without end: those of all workloads, then again and again with other token ids.
 
-    Renumbered text repeats itself as the recorded text does, and has nothing in common with it.
+    Renumbered text repeats itself as the recorded text does, but shares no text with it.
     """
     recorded = [record["response"] for name in WORKLOADS for record in records(folder, name)]
     shift = 0
@@ -77,7 +77,7 @@ def documents(folder: Path) -> Iterator[Tokens]:
 
 
 def fingerprint(folder: Path, workload: str) -> str:
-    """Says whether a workload is still the one that something was computed from."""
+    """Return a hash of a workload's file, by which to recognize counts of another version of it."""
     return hashlib.sha256((folder / f"{workload}.tok.npz").read_bytes()).hexdigest()[:16]
 
 

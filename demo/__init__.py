@@ -1,1 +1,1 @@
-"""The demo: an agent that writes functions, tests them and asks for corrections, with and without agentspec."""
+"""Run the demo: an agent that writes functions, tests them and asks for corrections, with and without agentspec."""

@@ -53,7 +53,7 @@ def main() -> int:
         _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
         pairs = _run(console, plain, fast, arguments.sessions)
     except ServerFailedError as error:
-        console.print(str(error), style="bold red", markup=False)  # it quotes a log, brackets included
+        console.print(str(error), style="bold red", markup=False)  # the log that it quotes has brackets
         return 1
     finally:
         plain.stop()
@@ -96,7 +96,7 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int)
         AgentClient(base_url=plain.base_url, model="demo", api_key="none", store="memory://") as slow_client,
         AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as fast_client,
     ):
-        for client in (slow_client, fast_client):  # the first call of a server pays for lazy set-up
+        for client in (slow_client, fast_client):  # a server's first call pays for lazy set-up
             client.chat("Hello.", max_tokens=8)
         restarted = False
         for number in range(sessions):
@@ -109,7 +109,7 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int)
                     fast.stop()
                     _start(console, f"restarting the agentspec server in the middle of {name}", fast)
                     restarted = True
-                with fast.paused():  # one at a time on the same cores
+                with fast.paused():  # both servers have the same cores
                     without = one.turn()
                 with plain.paused():
                     pairs.append(Pair(without, other.turn(), after_restart=restart))

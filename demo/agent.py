@@ -1,4 +1,4 @@
-"""The agent: it asks for a function, runs real unit tests on the answer, and asks again with what failed."""
+"""Run the agent: ask for a function, run real unit tests on the answer, and ask again with what failed."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_TOKENS = 400
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the model. seconds: the whole call as the agent sees it, prefill included."""
+    """Hold one answer of the model. seconds: the whole call as the agent sees it, prefill included."""
 
     session: str
     number: int
@@ -25,12 +25,12 @@ class Turn:
 
     @property
     def passed(self) -> bool:
-        """Whether every unit test passed."""
+        """Return whether every unit test passed."""
         return all(result.passed for result in self.results)
 
 
 class Agent:
-    """Works on one task in one session: call ``turn`` until ``done``."""
+    """Work on one task in one session: call ``turn`` until ``done``."""
 
     def __init__(self, task: Task, session: Session) -> None:
         self.task = task
@@ -40,7 +40,7 @@ class Agent:
 
     @property
     def done(self) -> bool:
-        """Whether all tests pass, or the agent has given up."""
+        """Return whether all tests pass or the agent has given up."""
         return bool(self.turns) and (self.turns[-1].passed or len(self.turns) >= MAX_TURNS)
 
     def turn(self) -> Turn:

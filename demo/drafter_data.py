@@ -1,8 +1,8 @@
 """Write the data for the demo's draft model, as recorded calls (the format of ``agentspec simulate``).
 
-Training: whole agent sessions from ``demo/sessions.py``, on which the demo's model was trained too. Its own greedy
-choice is the session's next token in 99.8 % of the places. Held out: real agent loops on tasks from FIRST_HELD_OUT_SEED
-on, with the model's own greedy replies in vLLM.
+The training data are whole agent sessions from ``demo/sessions.py``, on which the demo's model was trained too: its
+greedy choice is the session's next token at 99.8 % of the positions. The held-out data are real agent loops on tasks
+from FIRST_HELD_OUT_SEED on, with the model's own greedy replies in vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_REPLY_TOKENS = 400
 
 
 def write_training(out: Path, sessions: int) -> None:
-    """Write the sessions of the seeds from 0 on."""
+    """Write ``sessions`` sessions as calls, of the seeds from 0 on."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     with out.open("w", encoding="utf-8") as file:
         for seed in range(min(sessions, FIRST_HELD_OUT_SEED)):
@@ -34,7 +34,7 @@ def write_training(out: Path, sessions: int) -> None:
 
 
 def session_calls(tokenizer: Tokenizer, messages: list[Message], name: str) -> Iterator[dict[str, Any]]:
-    """Return one call for each reply that is marked to be learned."""
+    """Yield one call for each reply that the model is trained to write."""
     prompt: list[int] = []
     turn = 0
     for message in messages:
@@ -42,7 +42,7 @@ def session_calls(tokenizer: Tokenizer, messages: list[Message], name: str) -> I
         if not message.learn:
             prompt += ids
             continue
-        role = token_id(tokenizer, ROLES[message.role])  # belongs to the prompt: the template ends with it
+        role = token_id(tokenizer, ROLES[message.role])  # the template ends the prompt with it
         yield _call(name, turn, [*prompt, role], ids[1:])
         prompt = []
         turn += 1
@@ -74,7 +74,7 @@ def write_held_out(out: Path, tasks: int) -> None:
 
 
 def _go_on(task: Task, chat: list[dict[str, str]], reply: str) -> bool:
-    """Append the reply and what failed. Returns False when every test passed."""
+    """Append the reply and the feedback on failed tests. Return False when every test passed."""
     results = run_tests(task, extract_code(reply))
     chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": feedback(results)}]
     return not all(result.passed for result in results)

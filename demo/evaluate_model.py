@@ -26,12 +26,12 @@ from demo.tasks import FIRST_HELD_OUT_SEED, Task, extract_code, feedback, make_t
 MAX_TURNS = 5
 MAX_REPLY_TOKENS = 320
 HEADING = "## Measured on held-out tasks"
-CLOSE_CALL = 1.0  # nats between the best two tokens; a smaller gap could flip with another batch shape
+CLOSE_CALL = 1.0  # nats between the two best tokens; below, another batch shape may swap them
 
 
 @dataclass
 class Loop:
-    """One task on its way through the agent loop."""
+    """Hold the state of one task in the agent loop, and its counts."""
 
     task: Task
     messages: list[dict[str, str]]
@@ -62,7 +62,7 @@ def answer_all(llm: Any, loops: list[Loop]) -> None:
 
 
 def take_answer(loop: Loop, prompt: list[int], completion: Any) -> None:
-    """Count what the reply shows, then run the tests on it and append the feedback."""
+    """Count the reply's tokens and faults, run the tests on it and append the feedback."""
     loop.broken_prefixes += prompt[: len(loop.context)] != loop.context
     loop.context = prompt + list(completion.token_ids)
     loop.replies += 1
@@ -84,7 +84,7 @@ def names(text: str) -> set[str]:
 
 
 def measure(loops: list[Loop]) -> dict[str, str]:
-    """Return the figures of all loops, each under its name."""
+    """Return the figures over all loops by name."""
     replies = sum(loop.replies for loop in loops)
     tokens = sum(loop.tokens for loop in loops)
     passed = sum(loop.passed for loop in loops)

@@ -13,12 +13,12 @@ from rich.table import Table
 from demo.agent import Turn
 
 SOURCES = ("request", "session", "global", "model")
-"""Columns of the table: whose tokens were accepted."""
+"""Sources of accepted tokens, one column of the table each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same turn without and with agentspec."""
+    """Hold one turn without agentspec and the same turn with it."""
 
     plain: Turn
     fast: Turn
@@ -26,12 +26,12 @@ class Pair:
 
     @property
     def identical(self) -> bool:
-        """Whether both wrote the same text."""
+        """Return whether both wrote the same text."""
         return self.plain.text == self.fast.text
 
     @property
     def restored(self) -> int:
-        """Accepted tokens that came from earlier turns, of this session or of others."""
+        """Return the number of accepted tokens that came from earlier turns, of this session or of others."""
         by_source = self.fast.speculation.accepted_by_source if self.fast.speculation else {}
         return sum(by_source.get(source, 0) for source in ("session", "group", "global"))
 

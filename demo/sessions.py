@@ -1,4 +1,4 @@
-"""Generate training text: whole agent sessions, as the demo's agent would have them with a perfect model."""
+"""Generate training text: whole agent sessions that the demo's agent would have with a perfect model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message; ``learn`` marks the replies that the model is trained to write."""
+    """Hold one chat message. ``learn`` marks the replies that the model is trained to write."""
 
     role: str
     content: str
@@ -37,7 +37,7 @@ def session(seed: int) -> list[Message]:
             break
         messages.append(Message("user", _report(plan, tests, done)))
         opening = _fix_opening(plan, tests, done)
-        if rng.random() < 0.05:  # a fix that changed nothing: the model must then still make it
+        if rng.random() < 0.05:  # repeat the answer unchanged, so that the model learns to fix it later
             messages.append(Message("assistant", _reply(opening, plan.code(done))))
             messages.append(Message("user", _report(plan, tests, done)))
     return messages

@@ -1,11 +1,11 @@
 """Set starting weights that can already copy.
 
-From random weights, a model this small needs far more text than a laptop can train on in half an hour before it learns
-to copy: attend to the place where the last two tokens stood before, and take the token after them. The starting weights
-do this from the first step. Training does the rest, and changes all of them.
+To copy, a model attends to the place where the last two tokens stood before, and takes the token after them. From
+random weights, a model this small needs far more text to learn that than a laptop can train on in half an hour. The
+starting weights copy from the first step. Training does the rest, and changes all of them.
 
-The residual stream starts as the token's embedding, a constant, and room for a view of the last token and of the one
-before it. Heads of layer 0 fill that room. Heads of layer 1 compare it with the current token.
+The residual stream starts as the token's embedding, a constant, and empty dimensions for the last token and for the one
+before it. Heads of layer 0 fill these dimensions. Heads of layer 1 compare them with the current token.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 WIDTH, HEAD, HALF = 192, 32, 16
-ROPE_BASE = 1e7  # high, so that half of each head's dimensions hardly turn and can compare content
-CONTENT = 96  # dimensions of the embedding
-CONSTANT = 96  # where each token has the same value
-LAST, LAST_SIZE = 97, 48  # room for the last token ...
-SECOND, SECOND_SIZE = 145, 40  # ... and for the one before it
-FAST = 3  # pairs of dimensions that turn fast enough to tell neighbours apart
-STILL = [half + pair for half in (0, HALF) for pair in range(7, HALF)]  # the slowly turning dimensions
+ROPE_BASE = 1e7  # high, so that half of each head's dimensions hardly rotate and can compare content
+CONTENT = 96  # number of dimensions of the embedding
+CONSTANT = 96  # dimension in which each token has the same value
+LAST, LAST_SIZE = 97, 48  # first dimension and size of the room for the last token
+SECOND, SECOND_SIZE = 145, 40  # and for the one before it
+FAST = 3  # pairs of dimensions that rotate fast enough to tell neighbours apart
+STILL = [half + pair for half in (0, HALF) for pair in range(7, HALF)]  # dimensions that rotate slowly
 
 
 def prepare(model: Any) -> None:
@@ -57,7 +57,7 @@ def _embedding(weight: Tensor) -> None:
 def _look_back(attention: Any, view: Tensor) -> None:
     """Let heads 0 and 1 read the last token, heads 2 and 3 the one before it."""
     speed = ROPE_BASE ** (-torch.arange(HALF) / HALF)
-    sharp = 9.0 / 2.77  # 2.77: the constant after normalization
+    sharp = 9.0 / 2.77  # 2.77: the constant's value after normalization
     targets = ((1, 0, 24, LAST), (1, 24, 48, LAST), (2, 0, 20, SECOND), (2, 20, 40, SECOND))
     for head, (distance, first, end, room) in enumerate(targets):
         rows = slice(head * HEAD, (head + 1) * HEAD)

@@ -1,4 +1,4 @@
-"""The parts of a task: words for names, kinds of functions, and edge cases."""
+"""List the parts of a task: words for names, kinds of functions, and edge cases."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SECOND_WORDS = tuple(_SECOND.split())
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of function: how it starts, what it does with each entry, and how it is described."""
+    """Describe a kind of function: its first lines, its steps for each entry, and its summaries."""
 
-    element: str  # "num" or "str": what the input list holds
-    result: str  # "num" or "list"
+    element: str  # "num" or "str": type of the input list's entries
+    result: str  # "num" or "list": type of the result
     param: str  # "num" or "str"
     start: str
     steps: tuple[str, ...]
@@ -42,7 +42,7 @@ class Family:
         return ("", f"{self.element} in", f"{self.result} out")
 
 
-# {a} the list, {p} the second argument, {r} the result, {e} the loop variable.
+# {a} is the list, {p} the second argument, {r} the result, {e} the loop variable.
 FAMILIES = (
     Family("num", "num", "num", "0", ("if {e} > {p}:", "    {r} += {e}"),
             ("Add up the values in {a} above {p}.", "Sum every value of {a} that is more than {p}.")),
@@ -80,16 +80,16 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Rule:
-    """An edge case: where its lines go, what they are, and what the failing test says about it."""
+    """Describe an edge case: the place of its lines, the lines, and the text of the failing test."""
 
-    slot: str  # "before", "loop" or "after"
+    slot: str  # place of the lines: "before", "loop" or "after"
     lines: tuple[str, ...]
     names: tuple[str, str]
     texts: tuple[str, str]
-    needs: str = ""  # what the function must work on or give
+    needs: str = ""  # a value of ``Family.kinds``
 
 
-# {k} is a small number.  The order here is the order of the lines in the finished function.
+# {k} is a small number. The rules' lines stand in this order in the finished function.
 RULES = (
     Rule("before", ("if {p} is None:", "    {p} = {d}"), ("no_second", "default_second"),
           ("without {p}, use {d}", "{p} defaults to {d}")),

@@ -35,7 +35,7 @@ FIRST_HELD_OUT_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class UnitTest:
-    """One test: ``call`` must evaluate to ``expected`` (both Python source); ``rule`` says why."""
+    """Hold one test: ``call`` must evaluate to ``expected`` (both Python source); ``rule`` says why."""
 
     name: str
     call: str
@@ -45,7 +45,7 @@ class UnitTest:
 
 @dataclass(frozen=True)
 class Task:
-    """What the agent asks for and how it checks the answer."""
+    """Hold the agent's request and the tests of the answer."""
 
     name: str
     request: str
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TestResult:
-    """The outcome of one unit test; ``message`` is empty when it passed."""
+    """Hold the outcome of one unit test; ``message`` is empty when it passed."""
 
     __test__ = False  # keeps pytest from collecting this class
 
@@ -65,10 +65,10 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Plan:
-    """All choices behind one task, from which its text, tests and reference code follow."""
+    """Hold all choices behind one task, from which its text, tests and reference code follow."""
 
     family: Family
-    names: dict[str, str]  # f, a, p, r, e
+    names: dict[str, str]  # by letter: f, a, p, r, e
     summary: str
     request: str
     rules: tuple[tuple[int, dict[str, str]], ...]  # index into RULES and its values, in test order
@@ -91,7 +91,7 @@ class Plan:
         return "\n".join([head, *("    " + line for line in body)])
 
     def outcome(self, done: frozenset[int], arguments: str) -> str:
-        """Return what the reference code with these edge cases does. It is our own code, so it runs in this process."""
+        """Return the outcome of the reference code with these edge cases. It is trusted, so it runs in this process."""
         if done not in self._compiled:
             scope: dict[str, Any] = {}
             exec(self.code(done), scope)
@@ -125,7 +125,7 @@ def _literal(rng: random.Random, kind: str) -> str:
 
 
 def _values(rng: random.Random, index: int, family: Family, names: dict[str, str]) -> dict[str, str]:
-    """Return the numbers and words in one rule."""
+    """Return random numbers and words to fill into one rule."""
     value = str(rng.randint(10, 99))
     small = (RULES[index].slot == "after" and family.result == "list") or family.element == "str"
     return names | {
@@ -166,7 +166,7 @@ def _entry(rng: random.Random, kind: str) -> str:
 
 
 def _find_call(rng: random.Random, plan: Plan, index: int | None) -> str | None:
-    """Return arguments for which exactly this rule decides the outcome. index None: for which no rule matters."""
+    """Return arguments for which this rule alone decides the outcome. index None: no rule decides it."""
     everything = frozenset(i for i, _ in plan.rules)
     own = frozenset() if index is None else frozenset({index})
     for _ in range(30):
@@ -253,7 +253,7 @@ def make_task(seed: int) -> Task:
     return Task(plan.names["f"], plan.request, tests)
 
 
-# Runs in its own interpreter: what the model wrote may loop, exit or print.
+# Run the model's code in its own interpreter: it may loop, exit or print.
 _RUNNER = """
 import contextlib, io, json, sys
 job = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE that keeps each word of an identifier one token."""
+"""Train the demo model's tokenizer: byte-level BPE that keeps each word of an identifier one token."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m demo.train_drafter --compare
 
-Writes its data, trains, measures on held-out tasks, and replaces ``demo/drafter``. Goes on where it was cut off.
+Writes its data, trains, measures on held-out tasks, and replaces ``demo/drafter``. A second call resumes the first.
 ``--compare`` also trains with plain cross-entropy, the published recipe, for as many steps.
 """
 
@@ -48,7 +48,7 @@ as many tasks changes more than that.
 
 
 def main() -> None:
-    """Write missing data, train, and put the result where the demo looks for it."""
+    """Write missing data, train, and put the result into ``demo/drafter``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=600, help="generated sessions to train on (default 600)")
     parser.add_argument("--tasks", type=int, default=60, help="held-out tasks to measure on (default 60)")
@@ -96,7 +96,7 @@ def _cross_entropy(config: TrainingConfig) -> TrainingConfig:
 
 
 def _publish(trained: Path, reports: dict[str, dict[str, Any]]) -> None:
-    """Replace ``demo/drafter`` with what was trained, and write a card with the figures."""
+    """Replace ``demo/drafter`` with the trained draft model, and write a card with the figures."""
     DRAFTER.mkdir(exist_ok=True)
     for name in ("config.json", "pytorch_model.bin", REPORT):
         shutil.copyfile(trained / name, DRAFTER / name)

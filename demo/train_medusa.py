@@ -2,8 +2,8 @@
 
     python demo/train_medusa.py --out demo/medusa
 
-A few minutes on one CPU core. Head k sees the target's last hidden state, from which the next token has just been
-chosen, and guesses the token k + 1 places behind that one (Medusa-1: https://arxiv.org/abs/2401.10774).
+Takes a few minutes on one CPU core. Head k sees the target's last hidden state, which has just produced the next token,
+and guesses the token k + 1 places behind that one (Medusa-1: https://arxiv.org/abs/2401.10774).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = Path(__file__).with_name("model")
 HEADS = 4
 LAYERS = 2
 SESSIONS_A_STEP = 4
-HEAD_DISCOUNT = 0.8  # of a head's loss against the head before it, as the paper has it
+HEAD_DISCOUNT = 0.8  # weight of a head's loss relative to the head before it, as in the paper
 HELD_OUT_SESSIONS = 40
 
 CARD = """# Medusa heads for the demo's model
@@ -54,9 +54,9 @@ and all heads before it guess right.
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Residual layers x + SiLU(Wx + b), as in vLLM's `ResidualBlock`.
+    """Apply residual layers x + SiLU(Wx + b), as vLLM's `ResidualBlock` does.
 
-    They start as zero, so that the head guesses the token that the target has just chosen.
+    W and b start as zero, so that the head guesses the token that the target has just chosen.
     """
 
     def __init__(self, width: int) -> None:
@@ -73,7 +73,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Heads(nn.Module):  # type: ignore[misc]
-    """All heads. They share `lm_head` [V, H], which starts as the target's."""
+    """Hold all heads. They share `lm_head` [V, H], which starts as the target's."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def examples(target: Any, tokenizer: Tokenizer, seeds: list[int]) -> tuple[Tenso
         hidden = target.model(input_ids=ids, use_cache=False).last_hidden_state
     goals = torch.full((*ids.shape, HEADS), -100)
     inside = torch.zeros_like(learn)
-    inside[:, :-1] = learn[:, 1:]  # the next token belongs to a reply
+    inside[:, :-1] = learn[:, 1:]  # True where the next token belongs to a reply
     within = inside.clone()
     for k in range(HEADS):
         ahead = k + 2
@@ -165,7 +165,7 @@ def export(heads: Heads, out: Path, card: str) -> None:
 
 
 def main() -> None:
-    """Read the options, train, measure, write."""
+    """Read the options, train and measure the heads, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("medusa"), help="folder to write")
     parser.add_argument("--steps", type=int, default=300)

@@ -2,7 +2,7 @@
 
     python demo/train_model.py --out demo/model
 
-Runs on the CPU, shows its progress, and goes on where it stopped when it is started again.
+Runs on the CPU and shows its progress. A second call resumes a run that was stopped.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from demo.tokenizer import END, MAX_POSITIONS, PAD, encode, save_tokenizer, toke
 
 VOCABULARY = 1536
 TOKENIZER_SEEDS = range(1500)
-EARLY_BATCH = 15  # short conversations a step; later --batch whole sessions
-GROUP = 10  # steps whose sequences are drawn together, so that batches hold similar lengths
+EARLY_BATCH = 15  # short conversations in an early step; later steps have --batch whole sessions
+GROUP = 10  # number of steps whose sequences are drawn together and sorted by length into batches
 
 CARD = """# The demo's model
 
@@ -60,7 +60,7 @@ To train it again, then measure it again:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run can change."""
+    """Hold the options of a run."""
 
     out: Path
     steps: int
@@ -108,9 +108,9 @@ def orthogonalize(update: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """Momentum with orthogonalized updates: far fewer steps than Adam for a transformer's matrices.
+    """Update matrices by orthogonalized momentum, which needs far fewer steps than Adam for a transformer.
 
-    torch has its own, but it works in bfloat16, which most CPUs are slow at.
+    torch's own Muon works in bfloat16, which is slow on most CPUs.
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -153,7 +153,7 @@ def build_optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def rate_factor(step: int, options: Options) -> float:
-    """Return the rate's factor: it warms up, holds, then falls to zero over the second half.
+    """Return the learning rate's factor: it warms up, holds, then falls to zero over the second half.
 
     The fall makes the model certain of its choices.
     """
@@ -169,7 +169,7 @@ def conversation(rng: random.Random, early: bool) -> list[Message]:
 
 
 def batches(tokenizer: Tokenizer, options: Options, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return batches of token ids and of what to learn, from the given step on.
+    """Yield batches of token ids and of masks of the tokens to learn, from step ``start`` on.
 
     A step's batch depends only on its number, so a resumed run sees what an unbroken one would have seen.
     """
@@ -203,7 +203,7 @@ def loss_of(model: Any, ids: Tensor, learn: Tensor) -> tuple[Tensor, float]:
 
 
 def export(model: Any, tokenizer: Tokenizer, out: Path, card: str) -> None:
-    """Write the model folder beside ``out`` and swap it in, so that readers never see half of it."""
+    """Write the model folder beside ``out`` and swap it in, so that nobody reads half a model."""
     new, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -222,7 +222,7 @@ def export(model: Any, tokenizer: Tokenizer, out: Path, card: str) -> None:
 
 
 class Trainer:
-    """One training run, kept in a checkpoint so that it can go on later."""
+    """Run one training, with a checkpoint from which it can be resumed."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -236,7 +236,7 @@ class Trainer:
         self.seconds = 0.0
 
     def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run to go on with, or a new one."""
+        """Return the tokenizer of the run to resume, or train a new one."""
         earlier = self.options.out / "tokenizer.json"
         if self.checkpoint.exists() and earlier.exists():
             return Tokenizer.from_file(str(earlier))
@@ -254,7 +254,7 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def save(self) -> None:
-        """Write the checkpoint and a loadable model of this stage."""
+        """Write the checkpoint, and the model as it is now."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -278,10 +278,10 @@ class Trainer:
         )
 
     def train_step(self, ids: Tensor, learn: Tensor) -> tuple[float, float]:
-        """Make one update. Returns the loss and the share of right tokens."""
+        """Update the weights once. Return the loss and the share of tokens that greedy decoding gets right."""
         factor = rate_factor(self.step, self.options)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, scale in zip(groups, (1.0, 0.4, 0.05), strict=True):  # matrices, embedding, norms
+        for group, scale in zip(groups, (1.0, 0.4, 0.05), strict=True):  # for matrices, embedding, norms
             group["lr"] = self.options.rate * scale * factor
         loss, right = loss_of(self.model, ids, learn)
         loss.backward()
@@ -292,7 +292,7 @@ class Trainer:
         return loss.item(), right
 
     def run(self) -> None:
-        """Train to the last step, saving now and then."""
+        """Train to the last step, and save checkpoints on the way."""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             bar = progress.add_task("training", total=self.options.steps, completed=self.step)
@@ -313,7 +313,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Read the options and train."""
+    """Read the options and train the model."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("model"), help="folder to write")

@@ -1,4 +1,4 @@
-"""The command line, on typer: ``app`` is the program with its short commands; the others have a file each."""
+"""Provide the command line, on typer. ``app`` holds the program and its short commands; the others have a file each."""
 
 from agentspec.cli.app import main
 

@@ -1,4 +1,4 @@
-"""``python -m agentspec.cli``: the same as the ``agentspec`` program."""
+"""Run the ``agentspec`` program as ``python -m agentspec.cli``."""
 
 from agentspec.cli.app import main
 

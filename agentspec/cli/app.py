@@ -1,4 +1,4 @@
-"""``agentspec``: the program that the package installs. Its longer commands have modules of their own."""
+"""Define ``agentspec``, the program that the package installs. Its longer commands have modules of their own."""
 
 import os
 import sys
@@ -57,7 +57,7 @@ def serve(
     settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "verify_cost": verify_cost, "record": record}
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
-        os.environ["AGENTSPEC_STORE"] = store  # not an argument of vLLM, which prints those, passwords and all
+        os.environ["AGENTSPEC_STORE"] = store  # vLLM prints its arguments, so keep passwords out
     arguments = serve_arguments(context.args, given, max_draft)
     open_store(os.environ.get("AGENTSPEC_STORE") or default_store()).close()  # an unusable store shows now
     run_vllm([model, *arguments])
@@ -69,7 +69,7 @@ speculator.add_to(app)
 
 @app.command()
 def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculator.md explains its fields.")]) -> None:
-    """Train a speculator; started again after it was cut off, it goes on."""
+    """Train a speculator. Run the command again to resume a training that was cut off."""
     try:
         from agentspec.train.config import load_config
         from agentspec.train.run import train as run
@@ -98,10 +98,10 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the program. An error of ours is printed as one line that names the remedy, not as a traceback."""
+    """Run the program. Print an AgentSpecError as one line that names the remedy, not as a traceback."""
     try:
         app()
     except AgentSpecError as error:
-        # As Text, because markup would swallow the brackets of what the user wrote and a message quotes.
+        # Print Text, because markup would swallow brackets in user input that the message quotes.
         Console(stderr=True).print(Text.assemble(("agentspec: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)

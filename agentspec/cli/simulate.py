@@ -1,4 +1,4 @@
-"""``agentspec simulate FILE.jsonl``: what drafting would bring for recorded conversations, without an engine."""
+"""Define ``agentspec simulate FILE.jsonl``, which measures drafting on recorded conversations without an engine."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Options = Mapping[str, int | float | None]
 
 
 class PolicyName(StrEnum):
-    """What `--policy` takes."""
+    """List the values of `--policy`."""
 
     JUDGED = "judged"
     FIXED = "fixed"
@@ -57,7 +57,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
-    from agentspec.cache import SuffixCache  # here: the other commands need no compiled core
+    from agentspec.cache import SuffixCache  # imported here: other commands need no compiled core
 
     fixed = {
         "max_depth": max_depth,
@@ -87,7 +87,7 @@ def simulate(
 
 
 def _policy(name: PolicyName, common: Options, judged: Options, fixed: Options) -> DraftPolicy:
-    """The policy with the options that were given; those of the other one are refused."""
+    """Return the policy with the given options. Raises ConfigurationError for an option of the other policy."""
     other = judged if name is PolicyName.FIXED else fixed
     wrong = next((option for option, value in other.items() if value is not None), None)
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""``agentspec speculator``: look at a draft model, and reduce its head to what a tenant's answers are made of."""
+"""Define ``agentspec speculator``: show a draft model, and reduce its head to the tokens that a tenant uses."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def prune(
     tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep only the head's rows of the tokens that occur most in the tenant's stored corpus."""
+    """Keep only the head's rows of the tokens that occur most in the tenant's stored sessions."""
     import torch
 
     from agentspec.server_ext.speculator import load_speculator, save_speculator
@@ -86,7 +86,7 @@ def prune(
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    """Return store and tenant as a server gets them: from options, else the environment, else the defaults."""
+    """Return the settings with store and tenant from the options, else the environment, else the defaults."""
     from_environment = load_settings({})
     return load_settings({"agentspec": {**from_environment.model_dump(include={"store", "tenant"}), **given}}, {})
 
@@ -114,7 +114,7 @@ def _count(
 
 
 def _share(counts: "TokenCounts", keep: "torch.Tensor") -> float | None:
-    """Return the share of the generated tokens that are kept; None where there are none."""
+    """Return the share of the generated tokens that are kept; None where no token was generated."""
     total = int(counts.responses.sum())
     return int(counts.responses[keep.numpy()].sum()) / total if total else None
 

@@ -1,4 +1,4 @@
-"""Replay recorded conversations through the suffix cache, without an engine: what drafting would bring."""
+"""Replay recorded conversations through the suffix cache to measure drafting without an engine."""
 
 from agentspec.simulate.records import Call, Record, open_tokenizer, read_calls
 from agentspec.simulate.replay import Durations, Figures, simulate

@@ -64,10 +64,10 @@ def read_calls(
     tenant: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Call]:
-    """Yield the file's calls one by one; of what was read, only the last text of each session stays in memory.
+    """Yield the file's calls one by one. Only the last text of each session stays in memory.
 
-    A name that ends in .gz is read as such. `tenant` takes the place of the records' own. `progress` is told how
-    many bytes of the file were read. Raises InvalidInputError naming file, line and field.
+    A file whose name ends in .gz is decompressed. `tenant` replaces the records' own. `progress` gets the number of
+    bytes read so far. Raises InvalidInputError naming file, line and field.
     """
     last: dict[tuple[str | None, str], Int32Array] = {}
     for line, text in _lines(path, progress):
@@ -82,7 +82,7 @@ def read_calls(
 def open_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, of a folder that holds one, or of a model that transformers knows.
 
-    Special tokens are taken from the text where it has them; none are added.
+    Special tokens in the text are encoded as such; none are added.
     Raises ConfigurationError naming what to install or to give.
     """
     path = Path(name)
@@ -134,7 +134,7 @@ def _record(text: bytes) -> Record:
         return Record.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name, *rest = first["loc"]  # a union adds the names of its members, which say nothing to a user
+        name, *rest = first["loc"]  # leave out the names of a union's members
         index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
         given = "nothing" if isinstance(first["input"], dict) else repr(first["input"])
         short = given if len(given) <= 60 else given[:57] + "..."

@@ -1,4 +1,4 @@
-"""Replay calls through the serving cache with greedy verification: the recorded response is what the model says."""
+"""Replay calls through the serving cache, and verify its drafts greedily against the recorded responses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class Durations:
-    """Hold the durations of many calls in constant memory: each is kept to three digits."""
+    """Count the durations of many calls in constant memory, each rounded to three digits."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, nanoseconds: int) -> None:
-        """Count one call."""
+        """Count the duration of one call."""
         unit = 10 ** max(len(str(nanoseconds)) - 3, 0)
         self._counts[nanoseconds // unit * unit] += 1
 
@@ -55,9 +55,9 @@ class Durations:
 class Figures:
     """Hold what a simulation counts and times.
 
-    tokens: of all responses. steps: verifications, each of which gives its accepted tokens and one more. drafted,
-    accepted: draft tokens verified, and right. bytes_per_token: the indexes' bytes at the end, over the tokens kept
-    for sessions, groups and tenants.
+    tokens: tokens of all responses. steps: verifications, each of which gives its accepted tokens and one more.
+    drafted, accepted: draft tokens verified and accepted. bytes_per_token: the indexes' bytes at the end, over the
+    tokens kept for sessions, groups and tenants.
     """
 
     tokens: int = 0
@@ -95,9 +95,9 @@ def simulate(
 ) -> Figures:
     """Replay the calls one after the other and return their figures.
 
-    A step drafts at most `max_draft` tokens (None: the policy's limit), verifies them against the record, and takes in
-    the accepted tokens and the one after them. Drafts may run past the end of the response, which the engine does not
-    know; those tokens count as drafted. scope: what each call drafts from beside its own text.
+    A step drafts at most `max_draft` tokens (None: the policy's limit), verifies them against the record, and adds the
+    accepted tokens and the one after them. Drafts may run past the end of the response, as in an engine, which does
+    not know it; those tokens count as drafted. scope: the sources of drafts beside a call's own text.
     """
     figures = Figures()
     limit = cache.policy.max_draft if max_draft is None else max_draft

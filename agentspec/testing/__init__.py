@@ -1,7 +1,7 @@
-"""Tools for measuring and testing, for this project's tests and for users: forced-token replay, real servers.
+"""Measure and test against the real thing: forced-token replay on vLLM, a model server, a Redis server.
 
-``replay``        recorded agent runs as end-to-end measurements: real engine, recorded tokens
-``replay_types``  what goes into a replay, and what it counts
-``server``        a real model server, with or without the extension
-``redis_server``  a real Redis server
+``replay``        replays recorded agent runs on a real engine and measures them
+``replay_types``  holds the replay's input and its counts
+``server``        starts a real model server, with or without the extension
+``redis_server``  starts a real Redis server
 """

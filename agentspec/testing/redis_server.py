@@ -1,4 +1,4 @@
-"""A real redis-server of one's own, on a free port and in a folder of its own, for tests and trials."""
+"""Start a real redis-server for tests and trials, on a free port and in a folder of its own."""
 
 import shutil
 import socket
@@ -16,9 +16,9 @@ _START_SECONDS = 10.0
 
 
 class RedisServer:
-    """A context manager round a redis-server process that persists what it has acknowledged (``appendonly yes``).
+    """Run redis-server with ``appendonly yes``, so that it persists what it has acknowledged. A context manager.
 
-    ``kill()`` is kill -9; ``start()`` brings it back on the same port with the same data. ``options``: further
+    ``kill()`` sends SIGKILL; ``start()`` starts it again on the same port with the same data. ``options``: further
     settings of redis.conf, such as ``{"requirepass": "secret", "maxmemory": "8mb"}``.
     Raises ConfigurationError if redis-server is not installed, StoreUnavailableError if it does not start.
     """
@@ -32,18 +32,18 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Its store URL."""
+        """Return the server's store URL, with its password."""
         password = self._options.get("requirepass")
         return f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
 
     @property
     def process_id(self) -> int | None:
-        """Of the running server, None while there is none."""
+        """Return the process id of the running server; None while it is stopped."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, again if need be, and wait until it answers."""
-        for _ in range(3):  # somebody else may take the free port first
+        """Start the server, or start it again, and wait until it answers."""
+        for _ in range(3):  # another process may take the free port first
             port = self.port or free_port()
             self._process = self._launch(port)
             if self._wait_until_up(port):
@@ -54,14 +54,14 @@ class RedisServer:
         raise StoreUnavailableError(f"redis-server did not start within {_START_SECONDS:.0f} s: {log[-500:]}")
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the server with SIGKILL. Its data stay."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def close(self) -> None:
-        """Kill it and remove its data."""
+        """Kill the server and remove its data."""
         self.kill()
         self._folder.cleanup()
 
@@ -97,14 +97,14 @@ class RedisServer:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self._process is not None and self._process.poll() is None:
             if _answers(port):
-                # our process, and not one that took the port before it
+                # If our process has ended, another one has the port and gave the answer.
                 return self._process.poll() is None
             time.sleep(0.02)
         return False
 
 
 def find_redis_server() -> str:
-    """Path of the redis-server program. Raises ConfigurationError naming the command that installs it."""
+    """Return the path of redis-server. Raises ConfigurationError naming the command that installs it."""
     program = shutil.which("redis-server")
     if program is None:
         raise ConfigurationError("redis-server is not installed; install it with: apt-get install redis-server")
@@ -118,4 +118,4 @@ def _answers(port: int) -> bool:
             reply = connection.recv(64)
     except OSError:
         return False
-    return reply.startswith((b"+PONG", b"-NOAUTH"))  # -LOADING: not yet
+    return reply.startswith((b"+PONG", b"-NOAUTH"))  # -LOADING: not ready yet

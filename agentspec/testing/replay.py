@@ -1,8 +1,8 @@
-"""Forced-token replay: recorded agent runs as end-to-end measurements on real vLLM.
+"""Replay recorded agent runs on real vLLM with forced tokens, and measure them end to end.
 
-The target's choice at each position is the recorded response's token; forward pass, scheduler, proposer and
-verification are vLLM's own. What a method drafts and how much of it is right is therefore what it would have
-been for the model that wrote the record, on any model shape, random weights included:
+The replay replaces the target's choice at each position by the recorded response's token. Forward pass, scheduler,
+proposer and verification are vLLM's own. So a method drafts, and has accepted, what it would have had with the model
+that wrote the record, on any model shape, random weights included:
 
     calls = [Call("run-1", prompt, response), ...]
     with ReplayEngine(method="none") as plain, ReplayEngine(method="agentspec") as ours:
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class ReplayEngine:
-    """A vLLM engine in a process of its own that replays calls. Use as a context manager, or ``close()`` it.
+    """Run a vLLM engine in a process of its own that replays calls. Use as a context manager, or ``close()`` it.
 
     ``model``: a model folder, or None for random weights of ``shape``. ``max_batch``: the largest ``batch`` of a
     run. ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's
@@ -84,7 +84,7 @@ class ReplayEngine:
         async_scheduling: bool | None = False,
         module_paths: Iterable[str | Path] = (),
     ) -> None:
-        speculative_config(method, max_draft)  # an unknown name shows now
+        speculative_config(method, max_draft)  # raise for an unknown name now
         paths = tuple(map(str, module_paths))
         if method == "suffix":
             _check_suffix(paths)
@@ -115,7 +115,7 @@ class ReplayEngine:
         self._info: dict[str, Any] | None = None
 
     def wait_ready(self) -> dict[str, Any]:
-        """Return when the engine has started: its ``vllm`` version, ``device`` and ``async_scheduling``.
+        """Wait until the engine has started. Return its ``vllm`` version, ``device`` and ``async_scheduling``.
 
         Raises ReplayError if it could not start.
         """
@@ -133,7 +133,7 @@ class ReplayEngine:
         return self.advance(None)
 
     def begin(self, calls: Iterable[Call], batch: int = 1) -> None:
-        """Hand over the calls; ``advance`` then runs them piece by piece. Errors as in ``run``."""
+        """Hand over the calls; ``advance`` then runs them piece by piece. Raises what ``run`` raises."""
         calls = list(calls)
         if not 1 <= batch <= self.spec.max_batch:
             raise ConfigurationError(f"batch must be between 1 and {self.spec.max_batch}, got {batch}")
@@ -142,9 +142,9 @@ class ReplayEngine:
         self._ask("begin", calls, batch)
 
     def advance(self, calls: int | None) -> ReplayResult:
-        """Run until ``calls`` more of them have finished (None: all). What is in flight stays so, paused.
+        """Run until ``calls`` more of them have finished (None: all). Requests in flight are paused, not ended.
 
-        Returns the figures of this piece; ``calls == 0`` in it means that nothing was left.
+        Returns the figures of this piece; ``calls == 0`` in it means that no call was left.
         """
         result: ReplayResult = self._ask("advance", calls)
         return result
@@ -205,9 +205,9 @@ def compare(
 ) -> dict[str, ReplayResult]:
     """Run the same calls on every engine, taking turns: ``chunk`` calls each (default: twice the batch).
 
-    All engines take the same number of turns, in changing order, so that no one always comes behind the same other
-    one. Requests in flight wait, paused, while the others have their turn, so slots never run empty. ``progress`` is
-    told the engine's name and how many calls it has finished. Raises what ``ReplayEngine.run`` raises.
+    All engines take the same number of turns, in changing order, so that no engine always follows the same other one.
+    Requests in flight are paused while other engines have their turn, so slots never run empty. ``progress`` gets the
+    engine's name and the number of calls that it has finished. Raises what ``ReplayEngine.run`` raises.
     """
     size = chunk or 2 * batch
     for engine in engines.values():
@@ -217,7 +217,7 @@ def compare(
     order = list(engines)
     for goal in range(size, len(calls) + size, size):
         for name in order:
-            # A step can finish several calls: the next turn is shorter by those.
+            # A step can finish several calls, so the next turn is shorter by as many.
             piece = engines[name].advance(min(goal, len(calls)) - results[name].calls)
             results[name] += replace(piece, turns=((piece.tokens, piece.seconds),))
             if progress is not None:
@@ -227,13 +227,13 @@ def compare(
 
 
 def fitting_length(calls: Iterable[Call], max_draft: int | None = None) -> int:
-    """Return a ``max_model_len`` that holds every call with room for drafts, so that no method hits that edge."""
+    """Return a ``max_model_len``, in tokens, that leaves every call room for a whole draft at its end."""
     longest = max((len(call.prompt) + len(call.response) for call in calls), default=1)
     return longest + 2 * (MAX_DRAFT if max_draft is None else max_draft) + 2
 
 
 def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Path:
-    """Write the ``config.json`` of a Llama of that shape, which vLLM fills with random weights. Return the folder.
+    """Write the ``config.json`` of a Llama of that shape, for vLLM to fill with random weights. Return the folder.
 
     ``max_model_len``: in tokens. Raises ConfigurationError for a shape that no such model can have.
     """
@@ -265,7 +265,7 @@ def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Pa
 
 
 def _check_suffix(paths: Sequence[str]) -> None:
-    """Raise ConfigurationError without the module. Does not import it: an installed one then patches vLLM."""
+    """Raise ConfigurationError without ArcticInference's module. Don't import it: an installed one patches vLLM."""
     if PathFinder.find_spec("arctic_inference", [*paths, *sys.path]) is None:
         raise ConfigurationError(
             "method 'suffix' needs the module arctic_inference.suffix_decoding: build it (benchmarks/arctic.py of this "
@@ -275,13 +275,13 @@ def _check_suffix(paths: Sequence[str]) -> None:
 
 @contextmanager
 def _environment(method: str) -> Iterator[None]:
-    """The environment of a worker: set around its start, because some of it must be there before its libraries."""
+    """Set a worker's environment while it starts, because its libraries read some variables when they load."""
     before = dict(os.environ)
     for name in [name for name in before if name.startswith("AGENTSPEC_")]:
-        del os.environ[name]  # a store or tenant of the user's must not get into a measurement
+        del os.environ[name]  # the user's store or tenant must not change a measurement
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine core in the worker: it runs only when stepped
-        VLLM_USE_V2_MODEL_RUNNER="0",  # the V2 runner takes no foreign drafter
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # runs the engine core in the worker, only when stepped
+        VLLM_USE_V2_MODEL_RUNNER="0",  # the V2 runner takes vLLM's own drafters only
         VLLM_PLUGINS="agentspec" if method == "agentspec" else "",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
@@ -289,7 +289,7 @@ def _environment(method: str) -> Iterator[None]:
     for name, value in (
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("KMP_BLOCKTIME", "1"),  # waiting threads must not spin while another engine has its turn
+        ("KMP_BLOCKTIME", "1"),  # threads must not spin while another engine has its turn
         ("OMP_WAIT_POLICY", "PASSIVE"),
     ):
         os.environ.setdefault(name, value)

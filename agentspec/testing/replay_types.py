@@ -1,4 +1,4 @@
-"""Plain data of the replay: what goes into an engine, and what is counted. Needs neither vLLM nor torch."""
+"""Define the replay's input and its counts as plain data. Needs neither vLLM nor torch."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from agentspec.errors import AgentSpecError, ConfigurationError
 Int32 = NDArray[np.int32]
 
 NGRAM_MIN, NGRAM_MAX = 2, 5
-"""Lengths of the n-grams that vLLM's own ``ngram`` looks up under a given draft limit: the usual small window."""
+"""Shortest and longest n-gram, in tokens, that vLLM's ``ngram`` looks up when a draft limit is given."""
 NGRAM_DRAFT = 5
-"""Draft tokens of ``ngram`` without a given limit: what the example in vLLM's documentation has; there is no default.
-The n-grams then have vLLM's default length, 5."""
+"""Draft tokens of ``ngram`` when no limit is given, from the example in vLLM's documentation: vLLM has no default.
+The n-grams then have vLLM's default length, 5 tokens."""
 
 RESERVED_TOKENS = 24
-"""An engine warms up on the token ids below this."""
+"""Number of token ids, from 0 on, that an engine warms up with."""
 
 
 class ReplayError(AgentSpecError):
-    """A replay that cannot be trusted: other tokens than recorded, an error in the extension, a dead engine."""
+    """Report a replay that cannot be trusted: other tokens than recorded, an extension's error, a dead engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1.
+    """Hold one recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1.
 
     ``lane``: calls of one lane never run at the same time (default: the session is the lane). With as many lanes as
     slots, each lane keeps its slot until its calls run out.
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama model with random weights. ``heads`` divides ``hidden``; every size is a count."""
+    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``."""
 
     vocab_size: int = 131_072
     hidden: int = 64
@@ -53,7 +53,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything that a worker process needs to start its engine."""
+    """Hold everything that a worker process needs to start its engine."""
 
     method: str
     model: str
@@ -69,11 +69,11 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay did. Every method is counted alike, in vLLM's model runner.
+    """Count what a replay did, for every method alike, in vLLM's model runner.
 
     ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
-    prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` those that were right and
-    returned, ``seconds`` the wall-clock time inside the engine.
+    prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` the draft tokens that were accepted
+    and returned, ``seconds`` the wall-clock time inside the engine.
     """
 
     calls: int = 0
@@ -84,29 +84,29 @@ class ReplayResult:
     seconds: float = 0.0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     decode_seconds: tuple[float, ...] = ()
-    """Duration of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
+    """Seconds of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
     turns: tuple[tuple[int, float], ...] = ()
-    """Tokens and seconds of each turn, where engines took turns."""
+    """Tokens and seconds of each turn; empty unless engines took turns."""
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean acceptance length, bonus token included; 0 before the first step."""
+        """Return the mean acceptance length, bonus token included; 0 before the first step."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 without drafts."""
+        """Return accepted over drafted tokens; 0 without drafts."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens of all requests per second, prefill included."""
+        """Return the output tokens of all requests per second, prefill time included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: "ReplayResult") -> "ReplayResult":
-        """Both together."""
+        """Return the sums of both results."""
         sources = Counter(self.accepted_by_source)
-        sources.update(other.accepted_by_source)  # "+" would drop the sources that gave nothing
+        sources.update(other.accepted_by_source)  # Counter's "+" would drop sources with 0
         return ReplayResult(
             calls=self.calls + other.calls,
             tokens=self.tokens + other.tokens,
@@ -121,7 +121,7 @@ class ReplayResult:
 
 
 def speculative_config(method: str, max_draft: int | None = None) -> dict[str, Any] | None:
-    """Return vLLM's ``speculative_config`` for a method. ``max_draft``: its longest draft; None: its own default.
+    """Return vLLM's ``speculative_config`` for a method. ``max_draft``: in tokens; None: the method's own default.
 
     Raises ConfigurationError for a name that is not in METHODS.
     """

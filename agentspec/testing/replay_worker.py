@@ -1,7 +1,7 @@
-"""The worker process of one replay engine: vLLM in-process, driven step by step over a pipe.
+"""Run vLLM in the worker process of one replay engine, step by step, as commands come over a pipe.
 
-Between two commands nothing runs here, so that several engines can take turns on one machine. Two methods of vLLM's
-model runner are replaced, for every method of speculation alike, by ``server_ext.vllm_adapter``'s ``Patch``: one forces
+Between two commands nothing runs here, so that several engines can take turns on one machine. ``Patch`` of
+``server_ext.vllm_adapter`` replaces two methods of vLLM's model runner, whatever the method of speculation: one forces
 the recorded tokens, the other counts.
 """
 
@@ -27,38 +27,38 @@ from agentspec.testing.replay_types import (
 )
 
 _WARM_UP = Call("agentspec-warm-up", np.arange(16, dtype=np.int32), np.arange(16, RESERVED_TOKENS, dtype=np.int32))
-"""Tokens that do not repeat, so that nothing is learned from them."""
+"""Warm-up call whose tokens do not repeat, so that no drafter learns from them."""
 
 REPLAY_KEY = "agentspec_replay"
-"""Entry of ``SamplingParams.extra_args`` that carries the recorded response: a flat list of ints."""
+"""Key in ``SamplingParams.extra_args`` of the recorded response, a flat list of ints."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the model runner; the three sequences have one entry for each row that was given tokens."""
+    """Record one step of the model runner. The sequences have one entry for each row that was given tokens."""
 
     request_ids: Sequence[str]
     sampled: Sequence[int]
-    """tokens that the row was given: accepted and bonus"""
+    """tokens that the row was given: accepted draft tokens and the bonus token"""
     drafted: Sequence[int]
-    """draft tokens that were verified for it"""
+    """draft tokens of the row that were verified"""
     scheduled: int
-    """tokens in the forward pass, of all rows"""
+    """tokens of all rows in the forward pass"""
 
     @property
     def prefills(self) -> bool:
-        """Whether the forward pass held more than the last token and the draft of each row."""
+        """Return whether the forward pass held more than the last token and the draft of each row."""
         return self.scheduled != len(self.sampled) + sum(self.drafted)
 
 
 def serve(pipe: Connection, spec: EngineSpec) -> None:
     """Answer commands until the pipe closes: ("begin", calls, batch) and ("advance", calls or None).
 
-    Every answer is ("ok", value) or ("error", text). The first one, the engine's info, comes unasked when it is ready.
+    Every answer is ("ok", value) or ("error", text). The engine's info comes first, unasked, when it is ready.
     """
     import os
 
-    os.dup2(2, 1)  # vLLM logs to stdout, which belongs to the caller
+    os.dup2(2, 1)  # send vLLM's log to stderr: stdout is the caller's
     replay: Replay | None = None
     engine: Engine | None = None
     while True:
@@ -86,7 +86,7 @@ def serve(pipe: Connection, spec: EngineSpec) -> None:
 
 
 class Engine:
-    """A vLLM engine in this process that plays recorded responses."""
+    """Run a vLLM engine in this process that plays recorded responses."""
 
     def __init__(self, spec: EngineSpec) -> None:
         sys.path[:0] = spec.module_paths
@@ -118,7 +118,7 @@ class Engine:
         Replay(self, [_WARM_UP], 1).advance(None)
 
     def info(self) -> dict[str, Any]:
-        """What this engine turned out to be."""
+        """Return the engine's vLLM version, device type, and whether it schedules asynchronously."""
         import vllm
         from vllm.platforms import current_platform
 
@@ -130,7 +130,7 @@ class Engine:
         }
 
     def add(self, call: Call) -> tuple[str, str]:
-        """Start a call. Returns its id in outputs, and the engine's own id for it."""
+        """Start a call. Return its id in outputs, and the engine's own id for it."""
         from vllm import SamplingParams
 
         extra: dict[str, Any] = {REPLAY_KEY: [int(token) for token in call.response], "session_id": call.session}
@@ -145,9 +145,9 @@ class Engine:
         return request_id, self.llm.llm_engine.add_request(request_id, prompt, params)
 
     def accepted_by_source(self, request_id: str) -> dict[str, int]:
-        """The extension's own figures of a finished request; empty for other methods.
+        """Return the extension's accepted tokens of a finished request by source; empty for other methods.
 
-        Raises ReplayError when the extension met an error: it cost drafts, so the measurement means nothing.
+        Raises ReplayError when the extension met an error: drafts were lost, so the measurement means nothing.
         """
         if self.spec.method != "agentspec":
             return {}
@@ -167,7 +167,7 @@ class _Running:
 
 
 class Replay:
-    """``batch`` slots working through ``calls`` in their order; the calls of a lane never overlap."""
+    """Work through ``calls`` in their order with ``batch`` slots; the calls of a lane never overlap."""
 
     def __init__(self, engine: Engine, calls: Sequence[Call], batch: int) -> None:
         self._engine = engine
@@ -176,7 +176,7 @@ class Replay:
         self._running: dict[str, _Running] = {}
 
     def advance(self, calls: int | None) -> ReplayResult:
-        """Step until that many more calls have finished (None: all); the others stay in flight."""
+        """Step the engine until ``calls`` more calls have finished (None: all); the others stay in flight."""
         times: list[float] = []
         sources: Counter[str] = Counter()
         counts: Counter[str] = Counter()
@@ -189,7 +189,7 @@ class Replay:
             filled = time.perf_counter()
             outputs = self._engine.llm.llm_engine.step()
             end = time.perf_counter()
-            seconds += end - begin  # checking and counting below is ours, not the engine's
+            seconds += end - begin  # leave the checking and counting below out
             for record in self._engine.records:
                 self._count(record, counts)
                 if len(record.sampled) == self._batch and not record.prefills:
@@ -258,7 +258,7 @@ def _lane(call: Call) -> str:
 
 
 def install_replay(record: Callable[[StepRecord], None]) -> None:
-    """Patch vLLM's model runner; ``record`` is called after every step. Call it once a process.
+    """Patch vLLM's model runner to force tokens and to call ``record`` after every step. Call it once a process.
 
     Raises UnsupportedEngineError when this vLLM's runner has no such methods.
     """
@@ -315,7 +315,7 @@ def _bookkeeping_sync(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Record what each row was given: here verified tokens enter a request, whatever the method of speculation."""
+    """Record the tokens that each row was given. vLLM adds verified tokens to requests here, for every method."""
     request_ids = list(runner.input_batch.req_ids)
     outputs = [runner.requests[request_id].output_token_ids for request_id in request_ids]
     before = [len(output) for output in outputs]

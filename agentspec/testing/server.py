@@ -1,4 +1,4 @@
-"""A real model server for tests and demos: ``vllm serve``, with or without the extension, on a free local port."""
+"""Start a real model server for tests and demos: ``vllm serve``, with or without the extension, on a free port."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENI
 
 
 class ServerFailedError(AgentSpecError):
-    """The server did not come up, or died; the message ends with the last lines of its log."""
+    """Report that the server did not start, or died. The message ends with the last lines of its log."""
 
 
 class ModelServer:
-    """``agentspec serve`` (or plain ``vllm serve``) as a child process.
+    """Run ``agentspec serve`` (or plain ``vllm serve``) as a child process.
 
     ``agentspec=False`` starts vLLM with no trace of the extension: its plugins are not loaded.
     Use as a context manager, or call ``start`` (or ``launch`` and ``wait``) and ``stop``.
@@ -56,7 +56,7 @@ class ModelServer:
 
     @property
     def base_url(self) -> str:
-        """The OpenAI API's address."""
+        """Return the base URL of the OpenAI API."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def launch(self) -> None:
@@ -93,12 +93,12 @@ class ModelServer:
         raise ServerFailedError(f"the {self.name} server did not answer in {timeout:.0f} s\n{self.tail()}")
 
     def start(self, timeout: float = 300.0) -> None:
-        """Launch and wait."""
+        """Launch the server and wait until it answers."""
         self.launch()
         self.wait(timeout)
 
     def stop(self, timeout: float = 20.0) -> None:
-        """End the server in the orderly way, by force if that takes too long."""
+        """Interrupt the server, and kill it if it has not ended after ``timeout`` seconds."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGINT)
@@ -108,8 +108,8 @@ class ModelServer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop all its processes (SIGSTOP) for a while: vLLM spins for a second after each request, which would
-        slow down whatever else is being measured on the same cores."""
+        """Pause all processes of the server (SIGSTOP) during the block. vLLM spins for a second after each request, and
+        would slow down what is measured on the same cores."""
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -117,7 +117,7 @@ class ModelServer:
             self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9 of the server and of its engine processes."""
+        """Kill the server and its engine processes with SIGKILL."""
         if self._process is None:
             return
         self._signal(signal.SIGKILL)
@@ -125,22 +125,22 @@ class ModelServer:
         self._process = None
 
     def text(self, path: str, timeout: float = 10.0) -> str:
-        """GET of a path on the server's root. Raises OSError when it does not answer or answers with an error."""
+        """GET a path of the server and return its text. Raises OSError for no answer and for an HTTP error."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
             return str(response.read().decode())
 
     def get(self, path: str, timeout: float = 10.0) -> Any:
-        """The same as parsed JSON, or None for an empty answer."""
+        """GET a path of the server and return its parsed JSON, or None for an empty answer."""
         body = self.text(path, timeout)
         return json.loads(body) if body else None
 
     def stats(self) -> dict[str, Any]:
-        """``/v1/agentspec/stats`` of the first engine."""
+        """Return the statistics of the first engine, from ``/v1/agentspec/stats``."""
         engines: list[dict[str, Any]] = self.get("/v1/agentspec/stats")["engines"]
         return engines[0]
 
     def tail(self, lines: int = 40) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         except OSError:
@@ -167,7 +167,7 @@ class ModelServer:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
+    """Return a TCP port on the loopback interface that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,9 +1,9 @@
-"""Training of speculators: ``agentspec train CONFIG.yaml``.
+"""Train speculators: ``agentspec train CONFIG.yaml``.
 
 ``config``         the YAML file
 ``corpus``         conversations from recorded calls, the store, or prompts that vLLM answers (``generate``)
 ``hidden_states``  the target's hidden states, cached in shards
 ``trainer``        batches, losses and the loop
 ``evaluate``       acceptance per position on held-out sessions
-``run``            all of it, in order
+``run``            a whole run, from data to report
 """

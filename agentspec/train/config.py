@@ -1,4 +1,4 @@
-"""``agentspec train``'s YAML file, with ArcticTraining's field names where it has the same thing."""
+"""Define the YAML file of ``agentspec train``, with ArcticTraining's names for the fields that it has too."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,36 +9,36 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agentspec.errors import ConfigurationError
 
 Dimension = Annotated[int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1)]
-"""A width. Published recipes write it as a string."""
+"""Width of a layer, at least 1. Published recipes write it as a string."""
 
 
 class Section(BaseModel):
-    """Refuses fields that it does not know: a misspelt one must not train something else than was meant."""
+    """Refuse unknown fields: a misspelt one would train something else than was meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RecordsSource(Section):
-    """Recorded calls in the format of ``agentspec simulate``."""
+    """Train on recorded calls in the format of ``agentspec simulate``."""
 
     type: Literal["records"]
     path: Path
     tokenizer: str | None = None
-    """For records of text: a tokenizer.json, a model's folder or its name."""
+    """Tokenizer for records of text: a tokenizer.json, a model's folder or its name."""
 
 
 class StoreSource(Section):
-    """Sessions that ``agentspec serve`` has recorded and that all callers of ``tenant`` share: all without API keys."""
+    """Train on sessions that ``agentspec serve`` stored for all callers of ``tenant``: without API keys, all."""
 
     type: Literal["store"]
     url: str
     tenant: str | None = None
     newest: int | None = Field(default=None, ge=1)
-    """Read only so many of the newest turns."""
+    """Number of newest turns to read; None: all."""
 
 
 class PromptsSource(Section):
-    """Prompts that vLLM answers with the target: one JSON object a line with ``messages`` (or ``prompt``)."""
+    """Train on the target's answers to prompts: one JSON object a line with ``messages`` (or ``prompt``)."""
 
     type: Literal["prompts"]
     path: Path
@@ -52,11 +52,11 @@ Source = Annotated[RecordsSource | StoreSource | PromptsSource, Field(discrimina
 
 
 class Model(Section):
-    """The target, and the shape of its speculator."""
+    """Name the target and the shape of its speculator."""
 
     name_or_path: str
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Of the target while its hidden states are computed, and of what is cached of them."""
+    """Precision in which the target computes its hidden states, and in which they are cached."""
     method: Literal["sum_lstm", "sum_rnn"] = "sum_lstm"
     proj_dim: Dimension
     emb_dim: Dimension
@@ -75,15 +75,15 @@ class Model(Section):
 
 
 class Data(Section):
-    """What is trained on, and which whole sessions are kept for measuring."""
+    """Choose the sessions to train on and the sessions held out for measuring."""
 
     sources: list[Source] = Field(min_length=1)
     eval_sources: list[Source] = []
     train_eval_split: tuple[float, float] = (0.95, 0.05)
-    """Shares of the sessions; the second is held out where there are no ``eval_sources``."""
+    """Shares of the sessions to train on and to hold out; not used where there are ``eval_sources``."""
     cache_dir: Path
     max_length: int = Field(default=32_768, ge=2)
-    """Tokens of a conversation at most; its later turns are left out, so that every context stays the real one."""
+    """Most tokens of a conversation. Later turns are left out whole, so every response keeps its real context."""
 
     @model_validator(mode="after")
     def _split_is_whole(self) -> "Data":
@@ -94,14 +94,14 @@ class Data(Section):
 
 
 class Scheduler(Section):
-    """Of the learning rate: a linear rise, then a cosine down to zero."""
+    """Schedule the learning rate: a linear rise, then a cosine down to zero."""
 
     name: Literal["cosine"] = "cosine"
     warmup_ratio: float = Field(default=0.05, ge=0.0, lt=1.0)
 
 
 class Optimizer(Section):
-    """AdamW."""
+    """Set up AdamW."""
 
     lr: float = Field(default=1e-3, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -109,19 +109,19 @@ class Optimizer(Section):
 
 
 class Checkpoint(Section):
-    """Where the speculator goes, and how often a run that may be cut off is kept."""
+    """Choose where the speculator is written, and how often the run is saved so that it can be resumed."""
 
     output_dir: Path
     save_every_n_steps: int = Field(default=200, ge=1)
 
 
 class TrainingConfig(Section):
-    """One run."""
+    """Describe one training run."""
 
     type: Literal["arctic-lstm-speculator", "arctic-mlp-speculator"] = "arctic-lstm-speculator"
     seed: int = Field(default=42, ge=0)
     micro_batch_size: int = Field(default=8, ge=1)
-    """Pieces of responses, of at most 256 positions each, in one forward pass."""
+    """Pieces of responses in one forward pass, each of at most 256 positions."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     train_iters: int = Field(ge=1)
     loss: Literal["lk", "cross_entropy"] = "lk"
@@ -143,7 +143,7 @@ class TrainingConfig(Section):
 
 
 def load_config(path: Path) -> TrainingConfig:
-    """The YAML file as a checked configuration; relative paths in it start at the working directory.
+    """Read and check the YAML file. Relative paths in it start at the working directory.
 
     Raises ConfigurationError naming the file, the field and the remedy.
     """

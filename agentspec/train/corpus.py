@@ -1,7 +1,7 @@
-"""The conversations of a run, as token ids with the responses marked.
+"""Gather the conversations of a run, as token ids with the responses marked.
 
-They are gathered from the sources once, divided by session, and kept on disk, so that a resumed run trains on the same
-ones even where a source has grown since.
+The sources are read once. Their conversations are divided by session and kept on disk, so that a resumed run trains on
+the same ones even if a source has grown.
 """
 
 import hashlib
@@ -33,15 +33,15 @@ from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSour
 
 Int32 = NDArray[np.int32]
 Answer = Callable[[PromptsSource, Path], None]
-"""Writes the target's answers to a source's prompts into a file of recorded calls."""
+"""Function that writes the target's answers to a source's prompts into a file of recorded calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One session's text as the target saw it.
+    """Hold one session's text as the target saw it.
 
-    ``tokens``: int32 [T]. ``responses``: (start, end) of each response in it, in order, ``start`` at least 1, so that
-    the position before it exists, whose hidden state produced its first token.
+    ``tokens``: int32 [T]. ``responses``: (start, end) of each response in it, in order. ``start`` is at least 1: the
+    hidden state of the position before it produced the response's first token.
     """
 
     session: str
@@ -56,14 +56,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The conversations to train on and the held-out ones; no session is in both."""
+    """Hold the conversations to train on and the held-out ones; no session is in both."""
 
     train: list[Conversation]
     held_out: list[Conversation]
 
 
 def folder_of(config: TrainingConfig) -> Path:
-    """Return the folder that caches everything derived from these data and this target."""
+    """Return the folder that caches what is computed from these data and this target."""
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(source.path) for source in _all(config.data) if not isinstance(source, StoreSource)]
     key = json.dumps([data, files, model_name(config.model.name_or_path), config.model.dtype], sort_keys=True)
@@ -73,7 +73,7 @@ def folder_of(config: TrainingConfig) -> Path:
 def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     """Return the run's conversations, from ``folder`` if they were gathered before.
 
-    Raises InvalidInputError where a part of them would be empty, and what the sources raise.
+    Raises InvalidInputError where there would be none to train on or none held out, and what the sources raise.
     """
     files = folder / "train.safetensors", folder / "held-out.safetensors"
     if not all(file.exists() for file in files):
@@ -86,7 +86,7 @@ def gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
 
 @dataclass(slots=True)
 class _Open:
-    """A conversation that may still continue."""
+    """Collect a conversation that may still continue."""
 
     session: str
     parts: list[Int32]
@@ -98,7 +98,7 @@ class _Open:
 
 
 class Joiner:
-    """Joins the calls of a session whose prompts repeat what went before, so that the target reads them once.
+    """Join the calls of a session into conversations, so that the target reads repeated prompts once.
 
     A call whose prompt does not begin with the session's text so far (an edited history, reasoning left out) starts
     another conversation of the same session.
@@ -109,8 +109,8 @@ class Joiner:
         self._closed: list[Conversation] = []
 
     def add(self, session: str, prompt: Int32, response: Int32) -> None:
-        """Add a session's next call: ``prompt`` int32 [P], all that the target saw, and ``response`` int32 [R]."""
-        if len(prompt) == 0 or len(response) < 2:  # there is nothing to draft behind its first token
+        """Add a session's next call: the whole ``prompt``, int32 [P], and its ``response``, int32 [R]."""
+        if len(prompt) == 0 or len(response) < 2:  # no token behind the first to draft
             return
         before = self._open.get(session)
         if before is not None and not _continues(before, prompt):
@@ -134,7 +134,7 @@ def from_records(path: Path, tokenizer: str | None) -> list[Conversation]:
 
 
 def from_calls(calls: Iterable[Call]) -> list[Conversation]:
-    """Join recorded calls into conversations; sessions of different tenants are different sessions."""
+    """Join recorded calls into conversations. Sessions of different tenants stay apart, even under one name."""
     joiner = Joiner()
     for call in calls:
         joiner.add(call.session if call.tenant is None else f"{call.tenant}/{call.session}", call.prompt, call.response)
@@ -142,11 +142,10 @@ def from_calls(calls: Iterable[Call]) -> list[Conversation]:
 
 
 def from_store(store: Store, namespace: str, newest: int | None, tenant: str | None = None) -> list[Conversation]:
-    """Return the conversations of one log that all of its tenant's callers share.
+    """Return the conversations of one log that all callers of its tenant share.
 
-    tenant: the one that the operator named. Turns of other tenants in the log (an API key's own, a cache salt's, a LoRA
-    adapter's), turns under scope "session", and turns whose context the log does not have from its beginning are left
-    out.
+    tenant: the tenant that the operator named. Left out are turns of other tenants in the log (an API key's, a cache
+    salt's, a LoRA adapter's), turns under scope "session", and turns whose earlier context the log no longer holds.
     """
     joiner = Joiner()
     for session, prompt, response in _stored_calls(store, namespace, newest, tenant):
@@ -155,7 +154,7 @@ def from_store(store: Store, namespace: str, newest: int | None, tenant: str | N
 
 
 def cut(conversation: Conversation, max_length: int) -> Conversation:
-    """Return the conversation's first ``max_length`` tokens with the responses that are whole in them."""
+    """Return the conversation up to its last response that ends within the first ``max_length`` tokens."""
     if len(conversation.tokens) <= max_length:
         return conversation
     whole = tuple((start, end) for start, end in conversation.responses if end <= max_length)
@@ -164,9 +163,9 @@ def cut(conversation: Conversation, max_length: int) -> Conversation:
 
 @contextmanager
 def whole(file: Path) -> Iterator[Path]:
-    """Yield a path to write to; when the block is done, what was written takes the place of ``file``.
+    """Yield a path to write to, and move what was written there to ``file`` when the block ends.
 
-    So a run that was cut off finds files that are whole, or none.
+    So a run that was cut off leaves a whole file or none.
     """
     partial = file.with_suffix(".part")
     yield partial
@@ -262,11 +261,11 @@ def _stored_calls(
     chains: dict[str, Chain] = {}
     contexts: dict[str, Int32] = {}
     for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
-        alone = not entry.session  # no session: the turn is a text of its own
+        alone = not entry.session  # without a session, the turn is a text of its own
         name = f"(none) {number}" if alone else entry.session
         chain = Chain() if alone else chains.setdefault(entry.session, Chain())
         if not isinstance(record, TurnRecord):
-            chain.lose()  # damaged: the session's next turns may lack their context
+            chain.lose()  # damaged, so the session's next turns may lack their context
             continue
         shared = record.scope != "session" and record.tenant in (None, tenant)
         linked = chain.link(record)

@@ -16,10 +16,10 @@ _PIECES = 8
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Greedy drafts of n tokens at every decode step, verified against what the target wrote.
+    """Count how many tokens of greedy n-token drafts the recorded responses accept.
 
-    ``tokens``: of all responses, without the first of each, which the prefill gives. ``steps``: decode steps.
-    ``accepted``: for each position, in how many steps its token was accepted.
+    ``tokens``: tokens of all responses, without the first of each, which the prefill gives. ``steps``: decode steps.
+    ``accepted``: for each of the n positions, the steps in which its token was accepted.
     """
 
     tokens: int
@@ -27,7 +27,7 @@ class Acceptance:
     accepted: tuple[int, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON.
+        """Return the counts and rates for JSON.
 
         ``per_position``: accepted / steps. ``given_the_one_before``: accepted / accepted one position before.
         """
@@ -44,7 +44,7 @@ class Acceptance:
 
 
 def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
-    """Replay the decoding of every response.
+    """Replay the decoding of every response, and count the accepted draft tokens.
 
     A draft is accepted as far as it equals the response. Up to there its inputs are the response's own tokens, so one
     teacher-forced pass over all positions gives the drafts of every step.
@@ -64,7 +64,7 @@ def measure(speculator: Speculator, data: HiddenStates) -> Acceptance:
 
 
 def _matched(speculator: Speculator, data: HiddenStates, n: int) -> Iterator[list[int]]:
-    """Yield for each response how many tokens of the draft from each position are right before the first wrong one."""
+    """Yield, for each response, the number of draft tokens that are accepted from each of its positions."""
     lengths = (
         pair
         for some in _some(pieces(data.responses))

@@ -1,4 +1,4 @@
-"""Let vLLM answer a set of prompts with the target, offline, into a file of recorded calls."""
+"""Answer prompts with the target in offline vLLM, and write them to a file of recorded calls."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64
-"""Prompts handed to vLLM at once, and written at once."""
+"""Prompts that vLLM answers between two writes to the file."""
 
 
 def answer_prompts(
@@ -17,8 +17,8 @@ def answer_prompts(
 ) -> None:
     """Write an answer to every prompt into ``out``, in the format of ``agentspec simulate``.
 
-    Prompts that ``out`` has answers to are left out, so a run that was cut off goes on; vLLM is started only where
-    some are missing. ``progress`` is called with how many of how many are done. Raises InvalidInputError naming file
+    Prompts that ``out`` has answers to are skipped, so a run that was cut off goes on; vLLM is started only where
+    answers are missing. ``progress`` gets the number of answers done and of all. Raises InvalidInputError naming file
     and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
@@ -38,7 +38,7 @@ def answer_prompts(
                 file.writelines(lines)
             progress(at + len(part), len(prompts))
     finally:
-        engine.llm_engine.engine_core.shutdown()  # gives the device's memory back
+        engine.llm_engine.engine_core.shutdown()  # frees the device's memory
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
@@ -80,7 +80,7 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
 
 
 def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> list[Any]:
-    """Return vLLM's outputs, in order; chats go through the target's own template."""
+    """Return vLLM's outputs, in order. Chat messages go through the target's own template."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)

@@ -1,8 +1,8 @@
-"""The target's hidden states of every response, computed once by the frozen target and kept on disk.
+"""Compute the hidden states of every response once, with the frozen target, and keep them on disk.
 
-A response of R tokens gives R rows: row i is the hidden state after the final norm that produced its token i. What a
-speculator starts from when token i is the newest is therefore row i, and the target's distribution of token i + 1 is
-its head applied to row i + 1.
+A response of R tokens gives R rows: row i is the hidden state after the final norm that produced its token i. So a
+speculator starts from row i when token i is the newest, and the target's distribution of token i + 1 is its head
+applied to row i + 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,12 @@ from agentspec.train.corpus import Conversation, whole
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
-"""Tokens of one forward pass, padding included, unless one conversation alone is longer."""
+"""Most tokens of one forward pass, padding included, unless one conversation alone is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a speculator must know of its target. ``dtype``: of its stored weights."""
+    """Hold what a speculator must know of its target. ``dtype``: precision of the target's stored weights."""
 
     hidden_size: int
     vocab_size: int
@@ -35,7 +35,7 @@ class TargetShape:
 
 
 def target_shape(name: str) -> TargetShape:
-    """Read the shape from the model's configuration alone. Raises ConfigurationError where there is none."""
+    """Read the shape from the model's configuration, without its weights. Raises ConfigurationError without one."""
     from transformers import AutoConfig
 
     try:
@@ -52,7 +52,7 @@ def target_shape(name: str) -> TargetShape:
 
 
 class Target:
-    """The frozen target on one device, loaded by transformers. Raises ConfigurationError where it cannot be loaded.
+    """Load the frozen target with transformers, on one device. Raises ConfigurationError where it cannot be loaded.
 
     dtype: "auto" or a torch dtype's name.
     """
@@ -74,7 +74,7 @@ class Target:
     def hidden_states(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return the states after the final norm, [T, H] for each sequence, int64 [T].
 
-        All are one batch, padded behind: a causal model never looks there.
+        All are one batch, padded at the end, where a causal model never looks.
         """
         ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self._device)
         with torch.inference_mode():
@@ -97,7 +97,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Where a response of ``session`` is stored: rows ``start`` to ``start + length`` of that shard."""
+    """Locate a stored response of ``session``: rows ``start`` to ``start + length`` of its shard."""
 
     session: str
     shard: int
@@ -125,9 +125,9 @@ def extract(
     open_target: Callable[[], Target],
     progress: Callable[[int], None],
 ) -> None:
-    """Write the shards that ``folder`` lacks; call ``progress`` with the number of tokens done or found there.
+    """Write the shards that ``folder`` lacks. Call ``progress`` with each number of tokens computed or found there.
 
-    Load the target only where something is missing. A shard appears under its name when it is whole.
+    The target is loaded only if a shard is missing. A shard appears under its name when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target: Target | None = None
@@ -143,7 +143,7 @@ def extract(
 
 
 class HiddenStates:
-    """The rows of all responses, read by mapping the shards. A context manager; ``close`` unmaps."""
+    """Read the rows of all responses by mapping the shards. A context manager; ``close`` unmaps."""
 
     def __init__(self, conversations: Sequence[Conversation], folder: Path) -> None:
         self.responses: list[Response] = []
@@ -191,7 +191,7 @@ def _write(conversations: Sequence[Conversation], file: Path, target: Target, pr
 
 
 def _batches(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
-    """Yield neighbours in order of length, as many as fit into one forward pass."""
+    """Yield batches of conversations of similar length, as many as fit into one forward pass."""
     batch: list[Conversation] = []
     for conversation in conversations:
         if batch and (len(batch) + 1) * len(batch[0].tokens) > _FORWARD_TOKENS:  # the first one is the longest

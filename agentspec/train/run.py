@@ -1,4 +1,4 @@
-"""Run a training from data to report: hidden states, training, measuring, and the files that it leaves."""
+"""Run a training from data to report: hidden states, training, measuring, and the files that it writes."""
 
 import gc
 import json
@@ -24,10 +24,10 @@ REPORT = "report.json"
 
 
 def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
-    """Run ``config`` to its end, going on where an earlier call was cut off; return what ``report.json`` says.
+    """Run ``config`` to its end, going on where an earlier call was cut off. Return what ``report.json`` says.
 
-    Leaves in ``checkpoint.output_dir`` the speculator, as ``load_speculator`` and ArcticInference read it, and the
-    report. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
+    Writes the report and the speculator, which ``load_speculator`` and ArcticInference read, to
+    ``checkpoint.output_dir``. Raises ConfigurationError and InvalidInputError that name the field and the remedy.
     """
     out = config.checkpoint.output_dir
     if (out / REPORT).exists():
@@ -61,7 +61,7 @@ _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), 
 
 
 class _Run:
-    """The cache folder, the device, and the target while it is needed, for all parts of a run."""
+    """Hold the cache folder, the device and, while it is needed, the target of a run."""
 
     def __init__(self, config: TrainingConfig, bars: Progress) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class _Run:
         self._opened: Target | None = None
 
     def answer(self, source: PromptsSource, out: Path) -> None:
-        """Let vLLM answer a source's prompts."""
+        """Answer a source's prompts with vLLM and write the calls to ``out``."""
         bar = self._bars.add_task("answers", total=None)
         answer_prompts(
             source,
@@ -83,7 +83,7 @@ class _Run:
         )
 
     def prepare(self, corpus: Corpus) -> Tensor | None:
-        """Compute the hidden states that are missing; return the target's head [V, H] where the loss needs it."""
+        """Compute the missing hidden states. Return the target's head [V, H], or None if the loss does not need it."""
         for conversations, name in ((corpus.train, "train"), (corpus.held_out, "held-out")):
             self._extract(conversations, name)
         head = self._head() if self.config.loss == "lk" else None
@@ -93,7 +93,7 @@ class _Run:
         return head
 
     def train(self, trainer: Trainer, held_out: HiddenStates) -> tuple[Acceptance, Acceptance]:
-        """Train to the last step; return the acceptance on the held-out sessions before and after."""
+        """Train to the last step. Return the acceptance on the held-out sessions before and after."""
         before = measure(trainer.speculator, held_out)
         if trainer.resume():
             self._bars.console.print(f"going on at step {trainer.step}")
@@ -106,7 +106,8 @@ class _Run:
             self._bars.update(bar, completed=trainer.step, description=f"training, loss {smooth:.3f}")
             if trainer.step % every == 0:
                 trainer.save()
-        trainer.speculator.to(self.target.dtype).float()  # as it will be saved
+        # Round the weights to the target's dtype, so that the acceptance is measured on the weights that are saved.
+        trainer.speculator.to(self.target.dtype).float()
         return before, measure(trainer.speculator, held_out)
 
     def _extract(self, conversations: list[Conversation], name: str) -> None:

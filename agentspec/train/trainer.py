@@ -1,6 +1,6 @@
-"""The training loop: which positions are trained on in which step, by which loss.
+"""Train a speculator: choose the positions of each step, compute the loss, update the weights.
 
-A run has the same batches and the same weights whether it is cut off in between or not.
+A run that was cut off and resumed has the same batches and weights as one that was not.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from agentspec.train.corpus import whole
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
 
 PIECE = 256
-"""Positions of a piece at most: the length of ArcticTraining's sequences."""
+"""Most positions of a piece: the length of ArcticTraining's sequences."""
 ETA = 3.0
-"""How fast the LK loss turns from divergence to acceptance; the paper's best setting."""
+"""Speed at which the LK loss turns from divergence to acceptance; the paper's best setting."""
 _MAX_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Positions ``first`` to ``last`` of a response, each with at least one token behind it."""
+    """Select positions ``first`` to ``last`` of a response, each with at least one token behind it."""
 
     response: Response
     first: int
@@ -39,10 +39,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of several pieces, and the positions in them that drafts start from.
+    """Hold the M rows of several pieces, and the N of them that drafts start from.
 
-    ``hidden``: [M, H]. ``tokens``: int64 [M]. ``starts``: int64 [N], rows. ``left``: int64 [N], how many rows of the
-    same response follow each of them.
+    ``hidden``: [M, H]. ``tokens``: int64 [M]. ``starts``: int64 [N], row indices. ``left``: int64 [N], number of rows
+    of the same response behind each start.
     """
 
     hidden: Tensor
@@ -51,11 +51,11 @@ class Batch:
     left: Tensor
 
     def row(self, k: int) -> Tensor:
-        """Return int64 [N]: the row k further, or the response's last one where it ends before."""
+        """Return int64 [N]: for each start the row k further on, or the response's last row if it ends before."""
         return self.starts + self.left.clamp(max=k)
 
     def inputs(self, n: int) -> Tensor:
-        """Return int64 [N, n]: a draft's input tokens, teacher-forced; those behind the response are fillers."""
+        """Return int64 [N, n]: each draft's input tokens, taken from the response. Those behind its end are fillers."""
         return torch.stack([self.tokens[self.row(k)] for k in range(n)], dim=1)
 
     def to(self, device: torch.device) -> "Batch":
@@ -64,7 +64,7 @@ class Batch:
 
 
 def pieces(responses: Sequence[Response]) -> list[Piece]:
-    """Cut all responses into pieces; the last token of a response starts no draft, because nothing follows it."""
+    """Cut all responses into pieces. No draft starts at a response's last token, because nothing follows it."""
     return [
         Piece(response, first, min(first + PIECE, response.length - 1))
         for response in responses
@@ -91,7 +91,7 @@ def collate(data: HiddenStates, chosen: Sequence[Piece], n: int) -> Batch:
 def draws(count: int, seed: int, begin: int) -> Iterator[int]:
     """Yield indices below ``count`` without end, each epoch in its own random order, from draw ``begin`` on.
 
-    What is drawn depends on its number alone, so a resumed run sees what an unbroken one would have seen.
+    An index depends on its draw number only, so a resumed run sees what an unbroken one would have seen.
     """
     epoch, at = divmod(begin, count)
     while True:
@@ -109,15 +109,15 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def lk(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the adaptive LK loss (Samarin et al., "LK Losses", arXiv 2602.23881), which raises the acceptance itself.
+    """Return the adaptive LK loss (Samarin et al., "LK Losses", arXiv 2602.23881), which raises the acceptance rate.
 
     With p the target's distribution and q the draft's, a draft sampled from q is accepted with probability
-    a = sum(min(p, q)), one minus their total variation. The gradient of that alone vanishes where they hardly overlap;
-    so it is mixed with the Kullback-Leibler divergence, which leads there::
+    a = sum(min(p, q)), one minus their total variation. The gradient of a vanishes where p and q hardly overlap. So the
+    loss mixes in the Kullback-Leibler divergence, whose gradient does not::
 
         l * KL(p || q) + (1 - l) * (1 - a)   with   l = exp(-ETA * a), taken as a constant
 
-    (For the divergence stands the cross-entropy of p and q: the same gradient, without the entropy of p.)
+    (The code computes the cross-entropy of p and q in place of the divergence: it has the same gradient.)
     logits: [N, V] of the draft. target: float32 [N, V], p. Returns the loss, float32 [N], and a, without a gradient.
     """
     log_q = functional.log_softmax(logits.float(), -1)
@@ -129,10 +129,10 @@ def lk(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def worth(accepted: Tensor) -> Tensor:
-    """Return how many more tokens of a draft are accepted for each unit by which a position's acceptance rises.
+    """Return the derivative of a draft's expected accepted tokens by the acceptance rate of each position.
 
-    A position counts only where those before it are accepted, and carries those behind it: the derivative of the
-    expected number of accepted tokens, a1 + a1 a2 + a1 a2 a3 + ..., by each a. accepted: [N, n]. Returns [N, n].
+    A token counts only if all before it are accepted, so the expected number is a1 + a1 a2 + a1 a2 a3 + ...
+    accepted: [N, n], the rates. Returns [N, n].
     """
     reached = torch.ones_like(accepted)
     reached[:, 1:] = accepted[:, :-1].cumprod(1)
@@ -143,7 +143,7 @@ def worth(accepted: Tensor) -> Tensor:
 
 
 def speculator_config(model: Model, target: TargetShape) -> SpeculatorConfig:
-    """Return the shape that ``model`` asks for, on that target. Raises SpeculatorError for an impossible one."""
+    """Return the speculator's shape for ``model`` and its target. Raises SpeculatorError for an impossible one."""
     return SpeculatorConfig(
         kind="lstm" if model.method == "sum_lstm" else "mlp",
         hidden_size=target.hidden_size,
@@ -161,7 +161,7 @@ def speculator_config(model: Model, target: TargetShape) -> SpeculatorConfig:
 
 
 def rate_factor(step: int, total: int, warmup: float) -> float:
-    """Return the share of the learning rate in a step, counted from 0: a linear rise, then a cosine down to zero."""
+    """Return the factor of the learning rate in a step (from 0 on): a linear rise, then a cosine down to zero."""
     rising = max(1, round(total * warmup))
     if step < rising:
         return (step + 1) / rising
@@ -169,9 +169,9 @@ def rate_factor(step: int, total: int, warmup: float) -> float:
 
 
 class Trainer:
-    """One speculator in training, on ``device``.
+    """Train one speculator on ``device``.
 
-    head: the target's head [V, H], which the LK loss needs. data_key: names the data.
+    head: the target's head [V, H], which the LK loss needs. data_key: identifies the data.
     Raises ConfigurationError for a checkpoint of other settings or data.
     """
 
@@ -202,7 +202,7 @@ class Trainer:
         self._file = config.checkpoint.output_dir / "training.pt"
 
     def resume(self) -> bool:
-        """Go on where an earlier run of the same settings was cut off; return whether there was one."""
+        """Load the checkpoint of an earlier run with the same settings. Return whether there was one."""
         if not self._file.exists():
             return False
         state = torch.load(self._file, map_location=self._device, weights_only=True)
@@ -218,7 +218,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Keep everything that the rest of the run depends on."""
+        """Write a checkpoint of everything that the rest of the run depends on."""
         state = {
             "settings": self._settings(),
             "speculator": self.speculator.state_dict(),
@@ -231,11 +231,11 @@ class Trainer:
             torch.save(state, partial)
 
     def forget(self) -> None:
-        """Remove what ``save`` wrote: the run is at its end."""
+        """Remove the checkpoint at the end of the run."""
         self._file.unlink(missing_ok=True)
 
     def train_step(self) -> float:
-        """Update the weights once and return the loss of a draft."""
+        """Update the weights once. Return the mean loss of a draft."""
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)
         for group in self._optimizer.param_groups:
@@ -255,7 +255,7 @@ class Trainer:
         return total
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss of each position, summed over a draft; with LK, the loss of whole drafts."""
+        """Return the sum over a draft's positions of their mean losses; with LK, the loss of whole drafts."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             drafted = self.speculator(
                 batch.hidden[batch.starts].float(), batch.inputs(self.speculator.config.n_predict)
@@ -271,13 +271,13 @@ class Trainer:
         return (losses * worth(accepted)).sum(1).mean()
 
     def _settings(self) -> str:
-        """Return a digest of the settings that a checkpoint must share with this run: all but where and how often."""
+        """Return a digest of the settings that a checkpoint must share with this run: all but ``checkpoint``."""
         settings: dict[str, Any] = self.config.model_dump(mode="json", exclude={"checkpoint", "data"})
         return hashlib.sha256(repr((settings, self._data_key)).encode()).hexdigest()
 
 
 def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Optimizer:
-    """Return AdamW; weights and biases of norms do not decay."""
+    """Return AdamW, without weight decay for the weights and biases of norms."""
     matrices = [p for p in speculator.parameters() if p.ndim > 1]
     vectors = [p for p in speculator.parameters() if p.ndim == 1]
     options = config.optimizer
@@ -289,6 +289,6 @@ def _optimizer(speculator: Speculator, config: TrainingConfig) -> torch.optim.Op
 
 
 def _distributions(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return float32 [M, V], the target's distribution of the token of each row of ``hidden`` [M, H]."""
+    """Return float32 [M, V]: the target's distribution of the token that each row of ``hidden`` [M, H] produces."""
     with torch.no_grad():
         return (hidden.to(head.dtype) @ head.T).float().softmax(-1)

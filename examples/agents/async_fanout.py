@@ -16,9 +16,9 @@ from agentspec import AsyncAgentClient
 
 
 async def review(client: AsyncAgentClient, path: Path) -> str:
-    """Review one file in a session of its own. Returns its most important finding."""
+    """Review one file in a session of its own. Return its most important finding."""
     session = client.session(f"review:{path.name}")
-    await session.clear()  # start afresh, whatever an earlier run left
+    await session.clear()  # forget the turns of an earlier run
     await session.chat(f"Review this file.\n\n{path.read_text()[:4000]}", max_tokens=256)
     reply = await session.chat("Name the most important finding in one sentence.", max_tokens=64)
     accepted = f", {reply.speculation.accepted} drafted tokens accepted" if reply.speculation else ""

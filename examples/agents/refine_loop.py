@@ -26,7 +26,7 @@ CODE_BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def run_tests(answer: str) -> str:
-    """Run the tests on an answer. Returns the last line of what went wrong, or "" when all tests passed."""
+    """Run the tests on an answer. Return the last line of the error, or "" when all tests passed."""
     found = CODE_BLOCK.search(answer)
     program = (found.group(1) if found else answer) + TESTS
     try:

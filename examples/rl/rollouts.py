@@ -6,8 +6,8 @@
 The problem is the session: later samples and epochs draft from earlier ones, and so does a later run of this script
 with the same ``--store``. At T > 0 drafting changes the speed and not the distribution of the samples.
 
-If every answer is a session of its own, make the problem its group (``extra_args={"group_id": ...}``). On recorded
-rollouts both ways draft the same (2.745 tokens a step).
+If every answer is a session of its own, make the problem its group (``extra_args={"group_id": ...}``). Both ways give
+2.745 tokens a step on recorded rollouts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from agentspec.server_ext.vllm_launch import engine_options
 
 
 def main() -> int:
-    """Run all epochs. Prints one row an epoch and writes one JSON object a sample."""
+    """Run all epochs. Print one row an epoch and write one JSON object a sample."""
     arguments = _arguments()
     try:
         problems = list(read_problems(Path(arguments.problems)))
@@ -43,7 +43,7 @@ def main() -> int:
     except (AgentSpecError, ValueError, OSError) as error:
         print(f"rollouts: {error}", file=sys.stderr)
         return 2
-    from vllm import LLM  # after the arguments are known to be good: this takes a while
+    from vllm import LLM  # slow, so only once the arguments are known to be good
 
     llm = LLM(
         arguments.model,
@@ -79,7 +79,7 @@ def read_problems(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_epoch(llm: Any, problems: list[dict[str, Any]], epoch: int, arguments: Any, out: Any) -> list[str]:
-    """Sample every problem and write the samples. Returns the epoch's row of the table."""
+    """Sample every problem and write the samples. Return the epoch's row of the table."""
     from vllm import SamplingParams
 
     jobs = [(problem, sample) for problem in problems for sample in range(arguments.samples)]

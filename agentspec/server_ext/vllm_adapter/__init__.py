@@ -1,15 +1,15 @@
-"""Everything that knows vLLM's internals: a new vLLM version is a change in this package, and nowhere else.
+"""Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
-``launch``        ``agentspec serve`` -> ``vllm serve``; speculative methods that become ours; the draft limit by model
-``frontend``      in the API server: who sent a request, its session and its id; questions to the engines
-``runner``        in the worker: the object on vLLM's model runner that drafts, and the methods that reach it
-``step_reader``   the runner's batch after a step -> ``Step``
-``draft_models``  speculators and vLLM's own drafters beside the suffix index; tensor-parallel ranks
-``cheap_steps``   what vLLM would make as dear as if every row drafted ``num_speculative_tokens`` tokens
+``launch``        turns ``agentspec serve`` into ``vllm serve``, takes over speculative methods, sets the draft limit
+``frontend``      tags requests with sender and session in the API server, and asks the engines for their figures
+``runner``        drafts in the worker, from an object on vLLM's model runner
+``step_reader``   reads the runner's batch after a step into a ``Step``
+``draft_models``  runs speculators and vLLM's own drafters beside the suffix index, on all tensor-parallel ranks
+``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens
 
-PATCHES below lists every method of vLLM that is replaced, where, why, and in which versions, where not in all from
-OLDEST_VERSION to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's. docs/vllm-versions.md says what ran
-on which version, and how a new one is judged.
+PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
+to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's. docs/vllm-versions.md says what ran on which
+version, and how to judge a new one.
 """
 
 import functools
@@ -48,21 +48,21 @@ OLDEST_VERSION = (0, 28)
 NEWEST_VERSION = (0, 33)
 
 _MARK = "agentspec_replacement"
-"""Attribute of each function that stands in a patched place: the replacement that it calls."""
+"""Name of the attribute that marks a patched function. Its value is the replacement that the function calls."""
 
 Process = Literal["all", "frontend", "engine core", "worker", "runner"]
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One method of vLLM that is replaced.
+    """Describe one method of vLLM that is replaced.
 
-    process: where it takes effect. "frontend" is the API server, or the process of an offline ``LLM``. "runner" is a
+    process: where it is needed. "frontend" is the API server, or the process of an offline ``LLM``. "runner" is a
     worker whose engine drafts with agentspec, right before it makes its model runner. All others are installed in
     every process.
     owner: "module:class", or a module.
-    replacement: a function that gets the original in front of its arguments. adds: vLLM has nothing of that name, and
-    the owner gets the replacement as it is.
+    replacement: a function whose first argument is the original. adds: vLLM has nothing of that name, so the owner gets
+    the replacement as it is.
     cpu_only: other platforms keep the original.
     since, until: the first and the last version of vLLM in which it is replaced.
     """
@@ -102,7 +102,7 @@ class Patch:
         return getattr(owner, name) if name else owner
 
     def _present(self) -> tuple[Any, bool]:
-        """Return the function that is there now, and whether it is a property's."""
+        """Return the function that is in place now, and whether a property holds it."""
         present: Any = inspect.getattr_static(self._find_owner(), self.name, None)
         if present is None:
             raise UnsupportedEngineError(f"this vLLM has no {self.owner}.{self.name}; see the supported versions")
@@ -119,7 +119,7 @@ class Patch:
         return wrapped
 
     def _wraps(self, method: Any) -> bool:
-        """Return whether the method, or one below it, is this patch's."""
+        """Return whether this patch replaced the method, or one that the method wraps."""
         while method is not None:
             if vars(method).get(_MARK) is self.replacement:
                 return True
@@ -134,7 +134,7 @@ def _on_cpu() -> bool:
 
 
 def install(patches: Sequence[Patch]) -> None:
-    """Install patches; doing it again changes nothing."""
+    """Install patches. A second call changes nothing."""
     for patch in patches:
         patch.install()
 
@@ -216,17 +216,17 @@ PATCHES = (
 
 
 def register() -> None:
-    """Install the patches; vLLM's entry point ``vllm.general_plugins``, loaded in each of its processes.
+    """Install the patches. vLLM calls this entry point (``vllm.general_plugins``) in each of its processes.
 
-    Changes nothing for a server that was started with another method than agentspec's, or with one that is
-    ArcticInference's there, except for the CPU build's sampling.
+    A server that does not draft with agentspec works as before, except for the CPU build's sampling. That includes
+    ArcticInference's methods where ArcticInference is installed.
     """
     import vllm
 
     try:
         check_version(vllm.__version__)
     except UnsupportedEngineError as error:
-        # Without agentspec's proposer this vLLM is none of our business; with it, the proposer raises the same.
+        # Leave this vLLM alone. If it is told to use agentspec's proposer, the proposer raises the same error.
         logger.debug("agentspec stays out: %s", error)
         return
     install([patch for patch in current_patches() if patch.process != "runner"])
@@ -243,7 +243,7 @@ def check_version(version: str) -> None:
 
 
 def _release_of(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version; nothing where they are none."""
+    """Return the first two numbers of a version, or an empty tuple where it does not begin with numbers."""
     try:
         return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     except ValueError:
@@ -251,7 +251,7 @@ def _release_of(version: str) -> tuple[int, ...]:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raise UnsupportedEngineError for a vLLM version or a parallel layout that cannot work."""
+    """Raise UnsupportedEngineError for a vLLM version that is not supported, or for pipeline parallelism."""
     import vllm
 
     check_version(vllm.__version__)
@@ -264,10 +264,10 @@ def check_engine(vllm_config: Any) -> None:
 
 
 class AgentSpecProposer:
-    """What vLLM's ``custom_class`` constructs: refuses an engine that cannot work, and loads ``runner.agentspec``.
+    """Check the engine and load ``runner.agentspec``. vLLM constructs this class as its ``custom_class``.
 
-    Drafts come from the extension, which the wrapped constructor of the runner puts here. Raises
-    UnsupportedEngineError or ConfigurationError at start, with the remedy.
+    The wrapped constructor of the runner sets ``extension``, which makes the drafts. The constructor raises
+    UnsupportedEngineError or ConfigurationError with the remedy.
     """
 
     extension: runner.RunnerExtension
@@ -284,9 +284,9 @@ class AgentSpecProposer:
             )
 
     def load_model(self, target: Any, *_: Any, **__: Any) -> None:
-        """Read the draft model and the store. vLLM counts what that takes as memory of the model."""
+        """Read the draft model and the store. vLLM counts the memory that they take as the model's."""
         self.extension.load(target)
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """Return no drafts: vLLM's own entry says too little, and is only reached where the runner is bypassed."""
+        """Return no drafts. vLLM's call lacks the request ids; it comes only where the runner's patch is bypassed."""
         return [[] for _ in sampled_token_ids]

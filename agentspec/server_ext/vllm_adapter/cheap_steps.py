@@ -12,17 +12,17 @@ from typing import Any
 from agentspec.server_ext.vllm_adapter.launch import keeps_states, uses_agentspec
 
 _PLACEHOLDER = -1
-"""What vLLM's sampler returns behind the last accepted token of a row."""
+"""Token id with which vLLM's sampler fills a row behind its last accepted token."""
 
 
 # --- Steps without any draft. vLLM would run its rejection sampler over the whole vocabulary although there is nothing
-# --- to verify, and hand empty drafts round.
+# --- to verify, and send an empty draft for every row.
 
 
 def calc_spec_decode_metadata(
     original: Callable[..., Any], runner: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any
 ) -> Any:
-    """Make the metadata of a step without drafts in a cheaper way."""
+    """Build the metadata of a step without drafts, skipping vLLM's array work."""
     if getattr(runner, "agentspec", None) is None or any(num_draft_tokens.tolist()):
         return original(runner, num_draft_tokens, cu_num_scheduled_tokens)
     return metadata_without_drafts(cu_num_scheduled_tokens, runner.device)
@@ -42,7 +42,7 @@ def metadata_without_drafts(cu_num_scheduled_tokens: Any, device: Any) -> Any:
 
 @functools.cache
 def _decode_metadata(rows: int, device: Any) -> Any:
-    """Return the metadata of a step in which every row decodes one token. Cached: it depends on the size only."""
+    """Return the metadata of a step in which every row decodes one token. Cached per batch size and device."""
     import torch
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
@@ -119,7 +119,7 @@ def only_argmax_decides(sampling_metadata: Any) -> bool:
 
 
 def _serves_nobody(processor: Any) -> bool:
-    """Return whether a logits processor has no request to serve. One that isn't vLLM's own may always have."""
+    """Return whether a logits processor has no request to serve. Assume that a foreign one always has."""
     from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 
     if type(processor) is MinTokensLogitsProcessor:
@@ -198,7 +198,7 @@ def _ignore(holder: Any, value: int) -> None:
 
 
 configured_query_len = property(_length_of_config, _ignore)
-"""The uniform length of the engine, for vLLM's model runner and graph dispatcher. Both set it in their
+"""Uniform decode length of the engine, in tokens, for vLLM's model runner and graph dispatcher. Both set it in their
 constructors from the number of draft tokens; what they set is ignored."""
 
 
@@ -212,10 +212,10 @@ def set_cudagraph_sizes(original: Callable[[Any], None], vllm_config: Any) -> No
 
 
 def _add_sizes_for_drafts(vllm_config: Any) -> None:
-    """Add the default sizes above those for steps without drafts, as far as drafts can reach.
+    """Add the default graph sizes, in tokens, that steps with drafts can reach.
 
-    vLLM stops at twice the number of rows, where a step without speculation cannot have more. Its platform's limit and
-    ``max_num_batched_tokens`` hold as ever.
+    vLLM's own sizes stop at twice the number of rows, as without speculation. The platform's limit and
+    ``max_num_batched_tokens`` still hold.
     """
     from vllm.platforms import current_platform
 
@@ -243,7 +243,7 @@ def grammar_bitmask(
     structured_output_request_ids: Sequence[str],
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
 ) -> Any:
-    """Allocate a bitmask for the drafts that there are before vLLM fills it."""
+    """Allocate a bitmask for the drafts of this step before vLLM fills it."""
     ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
     if ids and manager.backend is not None and uses_agentspec(manager.vllm_config):
         rows = len(ids) + sum(len(drafts.get(request_id, ())) for request_id in ids)

@@ -1,10 +1,10 @@
-"""Draft models beside the suffix index, in vLLM's worker: the target's hidden states in, drafted tokens out.
+"""Run draft models beside the suffix index in vLLM's worker: the target's hidden states in, drafted tokens out.
 
 ``SpeculatorDrafter``  agentspec's own speculators (MLP, LSTM)
-``MedusaDrafter``      vLLM's Medusa heads on the target's last hidden state: in a step they are what a speculator is
-``NgramDrafter``       vLLM's prompt look-up, which needs the batch's token ids alone
+``MedusaDrafter``      vLLM's Medusa heads on the target's last hidden state, asked like a speculator
+``NgramDrafter``       vLLM's prompt look-up, which needs the batch's token ids only
 
-Drafters with attention of their own (EAGLE, MTP, draft models) cannot be had inside a ``custom_class``;
+Drafters with attention of their own (EAGLE, MTP, draft models) cannot run inside a ``custom_class``;
 docs/other-drafters.md says why.
 """
 
@@ -28,11 +28,11 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 logger = logging.getLogger("vllm.agentspec")
 
 _NGRAM_PROBABILITY = 0.5
-"""Stands for the probability of a token of n-gram's, which gives none: what it is worth is learned by position."""
+"""Probability given to every n-gram token, because n-gram gives none. The acceptance rate is learned by position."""
 
 
 class BoundModel(ABC):
-    """A draft model that can be asked once, in one step; see ``fusion.StepModel``."""
+    """Ask a draft model once, in one step; see ``fusion.StepModel``."""
 
     positions: int
     overlaps: bool
@@ -47,7 +47,7 @@ class BoundModel(ABC):
 
 
 class ModelDrafter(ABC):
-    """A draft model beside the suffix index, in one worker."""
+    """Run a draft model beside the suffix index, in one worker."""
 
     @abstractmethod
     def load(self, target: Any) -> None:
@@ -55,10 +55,10 @@ class ModelDrafter(ABC):
 
     @abstractmethod
     def bind(self, forward: ForwardPass) -> BoundModel:
-        """Return the model, ready to be asked about this pass; on the rank whose drafts vLLM takes."""
+        """Return the model, ready to be asked about this pass. Call it on the rank whose drafts vLLM takes."""
 
     def follow(self, forward: ForwardPass) -> None:
-        """Do this tensor-parallel rank's part of what the first one is asked; on the other ranks."""
+        """Do this rank's part of the first rank's draft. Call it on the other tensor-parallel ranks."""
         return None
 
 
@@ -85,11 +85,11 @@ def tensor_parallel_group() -> Any:
 
 
 class RankLink:
-    """Tells the other tensor-parallel ranks what the first one asks of the draft model.
+    """Tell the other tensor-parallel ranks what the first rank asks of the draft model.
 
-    The suffix index and the decisions live on the first rank, a sharded model on all of them. In every step the first
-    one therefore says over the group's CPU connection which rows it asks about and which tokens it proposes, or that
-    it asks nothing.
+    The suffix index and the decisions live on the first rank, a sharded model on all ranks. So in every step the first
+    rank sends over the group's CPU connection the rows that it asks about and the tokens that it proposes, or that it
+    asks nothing.
 
     group: vLLM's GroupCoordinator. positions: n, tokens that the model drafts.
     """
@@ -100,7 +100,7 @@ class RankLink:
         self._positions = positions
 
     def tell(self, rows: Sequence[int], proposals: Int64) -> None:
-        """Send what the model is asked in this step, from the first rank. ``proposals``: int64 [R, n]."""
+        """Send the R rows and ``proposals``, int64 [R, n], of this step from the first rank."""
         import torch
 
         self._broadcast(torch.tensor([len(rows)]))
@@ -108,7 +108,7 @@ class RankLink:
             self._broadcast(torch.from_numpy(np.column_stack((np.asarray(rows, dtype=np.int64), proposals))))
 
     def hear(self) -> tuple[list[int], Int64]:
-        """Return rows and proposals as the first rank sent them, on the others."""
+        """Return the rows and proposals that the first rank sent. Call it on the other ranks."""
         import torch
 
         count = torch.zeros(1, dtype=torch.int64)
@@ -129,7 +129,7 @@ class RankLink:
 
 
 class SpeculatorDrafter(ModelDrafter):
-    """Loads the speculator of the settings and runs its draft loop. Raises SpeculatorError where it does not fit."""
+    """Load the speculator of the settings and run its draft loop. Raises SpeculatorError where it does not fit."""
 
     def __init__(self, settings: Settings, model_config: Any) -> None:
         self._settings = settings
@@ -190,7 +190,7 @@ class SpeculatorDrafter(ModelDrafter):
 
 
 class BoundSpeculator(BoundModel):
-    """The speculator in one step, on the first rank."""
+    """Ask the speculator in one step, on the first rank."""
 
     def __init__(self, drafter: SpeculatorDrafter, forward: ForwardPass) -> None:
         self.positions = drafter.loop.positions
@@ -217,10 +217,10 @@ class BoundSpeculator(BoundModel):
 
 
 def _fetch(drafted: Any) -> Callable[[], ModelDraft]:
-    """Start copying the answer to the host, as one small tensor: the only thing in a step that is waited for."""
+    """Start copying the answer to the host as one small tensor. A step waits for nothing else."""
     import torch
 
-    whole = torch.stack([part.to(torch.float64) for part in drafted])  # token ids are exact in it
+    whole = torch.stack([part.to(torch.float64) for part in drafted])  # float64 holds token ids exactly
     host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
     host.copy_(whole, non_blocking=True)
     done = torch.cuda.Event()
@@ -243,13 +243,13 @@ def _fetch(drafted: Any) -> Callable[[], ModelDraft]:
 
 
 def native_config(vllm_config: Any, **speculative: Any) -> Any:
-    """Return the engine's configuration as it would be with a native speculative method; the engine's own stays.
+    """Return a copy of the engine's configuration with one of vLLM's own speculative methods.
 
-    ``speculative``: fields of vLLM's SpeculativeConfig. Raises what vLLM raises for them.
+    ``speculative``: fields of vLLM's SpeculativeConfig. Raises what SpeculativeConfig raises for them.
     """
     from vllm.config import SpeculativeConfig
 
-    config = copy.copy(vllm_config)  # not vLLM's ``replace``, which would derive everything anew
+    config = copy.copy(vllm_config)  # vLLM's ``replace`` would derive all fields anew
     config.speculative_config = SpeculativeConfig(
         target_model_config=vllm_config.model_config,
         target_parallel_config=vllm_config.parallel_config,
@@ -259,7 +259,7 @@ def native_config(vllm_config: Any, **speculative: Any) -> Any:
 
 
 class MedusaDrafter(SpeculatorDrafter):
-    """Runs vLLM's Medusa heads in the place of a speculator. Raises SpeculatorError where they do not fit."""
+    """Run vLLM's Medusa heads in place of a speculator. Raises SpeculatorError where they do not fit."""
 
     def __init__(self, settings: MedusaSettings, vllm_config: Any) -> None:
         self._medusa = settings
@@ -276,9 +276,9 @@ class MedusaDrafter(SpeculatorDrafter):
 
 
 class MedusaLoop:
-    """vLLM's Medusa heads behind the interface of a speculator's DraftLoop.
+    """Run vLLM's Medusa heads behind the interface of a speculator's DraftLoop.
 
-    Head k guesses without knowing the tokens before its own: what is proposed at one position changes nothing at the
+    Head k does not see the tokens before its own, so a token proposed at one position does not change the draft at the
     next.
     """
 
@@ -301,7 +301,7 @@ class MedusaLoop:
                     "give heads that were trained for it"
                 )
             native = MedusaProposer(config, device)
-            with set_current_vllm_config(config):  # the loader asks for it
+            with set_current_vllm_config(config):  # vLLM's loader reads it
                 native.load_model(None)
         except SpeculatorError:
             raise
@@ -318,8 +318,8 @@ class MedusaLoop:
     def __call__(self, hidden: Any, tokens: Any, proposal: Any = None) -> Any:
         """Return the DraftedTokens of B rows. hidden [B, H]: the state that produced the newest token.
 
-        ``tokens`` are not needed. Under tensor parallelism only the first rank gets logits; the others' answer is not
-        asked for.
+        ``tokens`` are not read. Under tensor parallelism only the first rank gets logits; the answer of the other
+        ranks is not used.
         """
         import torch
 
@@ -338,7 +338,7 @@ class MedusaLoop:
 
 
 class NgramDrafter(ModelDrafter):
-    """Runs vLLM's NgramProposer, on the host. Answers for the rows asked, whatever else is in the batch."""
+    """Run vLLM's NgramProposer on the host, for the rows asked about only."""
 
     def __init__(self, settings: NgramSettings, vllm_config: Any) -> None:
         self._settings = settings
@@ -355,7 +355,7 @@ class NgramDrafter(ModelDrafter):
             self.native = NgramProposer(native_config(self._vllm_config, **fields))
         except ValueError as error:
             raise SpeculatorError(f"drafter: vLLM refuses it: {error}") from error
-        # vLLM's own warm-up asks for no row at all, and the first step would wait seconds for the compiler.
+        # Compile now. vLLM's own warm-up asks for no row, so the first step would wait seconds for the compiler.
         self.native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
 
     def bind(self, forward: ForwardPass) -> "BoundNgram":
@@ -363,7 +363,7 @@ class NgramDrafter(ModelDrafter):
 
 
 class BoundNgram(BoundModel):
-    """N-gram look-up in one step. ``batch``: vLLM's InputBatch."""
+    """Look up n-grams in one step. ``batch``: vLLM's InputBatch."""
 
     overlaps = False
 
@@ -375,7 +375,7 @@ class BoundNgram(BoundModel):
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         wanted: list[list[int]] = [[] for _ in range(self._batch.num_reqs)]
         for row in rows:
-            wanted[row] = [0]  # vLLM only asks whether it is empty
+            wanted[row] = [0]  # vLLM only checks that it is not empty
         lengths, tokens = self._batch.num_tokens_no_spec, self._batch.token_ids_cpu
         found = self._native.propose(self.positions, wanted, lengths, tokens)
         return lambda: _ngram_draft([found[row] for row in rows], proposals)
@@ -394,7 +394,7 @@ def limit_numba_threads() -> None:
 
 
 def _ngram_draft(found: Sequence[Sequence[int]], proposals: Int64) -> ModelDraft:
-    """Return what was found as a model's opinion: probability 0 behind its end or another token than its own."""
+    """Return the n-gram drafts as a ModelDraft. Probability 0 from the first token on that n-gram did not draft."""
     own: Int64 = np.zeros(proposals.shape, dtype=np.int64)
     given = np.zeros(proposals.shape, dtype=bool)
     for row, tokens in enumerate(found):

@@ -1,6 +1,6 @@
-"""The API server's side: who sent a request, its session and its id, and the way from the HTTP routes to the engines.
+"""Tag requests with sender and session in the API server, and let its HTTP routes ask the engines.
 
-vLLM's ``session_id`` ends in the engine core, and the API key in the middleware that checks it. Only
+vLLM's ``session_id`` does not get past the engine core, nor the API key past the middleware that checks it. Only
 ``SamplingParams.extra_args`` reaches the worker, so both are written there.
 """
 
@@ -23,13 +23,13 @@ _PROMPT_NUMBER = re.compile(r"^(cmpl-.+)-\d+$")
 
 _PRINCIPAL = "agentspec_principal"
 _principal: ContextVar[str | None] = ContextVar(_PRINCIPAL, default=None)
-"""The principal of the HTTP request that is being handled; None where vLLM checks no keys."""
+"""Principal of the HTTP request that is being handled; None where vLLM checks no keys."""
 
 
 def api_request_id(engine_request_id: str) -> str:
-    """Return the id that the API returned for an engine's request.
+    """Return the id under which the API returned an engine's request.
 
-    The engine puts a random suffix behind it, a sample's number in front (n > 1), and a prompt's number behind (a
+    The engine adds a random suffix to that id, the sample's number in front (n > 1), and the prompt's number behind (a
     completions request may hold several prompts).
     """
     plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
@@ -37,10 +37,10 @@ def api_request_id(engine_request_id: str) -> str:
 
 
 async def ask_engines(engine_client: Any, *question: str) -> list[dict[str, Any]]:
-    """Return the answers of all workers that draft: to ``stats``, or to ``request`` with an id of the API.
+    """Ask all workers that draft for ``stats``, or for ``request`` with an id of the API. Return their answers.
 
-    engine_client: vLLM's EngineClient. A worker that does not know the request has no answer. Raises TimeoutError
-    after 5 seconds, and what the engine raises.
+    engine_client: vLLM's EngineClient. A worker that does not know the request gives no answer. Raises TimeoutError
+    after 5 seconds, and the engine's own errors.
     """
     answers = await engine_client.collective_rpc(RPC_METHOD, timeout=_RPC_SECONDS, args=question)
     return [answer for answer in answers if answer is not None]
@@ -65,7 +65,7 @@ async def authenticate(
 
 
 def init_input_processor(original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any) -> None:
-    """Hand the principal to the thread that prepares raw prompts, where context variables do not reach."""
+    """Pass the principal to the thread that prepares raw prompts: context variables do not reach it."""
     original(processor, *args, **kwargs)
     in_thread = processor.process_inputs_async
 
@@ -91,6 +91,6 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
                 principal=principal,
                 cache_salt=request.cache_salt,
             )
-        except InvalidSessionError as error:  # vLLM answers 400 only to its own kind
+        except InvalidSessionError as error:  # vLLM answers 400 only for its own error
             raise VLLMValidationError(str(error)) from error
     return request

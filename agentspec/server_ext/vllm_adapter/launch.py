@@ -1,8 +1,8 @@
-"""From what a user writes to vLLM's configuration: ``agentspec serve``, offline options, and the draft limit.
+"""Turn the user's options into vLLM's configuration: ``agentspec serve``, offline options, and the draft limit.
 
-``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over ours. Where
-vLLM then makes its speculative configuration, the methods of ArcticInference and vLLM that agentspec takes over become
-ours, and a draft limit that nobody gave is decided by model.
+``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over agentspec's.
+When vLLM makes its speculative configuration, agentspec takes over methods of ArcticInference and vLLM there, and
+chooses the draft limit by model where the user gave none.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, tr
 logger = logging.getLogger("vllm.agentspec")
 
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
-"""What vLLM's ``custom_class`` is told to load."""
+"""Class that vLLM loads as its ``custom_class``."""
 
 STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
@@ -33,11 +33,11 @@ _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size"
 
 
 def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int | None = None) -> list[str]:
-    """Return the arguments of ``vllm serve``: the user's own, then ours where the user gave none.
+    """Return the arguments of ``vllm serve``: the user's own, then agentspec's where the user gave none.
 
-    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model when vLLM starts.
+    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model when vLLM starts.
 
-    Raises ConfigurationError or UnsupportedEngineError for what cannot work, before vLLM takes a minute to start.
+    Raises ConfigurationError or UnsupportedEngineError before vLLM takes a minute to start.
     """
     stages = _take_option(list(arguments), *_PIPELINE_FLAGS)
     if stages not in (None, "1"):
@@ -67,8 +67,8 @@ def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str
     """Return keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
 
     ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
-    max_draft: longest draft, in tokens; None: what the engine can verify, decided by model.
-    Raises ConfigurationError for a setting that cannot work.
+    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model.
+    Raises ConfigurationError for a wrong setting.
     """
     additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
     load_settings(additional)
@@ -77,7 +77,7 @@ def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str
 
 
 def speculative_config(max_draft: int | None = None) -> dict[str, Any]:
-    """Return vLLM's ``speculative_config`` that names agentspec's proposer.
+    """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
 
     max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
     """
@@ -112,10 +112,10 @@ def run_vllm(arguments: Sequence[str]) -> None:
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Let vLLM load agentspec's routes, which it does only for plugins that are named."""
+    """Name agentspec's plugin to vLLM, which loads the routes of named plugins only."""
     named = environ.get("VLLM_PLUGINS")
     if named is None:
-        # Naming any plugin switches the unnamed ones off, so name what would have been loaded anyway.
+        # vLLM loads no others once one plugin is named, so name all that it would have loaded.
         names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     else:
         names = {name for name in named.split(",") if name}
@@ -136,7 +136,7 @@ def name_cpu_build() -> None:
 
 
 def _translate_option(text: str, max_draft: int | None) -> tuple[int | None, dict[str, Any]]:
-    """Return the longest draft (None: not given) and the settings that a user's ``--speculative-config`` stands for."""
+    """Translate a user's ``--speculative-config`` into the longest draft (None: not given) and agentspec's settings."""
     config = _json_object("--speculative-config", text)
     if config.get("method") not in METHODS:
         raise ConfigurationError(
@@ -149,13 +149,13 @@ def _translate_option(text: str, max_draft: int | None) -> tuple[int | None, dic
 
 
 def _check_given_limit(max_draft: int | None) -> None:
-    """Raise ConfigurationError for a draft limit out of range; None leaves the limit to the engine."""
+    """Raise ConfigurationError for a draft limit out of range. None is accepted: the engine chooses."""
     if max_draft is not None:
         check_draft_limit(max_draft)
 
 
 def _check_speculator(name: str | None) -> None:
-    """Raise SpeculatorError for a folder that holds no speculator. A hub's is checked when it is loaded."""
+    """Raise SpeculatorError for a folder that holds no speculator. A hub's speculator is checked when it is loaded."""
     if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
         return
     from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
@@ -191,7 +191,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a speculative config with its keys as Python names; vLLM takes dashes too."""
+    """Return a speculative config whose keys have underscores; vLLM takes dashes too."""
     return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
 
 
@@ -208,10 +208,10 @@ def create_speculative_config(
 
 
 def translate_method(engine_args: Any) -> None:
-    """Make ``method: arctic`` and ``suffix`` agentspec's, and put ``ngram`` and ``medusa`` beside suffix drafts.
+    """Take over ``method: arctic`` and ``suffix``, and run ``ngram`` and ``medusa`` beside suffix drafts.
 
-    This holds where the engine has agentspec settings: an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives. The first two are also agentspec's where ArcticInference is not installed.
+    Do so where the engine has agentspec settings: an "agentspec" section in ``additional_config``, which
+    ``agentspec serve`` always gives. Take over the first two also where ArcticInference is not installed.
     Raises ConfigurationError for a key that the method does not know.
     """
     config = _with_underscores(engine_args.speculative_config)
@@ -239,7 +239,7 @@ def translate_method(engine_args: Any) -> None:
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
 
-    It becomes what the engine can verify of this model, and is not less than what a draft model was told to draft.
+    The limit is the longest draft that the engine can verify, and not less than what a draft model was told to draft.
     """
     given = _with_underscores(engine_args.speculative_config)
     if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
@@ -303,7 +303,7 @@ def _log_limit(limit: int, reason: str) -> None:
 
 
 def _limit_by_adapters(engine_args: Any) -> int:
-    """Return what is left for a draft. Where vLLM has not chosen the numbers yet, its strictest defaults count."""
+    """Return how many tokens a draft may have with LoRA adapters. Where vLLM's limits aren't set, use its lowest."""
     workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
     tokens, requests = engine_args.get_batch_defaults(workers)
     each = [
@@ -316,7 +316,7 @@ def _limit_by_adapters(engine_args: Any) -> int:
 def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
     try:
         return _largest_by_states(engine_args, model_config, parallel_config)
-    except Exception:  # each architecture describes its states in its own way
+    except Exception:  # each architecture describes its states in its own code
         logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
         return LEAST_STATES
 
@@ -330,7 +330,7 @@ def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any
     token_bytes = attention_layers * keys_and_values * heads * head_size * number_bytes
     allowed = STATE_SHARE * token_bytes * model_config.max_model_len
     limit = LEAST_STATES
-    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # a state itself may grow with the number of draft tokens
+    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # one state may grow with the number of draft tokens
         state = _state_bytes(engine_args, model_config, parallel_config, tokens)
         if tokens * state * state_layers <= allowed:
             limit = tokens

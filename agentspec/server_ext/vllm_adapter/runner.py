@@ -1,8 +1,8 @@
-"""agentspec in a worker: an object that hangs on vLLM's model runner, and the runner's methods that reach it.
+"""Run agentspec in a worker: an object on vLLM's model runner, and the runner's methods that call it.
 
 vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a request
-ends. So the engine is not the runner's drafter but ``runner.agentspec``, made with the runner. The wrapped methods, the
-worker's RPC and the removal of requests find it there; a runner without it is left alone.
+ends. So the engine is not the runner's drafter but ``runner.agentspec``, made with the runner. The wrapped methods and
+the worker's RPC find it there. A runner without it works as before.
 """
 
 import logging
@@ -22,20 +22,20 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReade
 logger = logging.getLogger("vllm.agentspec")
 
 _LOGITS_COPIES = 4
-"""Of each position, in float32, while vLLM's rejection sampler works: the logits, the target's among them, a clone that
-is processed while the first stays for logprobs, and its softmax where sampling is random."""
+"""Float32 copies of a position's logits that vLLM's rejection sampler holds at once: all logits, the target's, a clone
+kept for logprobs, and the softmax under random sampling."""
 _LOGITS_COPIES_SORTED = 8
-"""Without Triton, top-p sorts them too: values, 64-bit indices and the softmax of the values."""
+"""Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
 _FREE_ON_HOST = 0.25
 
 
 class RunnerExtension:
-    """Drafts for one model runner of vLLM. The runner carries it as ``runner.agentspec``.
+    """Draft for one model runner of vLLM, which carries this object as ``runner.agentspec``.
 
-    engine: the engine; None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: None
-    where the settings name none. drafted_nothing: whether the latest step left every row without a draft.
+    engine: None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: None where the
+    settings name none. drafted_nothing: whether the latest step left every row without a draft.
 
-    The constructor and ``load`` raise AgentSpecError with the remedy; nothing raises once vLLM serves.
+    The constructor and ``load`` raise AgentSpecError with the remedy. No method raises once vLLM serves.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -67,7 +67,7 @@ class RunnerExtension:
                     return self._draft(self.engine, runner, forward)
                 if self.draft_model is not None:
                     self.draft_model.follow(forward)
-            except Exception:  # vLLM's state was not as expected
+            except Exception:  # drafting must not stop vLLM, whatever its state is
                 self._report()
         return [[] for _ in forward.sampled]
 
@@ -105,7 +105,7 @@ class RunnerExtension:
 
 
 def init_runner(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Attach the extension to a new runner, and give it to the drafter, which vLLM tells when to load weights."""
+    """Attach the extension to a new runner, and to its drafter, which vLLM calls to load weights."""
     original(runner, *args, **kwargs)
     if uses_agentspec(runner.vllm_config):
         runner.agentspec = runner.drafter.extension = RunnerExtension(runner.vllm_config)
@@ -122,7 +122,7 @@ def propose_draft_token_ids(original: Callable[..., Any], runner: Any, *args: An
 
 
 def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: str, req_state: Any) -> None:
-    """Tell the engine that a request has ended. A request that is missing from a batch may come back."""
+    """Tell the engine that a request has ended. Its absence from a batch says nothing: it may come back."""
     original(runner, req_id, req_state)
     extension = getattr(runner, "agentspec", None)
     if extension is not None:
@@ -130,14 +130,14 @@ def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: 
 
 
 def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
-    """Draft near ``max_model_len`` too, where vLLM would skip the whole batch. The reader cuts drafts by row."""
+    """Accept batches near ``max_model_len``, which vLLM would skip whole. The reader cuts each row's draft to fit."""
     if getattr(runner, "agentspec", None) is not None:
         return common_attn_metadata is not None
     return bool(original(runner, common_attn_metadata))
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
-    """Answer the API server's ``ask_engines``: ``stats``, or ``request`` with an id. None where no engine is."""
+    """Answer ``ask_engines``: ``stats``, or ``request`` with an id. Return None in a worker without an engine."""
     extension = getattr(getattr(worker, "model_runner", None), "agentspec", None)
     if extension is None or extension.engine is None:
         return None
@@ -169,10 +169,10 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
 
 
 def engine_limits(vllm_config: Any) -> EngineLimits:
-    """Return what vLLM leaves for drafts on its device.
+    """Return the memory and the tokens that vLLM leaves for drafts on its device.
 
-    On CUDA that is what ``gpu_memory_utilization`` leaves of the memory, beside what vLLM's profiling run has measured:
-    a sampler's step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
+    On CUDA that is the memory outside ``gpu_memory_utilization``, and what vLLM's profiling run has measured: one
+    sampler step with one draft token for each of ``max_num_seqs`` rows. Elsewhere a share of the physical memory
     counts as free.
     """
     from vllm.platforms import current_platform

@@ -1,7 +1,7 @@
 """Read a ``Step`` out of vLLM's model runner after each decode step.
 
-Rows come and go much more rarely than steps. What depends only on which rows there are is therefore kept until they
-change, and a step in between touches no array at all, however many rows there are.
+A batch's rows change in few steps only. So everything that depends on the set of rows is kept until the set changes,
+and a step in between touches no array, however many rows there are.
 """
 
 import time
@@ -19,30 +19,30 @@ from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 @dataclass(slots=True)
 class ForwardPass:
-    """The arguments of vLLM's ``propose_draft_token_ids``, in its order and under its names."""
+    """Hold the arguments of vLLM's ``propose_draft_token_ids``, in its order and under its names."""
 
     scheduler_output: Any
     sampled: Sequence[Sequence[int]]
-    """the tokens that each row was given; empty for a prompt that is still being read"""
+    """tokens that each row was given; empty for a prompt that is still being prefilled"""
     sampling_metadata: Any = None
     hidden_states: Any = None
-    """[T, H] of all tokens in the pass, after the target's final norm"""
+    """[T, H] states of all tokens in the pass, after the target's final norm"""
     sample_hidden_states: Any = None
-    """[S, H] of those that were sampled from: each row's drafts and one more, row by row"""
+    """[S, H] states of the positions that were sampled from: each row's drafts and one more, row by row"""
     aux_hidden_states: Any = None
     spec_decode_metadata: Any = None
-    """None: one sampled position a row"""
+    """vLLM's SpecDecodeMetadata; None: one sampled position a row"""
     common_attn_metadata: Any = None
     slot_mappings: Any = None
     input_batch: Any = None
-    """vLLM's InputBatch, which is the runner's and no argument"""
+    """vLLM's InputBatch, taken from the runner: vLLM does not pass it"""
 
     def newest(self, rows: Sequence[int]) -> list[int]:
         """Return the last token that each of these rows was given."""
         return [self.sampled[row][-1] for row in rows]
 
     def positions(self, rows: Sequence[int]) -> list[int]:
-        """Return where in ``sample_hidden_states`` the state is that produced each of these rows' newest token."""
+        """Return the index in ``sample_hidden_states`` of the state that produced each row's newest token."""
         if self.spec_decode_metadata is None:
             return list(rows)
         drafted = self.spec_decode_metadata.num_draft_tokens
@@ -55,26 +55,26 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class _ReadBatch:
-    """What stays the same while the engine's batch holds the same requests in the same order."""
+    """Hold what stays the same while the engine's batch holds the same requests in the same order."""
 
     engine_batch: Any
     """vLLM's InputBatch"""
     engine_ids: list[str]
-    """its requests then, whether they were given tokens or not"""
+    """ids of its requests when it was read, whether they were given tokens or not"""
     step: Step
-    """filled anew in every step: the ``n`` rows that were given tokens"""
+    """the ``n`` rows that were given tokens; filled anew in every step"""
     longest: Int32
-    """[n] length at which a row has no room for a draft: one more token is always sampled"""
+    """[n] length, in tokens, at which a row has no room for a draft: one more token is always sampled"""
     zeros: Int32
-    """[n]"""
+    """[n] zeros, for a step in which no draft tokens were verified"""
     full_room: Int32
-    """[n] the longest draft"""
+    """[n] longest draft of each row, in tokens, where no row is near its end"""
     least_room: int = 0
-    """tokens that each row has room for, at least"""
+    """tokens that every row has room for, at least"""
 
 
 class StepReader:
-    """Reads steps out of one model runner.
+    """Read steps out of one model runner.
 
     max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant, scope: the server's.
     knows: whether a request was given to the engine before.
@@ -88,13 +88,13 @@ class StepReader:
         self._tenant = tenant
         self._scope = scope
         self._knows = knows
-        self._kept: _ReadBatch | None = None  # only while every row of the engine's batch is given tokens
+        self._kept: _ReadBatch | None = None  # None unless the last step gave every row tokens
         self._last = 0.0
 
     def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
-        """Return the rows that were given tokens in this step; a prompt still being prefilled was not.
+        """Return the rows that were given tokens in this step, so without prompts that are still being prefilled.
 
-        The step is only good until the next call: its arrays are the engine's or will be filled anew.
+        The step is valid until the next call: its arrays are the engine's or will be filled anew.
         """
         now = time.perf_counter()
         kept = self._kept
@@ -115,8 +115,8 @@ class StepReader:
         step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
         step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.zeros
         step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
-        # Without new requests, and with nothing but one token and the draft of each row, the step before was one of
-        # the same requests: the engine was not idle in between, and what has passed is the time of this step.
+        # No request is new and nothing was prefilled, so the step before had the same requests. The engine was not
+        # idle in between, and the time since then is the duration of this step.
         steady = (
             not scheduler_output.scheduled_new_reqs
             and scheduler_output.total_num_scheduled_tokens == len(ids) + step.num_draft_tokens
@@ -169,8 +169,8 @@ class StepReader:
         return started
 
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:
-        """Return how many tokens each of the [n] rows may draft. Counts only where a row may be near its end."""
-        kept.least_room -= kept.step.num_draft_tokens + 1  # no row can have grown by more
+        """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end."""
+        kept.least_room -= kept.step.num_draft_tokens + 1  # no row has grown by more than its draft and one token
         if kept.least_room >= limit == self._max_draft:
             return kept.full_room
         room: Int32 = np.maximum(kept.longest - kept.step.lengths, 0)
@@ -179,7 +179,7 @@ class StepReader:
         return room
 
     def _longest(self, state: Any) -> int:
-        """Return the length of a request at which vLLM returns no token past the next one."""
+        """Return the length, in tokens, at which a request has one more token to come and no room for a draft."""
         most = self._max_model_len
         max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
         if max_tokens is not None:
@@ -215,12 +215,12 @@ def returned_tokens(state: Any) -> int:
 
 
 def _adapter_name(lora_request: Any) -> str | None:
-    """Return name and place of a LoRA adapter: the name alone may be given to another one later."""
+    """Return name and path of a LoRA adapter, because the name alone may be given to another adapter later."""
     return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
 
 
 def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:
-    """Return how many draft tokens of each of the [n] rows were verified: only what the scheduler kept.
+    """Return how many draft tokens of each of the [n] rows were verified: those that the scheduler kept.
 
     A grammar may have cut the draft, and a prefix-cache hit leaves placeholders (-1).
     """
