@@ -1,4 +1,4 @@
-// Python's view of Cache: arrays in, arrays out. suffix_cache.py has checked every argument but step's.
+// Binds Cache to Python: arrays in, arrays out. suffix_cache.py has checked every argument but step's.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -26,7 +26,7 @@ using Name = std::optional<std::string>;
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
 const std::string* pointer(const Name& key) { return key ? &*key : nullptr; }
 
-// Hands a vector's memory to numpy without copying it: one row an element where that is an array.
+// Hands a vector's memory to numpy without copying it. A vector of arrays becomes one row for each array.
 template <class T>
 nb::object to_numpy(std::vector<T>&& values) {
   auto* kept = new std::vector<T>(std::move(values));
@@ -40,7 +40,7 @@ nb::object to_numpy(std::vector<T>&& values) {
   }
 }
 
-// The arrays of the drafts, and some more.
+// Returns the arrays of the drafts as a tuple, followed by `more`.
 template <class... More>
 nb::tuple to_python(Drafts& drafts, More&... more) {
   return nb::make_tuple(to_numpy(std::move(drafts.tokens)), to_numpy(std::move(drafts.offsets)),
@@ -56,7 +56,7 @@ auto without_gil(Call call) {
 
 [[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
 
-// An object's memory, read in place for as long as this lives, if it is a C-contiguous array of int32.
+// Reads an object's memory in place for as long as this lives, if it is a C-contiguous array of int32.
 class Int32Buffer {
  public:
   explicit Int32Buffer(nb::handle object) {
@@ -82,7 +82,7 @@ class Int32Buffer {
   bool held_ = false, fits_ = false;
 };
 
-// One integer a request. An int32 array is read in place; any other array or sequence of integers is copied.
+// Holds one integer for each request. An int32 array is read in place; any other array or sequence is copied.
 class Numbers {
  public:
   Numbers(nb::handle values, const char* name, std::size_t count) : buffer_(values) {
@@ -97,7 +97,7 @@ class Numbers {
     }
   }
 
-  // All of them lie within these bounds, or an error says which do not.
+  // Raises unless every number is from 0 to `most`; the message names the first that is not.
   void check(const char* name, std::size_t most) const {
     for (const std::int32_t number : numbers_) {
       if (number < 0 || static_cast<std::size_t>(number) > most) {
@@ -119,7 +119,7 @@ class Numbers {
     for (Py_ssize_t i = 0; i < size; ++i) {
       const nb::object item = nb::steal(PySequence_GetItem(values.ptr(), i));
       const bool integer = item && PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr());
-      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // far too large: the largest
+      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // clipped if too large
       const bool read = integer && !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
       PyErr_Clear();
       if (!read) {
@@ -136,8 +136,7 @@ class Numbers {
   std::span<const std::int32_t> numbers_;
 };
 
-// Checks its arguments itself and before anything changes: it is made in every step, and the engine's arrays are right.
-// None where nothing is drafted and nothing was verified.
+// Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
                 nb::handle room_, nb::handle scheduled_, double cost) {
   const Int32Buffer slots(slots_), tokens(tokens_);
@@ -174,7 +173,7 @@ nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Pr
   return to_python(drafts);
 }
 
-// One row a candidate, in the order of _native.pyi's CandidateArrays.
+// Returns the columns of _native.pyi's CandidateArrays, in their order. Each has one row for each candidate.
 nb::tuple candidates(Cache& cache, std::size_t slot) {
   const auto path = cache.candidates(slot);
   const auto column = [&]<class T>(T, auto field) {
@@ -209,7 +208,7 @@ double draft_value(double expected, std::size_t drafted, double cost) {
   return value.value();
 }
 
-// The façade's DraftPolicy; its fields have been checked there.
+// Converts a DraftPolicy, whose fields Python has checked.
 PolicySettings settings_of(const nb::object& policy) {
   PolicySettings settings;
   settings.max_draft = nb::cast<std::size_t>(policy.attr("max_draft"));

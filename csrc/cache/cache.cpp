@@ -122,7 +122,7 @@ void Cache::restore(Names names, std::size_t kept, std::span<const Token> prompt
   to.session = entries_.session(names.session, to.tenant);
   to.group = entries_.group(names, to.tenant);
   to.shared = to.tenant && names.shared;
-  if (!to.session || kept > to.session->last.size()) kept = 0;  // what the turn continued is no longer there
+  if (!to.session || kept > to.session->last.size()) kept = 0;  // the session no longer has what the turn continued
   keep(to, {kept, {prompt_tail.begin(), prompt_tail.end()}, {response.begin(), response.end()}});
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
@@ -168,7 +168,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
     sharing = entries_.remove_session(session, tenant);
   }
   for (const auto& group : sharing) {
-    for (bool more = true; more;) {  // in slices, so that a step can come between
+    for (bool more = true; more;) {  // in slices, so that a step can run in between
       std::lock_guard lock(mutex_);
       group->corpus.sweep(kIndexPerCall);
       more = !group->corpus.swept();
@@ -219,7 +219,7 @@ Stats Cache::stats() {
   return stats;
 }
 
-// Indexes some of what is pending for one request, and takes out some of what was dropped. Returns how much was done.
+// Indexes pending positions of a request and its entries, and removes dropped ones. Returns the budget used.
 std::size_t Cache::advance(Request& request, std::size_t budget) {
   std::size_t left = budget - request.index.advance(budget);
   for (CacheEntry* entry : request.entries()) {
@@ -228,7 +228,7 @@ std::size_t Cache::advance(Request& request, std::size_t budget) {
   return budget - left;
 }
 
-// Adds verified tokens, the first of which answer the draft; only `scheduled` tokens of that were verified.
+// Adds verified tokens. Counts by source how many of the draft's first `scheduled` tokens were verified and accepted.
 void Cache::take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
                  BySource& drafted) {
   if (tokens.empty()) return;
@@ -279,7 +279,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       while (end < length && legal(row[end])) ++end;
       const std::size_t begin = std::min(known, end);
       take(current, {row + begin, end - begin}, count_of(scheduled[i]), accepted, drafted);
-      sound = current.index.size() == length;  // otherwise a draft would continue another text than the engine's
+      sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
     }
     budget -= advance(current, budget);
     drafter_->draft(current.for_drafter(), sound ? draft_limit(room[i]) : 0, cost);

@@ -15,36 +15,37 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kIndexPerCall = 1024;  // positions indexed in one call: under 1 ms
+inline constexpr std::size_t kIndexPerCall = 1024;  // positions indexed in one call, which takes less than 1 ms
 
+// Holds what a finished request adds to its session, group and tenant.
 struct Turn {
-  std::size_t kept = 0;
-  std::vector<Token> prompt_tail, response;
+  std::size_t kept = 0;  // tokens of the session's last context that the prompt repeats
+  std::vector<Token> prompt_tail, response;  // the rest of the prompt, and the response
 };
 
-using BySource = std::array<std::int32_t, kSources + 1>;  // the last: kModel
+using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
 
-// A step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
+// Holds a step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
 struct Drafts {
   std::vector<Token> tokens;
   std::vector<std::int32_t> offsets{0};
   std::vector<std::uint8_t> sources;
   std::vector<float> probabilities;
   std::vector<std::int32_t> match_lengths;
-  std::vector<BySource> accepted, drafted;  // of the drafts before
+  std::vector<BySource> accepted, drafted;  // of each request's previous draft: tokens accepted, and verified
 };
 
 struct Stats {
   std::size_t tokens = 0, bytes = 0, sessions = 0, requests = 0, tenants = 0, pending = 0;
 };
 
-// The engine's tokens: row r holds prompt and output of one request.
+// Refers to the engine's tokens: each row holds the prompt and output of one request.
 struct TokenTable {
   const Token* data;
   std::size_t rows, columns;
 };
 
-// Another drafter's tokens, one row a request, and the probability of each.
+// Refers to another drafter's tokens, one row for each request, and the probability of each token.
 struct ExternalDrafts {
   const Token* tokens;
   const double* probabilities;
@@ -56,37 +57,37 @@ struct Request {
   std::shared_ptr<Group> group;
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
-  SuffixIndex index;       // the whole text; findable is what the session does not already hold
-  bool shared = false;     // draws on its tenant and gives to it
-  bool own_group = false;  // the group is the session's own, not one that was named
+  SuffixIndex index;       // the whole text; only what the session does not hold is findable
+  bool shared = false;     // it drafts from its tenant's responses and adds its own
+  bool own_group = false;  // its group is its session's own, not a named one
   std::size_t prompt_length = 0;
   MatchState state;
   Draft draft;
 
-  // What it draws on and gives to; null where there is none.
+  // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
   DraftRequest for_drafter();
-  // Returns where a candidate comes from as users see it.
+  // Returns a candidate's source as users see it: a session's own group counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
     return own_group && candidate.source == 2 ? 1 : candidate.source;
   }
 };
 
-// Requests, and the calls on them and on what is kept of finished ones. Every public call takes the lock.
+// Holds the running requests and what is kept of finished ones. Every public call takes the lock.
 class Cache {
  public:
   Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size);
 
-  // The caller chooses unused slots and has checked the tokens.
+  // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens.
   void start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends);
   void extend(std::size_t slot, std::span<const Token> tokens);
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit);
   void abort(std::size_t slot);
   void restore(Names names, std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
-  // Exact: when it returns, no index holds what only this session said.
+  // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
-  // Does what steps leave for later: indexing, and giving back what was evicted. Returns how much was done.
+  // Evicts, indexes and removes dropped positions, for at most about `budget`. Returns how much of it was used.
   std::size_t catch_up(std::size_t budget);
   void resize(Limits limits);
   Stats stats();
@@ -96,15 +97,14 @@ class Cache {
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
               std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
               std::span<const std::int32_t> scheduled, double cost);
-  // Merges another drafter's tokens, the first lengths[i] of row i, into the drafts of requests that have just been
-  // drafted for, and returns these drafts as they then are. The caller has checked tokens and probabilities. A request
-  // without an open draft gets none.
+  // Merges another drafter's tokens, the first lengths[i] of row i, into the open drafts that were just made. Returns
+  // the merged drafts. The caller has checked tokens and probabilities. A request without an open draft gets none.
   Drafts merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
                       std::span<const std::int32_t> lengths, std::span<const std::int32_t> room, double cost);
   // Returns every scored position of the request's last draft.
   std::vector<ScoredPosition> candidates(std::size_t slot);
 
-  // Sessions, groups, tenants and what was learned, without running requests. Both throw std::runtime_error.
+  // Save and load sessions, groups, tenants and what was learned, but no running requests. Throw std::runtime_error.
   void save(const std::string& path);
   void load(const std::string& path);  // into a new cache
 

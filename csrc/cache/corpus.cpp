@@ -7,14 +7,13 @@
 namespace agentspec {
 namespace {
 
-// Taking a position out costs as much as putting so many in. Where long documents are the same, it is found only after
-// long comparisons, and can cost a hundred times as much: so the clock is looked at after every few, and a call ends
-// early.
+// Removing a position costs as much as indexing kSweepCost of them, and a hundred times as much among equal long
+// documents. So the clock is read after every kSweepSome, and a call may end early.
 constexpr std::size_t kSweepCost = 16;
 constexpr std::size_t kSweepSome = 4;
 constexpr std::int64_t kSweepTime = 100'000;  // ns
 
-// FNV-1a. A collision within one tenant would only erase too much.
+// Returns the FNV-1a hash. A collision within one tenant erases too much, never too little.
 std::uint64_t hash_of(const std::string& key) {
   std::uint64_t hash = 0xCBF29CE484222325u;
   for (const char c : key) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
@@ -54,15 +53,15 @@ std::size_t Corpus::sweep(std::size_t budget) {
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
   const Stopwatch stopwatch;
   std::size_t done = 0;
-  do {  // at least once: who calls until nothing is done must not stop because the clock ran
+  do {  // at least once: callers repeat the call until it returns 0, which the clock must not cause
     Document& oldest = dropped_.front();
     const std::size_t some = std::min(most - done, kSweepSome);
     const std::size_t removed = index_.remove(oldest.begin, oldest.end, some);
     done += removed;
-    if (removed == some) continue;  // perhaps that was all: then the next time finds nothing left of it
+    if (removed == some) continue;  // if nothing is left of it, the next round finds out
     dropped_.pop_front();
     if (erased_ > 0) --erased_;
-    ++done;  // also a document without indexed positions takes a moment
+    ++done;  // a document without indexed positions takes time, too
   } while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime));
   release();
   return std::min(budget, done * kSweepCost);
@@ -86,7 +85,8 @@ void Corpus::release() {
 void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& documents) {
   documents_.assign(documents.begin(), documents.end());
   for (const Document& document : documents_) {
-    if (document.begin > document.end || document.end > index_.size()) reader.damaged("a document lies outside its text");
+    if (document.begin > document.end || document.end > index_.size())
+      reader.damaged("a document lies outside its text");
     tokens_ += document.end - document.begin;
   }
 }

@@ -10,7 +10,7 @@ constexpr std::size_t kEverything = std::size_t{1} << 62;
 
 bool is_session(const CacheEntry& entry) { return entry.key.front() == 's'; }
 
-// Appends a piece of another index' text, with its boundaries as such.
+// Appends a piece of another index's text. Its boundaries become boundaries here.
 void append_text(SuffixIndex& index, std::span<const Token> text) {
   std::size_t begin = 0;
   for (std::size_t i = 0; i <= text.size(); ++i) {
@@ -87,8 +87,7 @@ std::shared_ptr<Session> CacheEntries::session(const std::string* key, const std
   return key ? entry<Session>("s" + *key, tenant) : nullptr;
 }
 
-// A group joins sessions that share. A session that has none is a group of its own: its responses alone, apart from
-// what its prompts quote, are better to draft from.
+// Returns the named group or the session's own: its responses alone, without what its prompts quote, draft better.
 std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Tenant>& tenant) {
   if (!tenant || !names.shared) return nullptr;
   if (names.group) return entry<Group>("g" + *names.group, tenant);
@@ -107,8 +106,8 @@ void CacheEntries::touch(CacheEntry& entry) {
   }
 }
 
-// At most kMaxLearners tenants keep what they learned. One of them gives way to another only after a rest: more that
-// take turns would all learn anew all the time. Returns null where none has rested.
+// Lets at most kMaxLearners tenants keep what they learned. One is replaced only after a rest: if more took turns, all
+// would start anew all the time. Returns null if none has rested.
 std::shared_ptr<Learned> CacheEntries::learned_of(Tenant& tenant) {
   if (tenant.learned) return tenant.learned;
   if (learners_ >= kMaxLearners) {
@@ -144,7 +143,7 @@ std::size_t CacheEntries::advance(CacheEntry& entry, std::size_t budget) {
 }
 
 void CacheEntries::drop(CacheEntry& entry) {
-  const auto kept = entries_.find(entry.key);  // until this returns
+  const auto kept = entries_.find(entry.key);  // keeps the entry alive until this returns
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
   entry.tenant->entries.erase(&entry);
@@ -157,7 +156,6 @@ void CacheEntries::forget_if_empty(CacheEntry& entry) {
   if (!entry.gone && entry.running == 0 && entry.size().tokens == 0) drop(entry);
 }
 
-// A session over its budget goes on with the newest half of what it may hold.
 void CacheEntries::trim(Session& session) {
   const Size size = session.size();
   if (!size.over(limits.session)) return;
@@ -174,9 +172,9 @@ std::size_t CacheEntries::evict(Tenant* tenant) {
   return done;
 }
 
-// Makes some room, in one tenant or anywhere. Where tenants' corpora are more than half of what is held, the oldest
-// document of the tenant that was used least recently goes. Otherwise the least recently used session or group goes,
-// unless a running request drafts from it. Returns whether there was anything to evict.
+// Evicts one entry or document, of tenant `only` or of any. If tenants' corpora are more than half of what is held,
+// drops the oldest document of the least recently used tenant. Otherwise drops the least recently used session or group
+// that no running request drafts from. Returns whether there was anything to evict.
 bool CacheEntries::evict_one(Tenant* only) {
   const Size shared = only ? only->counted : corpora_;
   const std::size_t all = only ? only->held.tokens : held_.tokens;
@@ -195,8 +193,7 @@ bool CacheEntries::evict_one(Tenant* only) {
   return true;
 }
 
-// Forgets the least recently used tenant of which no request is running, with its sessions and groups. Returns whether
-// there was one besides the newest.
+// Forgets the least recently used tenant without running requests. Returns false if there is none but the newest.
 bool CacheEntries::forget_oldest_tenant() {
   const auto idle = std::ranges::find_if(tenants_.by_use, [](const auto& used) { return used.second->running == 0; });
   if (idle == tenants_.by_use.end() || std::next(idle) == tenants_.by_use.end()) return false;
@@ -209,7 +206,8 @@ bool CacheEntries::forget_oldest_tenant() {
   return true;
 }
 
-std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key, const std::string* tenant_key) {
+std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
+                                                                 const std::string* tenant_key) {
   if (const auto session = find_session(key)) drop(*session);
   const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
   if (!tenant) return {};
@@ -238,7 +236,7 @@ std::size_t CacheEntries::catch_up(std::size_t budget) {
 
 namespace {
 
-// What was learned, or nothing. What is of another size was learned under other settings: then learning starts anew.
+// Saves or loads `learned`, if there is any. A table or reranker of another size stays new: other settings made it.
 template <class Archive>
 void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicySettings& settings, unsigned bits) {
   std::uint64_t there = learned != nullptr;
@@ -261,8 +259,7 @@ void describe(Archive& archive, CacheEntry& entry, const PolicySettings& setting
 
 }  // namespace
 
-// The file holds the tick, then the tenants in the order of their keys, then sessions and groups, least recently used
-// first.
+// Writes the tick, then the tenants in the order of their keys, then sessions and groups, least recently used first.
 void CacheEntries::save(SnapshotWriter& writer) {
   std::vector<CacheEntry*> held;
   for (const auto& [used, entry] : entries_.by_use) {
@@ -290,7 +287,7 @@ void CacheEntries::save(SnapshotWriter& writer) {
 }
 
 void CacheEntries::load(SnapshotReader& reader) {
-  tick_ = reader.number();  // later than any use, also of what is made here
+  tick_ = reader.number();  // later than every use in the file, so that new uses are later still
   for (auto tenants = reader.number(); tenants > 0; --tenants) {
     const std::string key = reader.string();
     const auto loaded = tenant(&key);

@@ -1,4 +1,4 @@
-// What is kept of finished requests: tenants, and their sessions and groups.
+// Keeps what finished requests leave behind: tenants, and their sessions and groups.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@
 namespace agentspec {
 
 inline constexpr std::size_t kEvictPerCall = 64;     // sessions, groups or documents evicted in one call
-inline constexpr std::size_t kMaxTenants = 4096;     // held at a time; beyond that the least recently used one goes
+inline constexpr std::size_t kMaxTenants = 4096;     // held at a time; beyond that the least recently used is forgotten
 inline constexpr std::size_t kMaxLearners = 64;      // tenants that keep what they learned, 2 MB each
-inline constexpr std::uint64_t kLearnerRest = 1024;  // ticks without use after which one of them gives way to another
+inline constexpr std::uint64_t kLearnerRest = 1024;  // ticks without use after which one of them may be replaced
 
-// What budgets count. Bytes are reckoned from tokens, not measured: buffers grow in leaps and shrink late, and a budget
-// that followed them would evict too much.
+// Holds what budgets count. Bytes are computed from tokens, not measured: buffers grow in leaps and shrink late, so a
+// budget on measured bytes would evict too much.
 struct Size {
   static constexpr std::size_t kBytesPerToken = 12, kBytesPerLearner = std::size_t{1} << 17;
 
@@ -34,12 +34,12 @@ struct Size {
   }
 };
 
-// What may be held; 0: no limit.
+// Holds the budgets; 0 means no limit.
 struct Limits {
   Size process, tenant, session;
 };
 
-// To whom a request belongs; null: to none. `shared`: it draws on its group and tenant, and gives to them.
+// Names what a request belongs to; null: nothing. `shared`: it drafts from its group and tenant and adds to them.
 struct Names {
   const std::string *session, *group, *tenant;
   bool shared;
@@ -47,31 +47,32 @@ struct Names {
 
 struct Tenant;
 
+// The base of sessions, groups and tenants.
 struct CacheEntry {
   std::string key;
-  std::shared_ptr<Tenant> tenant;     // whose session or group it is; null for a tenant itself
+  std::shared_ptr<Tenant> tenant;     // owner of the session or group; null for a tenant
   std::uint64_t used = 0;             // tick of its last use
-  std::size_t running = 0;            // requests that draft from it: then it stays
+  std::size_t running = 0;            // requests that draft from it; while there are any, it is not evicted
   bool gone = false;                  // erased or evicted; running requests may still know it
-  Size counted;                       // what the sums over all entries hold of it
-  std::shared_ptr<Learned> learned;   // of a tenant, or of a session's requests that keep to it; null: nothing yet
+  Size counted;                       // its part of the sums over all entries
+  std::shared_ptr<Learned> learned;   // by a tenant's requests, or a session's unshared ones; null: nothing yet
 
   virtual ~CacheEntry() = default;
   virtual Size size() const = 0;          // as budgets count it
-  virtual std::size_t bytes() const = 0;  // held now
+  virtual std::size_t bytes() const = 0;  // in memory now
   virtual const SuffixIndex& index() const = 0;
-  // Indexes pending positions and takes out dropped ones, for at most about `budget`. Returns what it took.
+  // Indexes pending positions and removes dropped ones, for at most about `budget`. Returns how much of it was used.
   virtual std::size_t advance(std::size_t budget) = 0;
 };
 
-// What one conversation leaves behind: its turns as one growing text.
+// Holds the turns of one conversation as one growing text.
 struct Session final : CacheEntry {
   SuffixIndex text;
   std::vector<Token> last;  // full text of the last finished request
 
-  // Appends one finished turn, in place where the prompt repeats all that came before.
+  // Appends a finished turn, as a new document if its prompt does not repeat all of `last`.
   void append(std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
-  // Starts again from its newest tokens, at most `tokens` of them.
+  // Cuts the text to its newest `tokens` tokens, and drops `last` if it is longer than that.
   void trim(std::size_t tokens);
 
   Size size() const override;
@@ -86,8 +87,7 @@ struct Session final : CacheEntry {
   }
 };
 
-// Responses that several requests share: to one problem from all sessions of a tenant that worked on it, or of one
-// session.
+// Holds responses to one problem: those of a tenant's sessions that name the group, or of one session alone.
 struct Group : CacheEntry {
   Corpus corpus;
 
@@ -102,13 +102,13 @@ struct Group : CacheEntry {
   }
 };
 
-// What all sessions of one tenant share: the responses of all of them, and what was learned about drafts.
+// Holds what all sessions of one tenant share: their responses, and what was learned about drafts.
 struct Tenant final : Group {
-  Size held;  // of itself and of its sessions and groups
+  Size held;  // sum over itself and its sessions and groups
   std::unordered_set<CacheEntry*> entries;
 };
 
-// Entries by their keys and by their last use.
+// Finds entries by key and by last use.
 template <class Entry>
 struct EntryMap {
   std::map<std::string, std::shared_ptr<Entry>> by_key;
@@ -129,12 +129,12 @@ struct EntryMap {
   }
 };
 
-// All sessions, groups and tenants: who is evicted, and what the sums are.
+// Holds all sessions, groups and tenants with the sums of their sizes, and evicts what exceeds the budgets.
 class CacheEntries {
  public:
   CacheEntries(const PolicySettings& settings, Limits limits) : limits(limits), settings_(settings) {}
 
-  // Each finds or makes one, which then counts as used. Null where none is named.
+  // Each returns the named entry, made if there is none, and marks it as used. Null where none is named.
   std::shared_ptr<Tenant> tenant(const std::string* key);
   std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
@@ -144,13 +144,14 @@ class CacheEntries {
   std::shared_ptr<Learned> learned_of(Session& session);
 
   void touch(CacheEntry& entry);
-  void count(CacheEntry& entry);  // brings the sums up to what it has now
+  void count(CacheEntry& entry);  // updates the sums to its present size
   std::size_t advance(CacheEntry& entry, std::size_t budget);
   void forget_if_empty(CacheEntry& entry);
-  void trim(Session& session);  // where it is over its budget
-  // Evicts until a tenant (null: none in particular) and the process are within their budgets, or much was done.
+  // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
+  void trim(Session& session);
+  // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
-  // Drops a session and what it gave. Returns the entries that are still to be swept.
+  // Drops a session and its responses. Returns the tenant and the groups that must be swept to erase them.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
   std::size_t catch_up(std::size_t budget);
 
@@ -173,10 +174,10 @@ class CacheEntries {
   PolicySettings settings_;
   std::uint64_t tick_ = 0;
   Size held_;     // sessions, groups and tenants together
-  Size corpora_;  // of all tenants together
+  Size corpora_;  // the tenants' own corpora together
   EntryMap<Tenant> tenants_;
   EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and sessions' own groups (o)
-  std::size_t learners_ = 0;      // tenants that have learned
+  std::size_t learners_ = 0;      // tenants with `learned`
 };
 
 }  // namespace agentspec

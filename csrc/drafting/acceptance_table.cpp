@@ -14,7 +14,7 @@ constexpr std::array<double, kLengths> kPriorLength{-2.2, -1.4, -0.9, -0.4, 0.1,
 constexpr std::array<double, kShapes> kPriorShape{0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6};
 constexpr double kSecondMinus = 1.0, kResumeMinus = 0.5;
 
-constexpr double kLeast = 1e-6;  // observations: nothing is certain
+constexpr double kLeast = 1e-6;  // observations assumed at least; keeps the log-odds finite
 
 std::size_t shape_bucket(std::size_t count, std::size_t winner) {
   if (count == 1) return 0;
@@ -55,8 +55,8 @@ std::size_t AcceptanceTable::length_bucket(std::size_t length) {
   return bucket;
 }
 
-AcceptanceTable::Cell AcceptanceTable::cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
-                      std::size_t depth) {
+AcceptanceTable::Cell AcceptanceTable::cell(std::size_t kind, std::size_t length, std::size_t count,
+                                            std::size_t winner, bool second, std::size_t depth) {
   const std::size_t row = (kind * kLengths + length_bucket(length)) * kShapes + shape_bucket(count, winner);
   return static_cast<Cell>((row * kRanks + second) * kDepths + std::min(depth, kDepths - 1));
 }

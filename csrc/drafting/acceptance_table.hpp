@@ -7,7 +7,7 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kKinds = 5;  // of proposals: one a source, and the resume point's
+inline constexpr std::size_t kKinds = 5;  // kinds of proposals: one for each source, and the resume point's
 
 // Counts how often proposals were accepted: by kind, match length, agreement among the occurrences, rank of the
 // successor and depth. Priors stand in until there is enough to count.
@@ -17,7 +17,7 @@ class AcceptanceTable {
 
   AcceptanceTable(double prior_weight, double memory);
 
-  // `winner` of `count` occurrences are followed by the token; `second`: another token follows more often.
+  // Returns the cell of a token that follows `winner` of `count` occurrences. `second`: another one follows more often.
   static Cell cell(std::size_t kind, std::size_t length, std::size_t count, std::size_t winner, bool second,
                    std::size_t depth);
   static std::size_t length_bucket(std::size_t length);  // 0 to 8

@@ -11,16 +11,16 @@ namespace agentspec {
 namespace {
 
 constexpr std::uint8_t kRequest = 0, kGlobal = kSources - 1;
-constexpr std::size_t kMaxDepth = 256;         // of ArcticSettings
-constexpr std::size_t kPlaces = 2 * kWindow;  // listed by a source and by the running response
+constexpr std::size_t kMaxDepth = 256;         // upper bound of ArcticSettings::max_depth
+constexpr std::size_t kPlaces = 2 * kWindow;  // that a source and the running response list together
 
-// Of contexts with more occurrences than a match lists, these lengths are tried, and the longest.
+// Lengths of context that are tried, besides the longest, if a match cannot list all occurrences.
 constexpr std::array<std::size_t, 15> kSampled{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192};
 constexpr double kSlack = 1 + 1e-9;  // a sum of probabilities may be rounded up
 
 const Token* end_of(std::span<const Token> text) { return text.data() + text.size(); }
 
-// How many tokens may be drafted after each length of context.
+// Holds, for each context length in tokens, the most tokens that may be drafted after it.
 class DraftLimits {
  public:
   DraftLimits(const ArcticSettings& settings, std::size_t context, std::size_t limit) {
@@ -33,10 +33,10 @@ class DraftLimits {
     longest_ = lengths == 0 ? 0 : lengths - 1;
   }
 
-  std::size_t longest() const { return longest_; }  // context
+  std::size_t longest() const { return longest_; }  // tokens of context
   std::size_t operator[](std::size_t length) const { return limits_[length]; }
 
-  // The longest of the lengths in [low, high] that allow the most.
+  // Returns the length in [low, high] that allows the most; of several, the longest.
   std::size_t widest(std::size_t low, std::size_t high) const {
     std::size_t best = high;
     for (std::size_t length = high; length-- > low;) {
@@ -45,7 +45,7 @@ class DraftLimits {
     return best;
   }
 
-  // The longest of them that allows at least so many; there is one.
+  // Returns the longest length up to `high` that allows at least `limit` tokens; there must be one.
   std::size_t longest_with(std::size_t limit, std::size_t high) const {
     while (limits_[high] < limit) --high;
     return high;
@@ -56,7 +56,7 @@ class DraftLimits {
   std::size_t longest_;
 };
 
-// Where a draft is copied from, the oldest place first.
+// Lists the places that a draft is copied from, oldest first.
 struct Places {
   std::array<const Token*, kPlaces> at;
   std::size_t size = 0;
@@ -64,8 +64,8 @@ struct Places {
   void add(const Token* place) { at[size++] = place; }
 };
 
-// The successors of a text, most frequent first. Which of equals comes first depends on the order in which they came:
-// one that draws level with others is put in front of them, unless it leaves equals behind.
+// Holds the successors of a text, most frequent first, in ArcticInference's order: a token whose count rises passes the
+// equals ahead of it or, if there are none, those whose count it reaches.
 class Successors {
  public:
   void add(Token token) {
@@ -98,22 +98,22 @@ class Successors {
   std::size_t size_ = 0;
 };
 
-// A draft that is copied from places, as long as they agree enough.
+// Copies a draft from places, as long as enough of them agree.
 class CopiedDraft {
  public:
   struct Step {
     Token token;
     double probability;    // given that the draft before it is right
-    std::uint32_t places;  // that have it
+    std::uint32_t places;  // listed places that have it
   };
 
-  // `ends`: of the texts that the places are in; null where there is none.
+  // `ends`: the ends of the texts that the places are in; null for none.
   CopiedDraft(double min_token_prob, std::array<const Token*, 2> ends) : min_token_prob_(min_token_prob), ends_(ends) {}
 
-  // Grows while `limit` and probability last. The places stand for `count` of the `whole` occurrences of a context.
+  // Copies at most `limit` tokens while likely enough. The places stand for `count` of a context's `whole` occurrences.
   void grow(const Places& from, std::uint32_t count, double whole, std::size_t limit) {
     const Origin origin{from, count, whole, limit};
-    if (origin == origin_) return;  // mostly, a longer context has the same occurrences
+    if (origin == origin_) return;  // a longer context mostly has the same occurrences
     origin_ = origin;
     size_ = 0;
     score_ = 0;
@@ -138,7 +138,7 @@ class CopiedDraft {
  private:
   struct Origin {
     std::size_t places = 0;
-    std::uintptr_t sum = 0;  // of the places: who has as many may still have others
+    std::uintptr_t sum = 0;  // checksum of the places: equally many can still differ
     std::uint32_t count = 0;
     double whole = 0;
     std::size_t limit = 0;
@@ -153,14 +153,14 @@ class CopiedDraft {
 
   bool at_end(const Token* at) const { return at == ends_[0] || at == ends_[1]; }
 
-  // Takes the next token, which all places have.
+  // Appends the next token, which all places have.
   void push(Places& places, double probability, double so_far) {
     steps_[size_++] = {*places.at[0], probability, static_cast<std::uint32_t>(places.size)};
     score_ += so_far;
     for (std::size_t k = 0; k < places.size; ++k) ++places.at[k];
   }
 
-  // Whether all places go on, and with the same token.
+  // Returns whether all places go on with the same token.
   bool alike(const Places& places) const {
     if (at_end(places.at[0]) || *places.at[0] < 0) return false;
     for (std::size_t k = 1; k < places.size; ++k) {
@@ -198,7 +198,7 @@ class CopiedDraft {
   double score_ = 0;
 };
 
-// The best draft so far.
+// Holds the best draft so far.
 struct Best {
   Draft& draft;
   std::size_t length = 0;  // tokens of context that it was copied behind
@@ -206,17 +206,17 @@ struct Best {
   std::uint8_t source = kSources;
 };
 
-// The running response, which counts as one of all responses: the request's text from `begin` on.
+// Refers to the running response: the request's text from `begin` on. It counts as one of all responses.
 struct RunningResponse {
   const SuffixIndex* index = nullptr;
   std::size_t begin = 0;
 };
 
-// Finds the best draft of one source. Drafts are tried only where they can still win: a limit of n tokens bounds the sum
-// of probabilities. Contexts of neighbouring lengths mostly have the same occurrences, and so the same draft.
+// Finds the best draft of one source. It tries only drafts that can still win: a limit of n tokens bounds the sum of
+// probabilities. Contexts of neighbouring lengths mostly have the same occurrences, and so the same draft.
 class SourceSearch {
  public:
-  // `open`: up to this length of context, its own end counts as an occurrence, one that nothing followed yet.
+  // `open`: contexts up to this length count their own end as an occurrence that nothing has followed yet.
   SourceSearch(double min_token_prob, const DraftLimits& limits, const SuffixIndex* index, RunningResponse running,
                std::span<const Token> context, std::size_t open, std::uint8_t source, Best& best)
       : limits_(limits), index_(index), running_(running), context_(context), open_(open), source_(source),
@@ -224,7 +224,7 @@ class SourceSearch {
                                  running.index ? end_of(running.index->text()) : nullptr}),
         best_(best) {}
 
-  // Finds the longest context that occurred and returns its length. `known`: no longer one occurs in the request.
+  // Finds the longest context that occurred and returns its length. `known`: the longest that the request's text has.
   std::size_t begin(std::size_t known) {
     if (!index_ || limits_.longest() == 0) return 0;
     index_->look_up(context_.last(limits_.longest()), longest_.match);
@@ -240,7 +240,7 @@ class SourceSearch {
 
   void run() {
     if (length_ == 0) return;
-    std::size_t top = length_;  // longer contexts are done with
+    std::size_t top = length_;  // longer contexts have been considered
     if (longest_.whole) {
       top = listed(top);
     } else {
@@ -254,7 +254,7 @@ class SourceSearch {
   struct Found {
     Match match;        // in the index
     Match own;          // in the running response
-    bool whole = true;  // whether every occurrence is listed
+    bool whole = true;  // every occurrence is listed
 
     std::uint32_t count() const { return match.count + own.count; }
   };
@@ -264,7 +264,7 @@ class SourceSearch {
     add_running(length, found);
   }
 
-  // Occurrences in the running response, where all are known.
+  // Adds the occurrences in the running response, if all are known.
   void add_running(std::size_t length, Found& found) const {
     found.own.clear();
     found.whole = found.match.complete();
@@ -278,14 +278,14 @@ class SourceSearch {
     found.own.count = found.own.listed = kept;
   }
 
-  // Whether a draft from contexts of `length` tokens or fewer with this limit can be the best.
+  // Returns whether a draft of `limit` tokens from contexts of at most `length` tokens can be the best.
   bool can_win(std::size_t length, std::size_t limit, double probability = 1) const {
     const double most = static_cast<double>(limit) * probability * kSlack;
     return limit > 0 && (most > best_.score || (most >= best_.score && wins_level(length)));
   }
   bool can_win(std::size_t length) const { return can_win(length, limits_[length]); }
 
-  // Of drafts that score the same, the request's wins, then the longest match.
+  // Returns whether a draft that scores the same wins: the request's does, then the longest match's.
   bool wins_level(std::size_t length) const {
     return best_.source == source_ ? length > best_.length : source_ < best_.source;
   }
@@ -297,7 +297,7 @@ class SourceSearch {
     for (std::uint32_t k = found.match.listed; k-- > 0;) {
       places.add(index_->text().data() + found.match.positions[k]);
     }
-    // Listed in the order of their contexts where there are more of them.
+    // An incomplete match lists them in the order of their contexts.
     if (!found.match.complete()) std::sort(places.at.begin(), places.at.begin() + places.size);
     for (std::uint32_t k = found.own.listed; k-- > 0;) {
       places.add(running_.index->text().data() + found.own.positions[k]);
@@ -332,8 +332,8 @@ class SourceSearch {
     best_.draft.match_length = best_.draft.taken.empty() ? 0 : length;
   }
 
-  // Considers the contexts of at most `top` tokens all of whose occurrences are listed, where they can win. Returns the
-  // longest length that is left.
+  // Scores the contexts of up to `top` tokens whose occurrences are all listed, except those that cannot beat the best
+  // draft. Returns the longest length not yet scored; 0: none.
   std::size_t listed(std::size_t top) {
     std::size_t low = first_guess();
     Found wide;
@@ -349,7 +349,7 @@ class SourceSearch {
     return 0;
   }
 
-  // The shortest context that could win if the occurrences were the same down to the length that allows the most.
+  // Returns the shortest length that could win if occurrences stay the same down to the length that allows most.
   std::size_t first_guess() {
     std::size_t low = limits_.widest(1, length_);
     if (longest_.count() == 0) return low;
@@ -360,7 +360,7 @@ class SourceSearch {
     return low;
   }
 
-  // At `low` not all occurrences are listed, above `top` they are: finds where that begins and considers from there on.
+  // Finds the shortest length above `low` whose occurrences are all listed, and scores from there to `top`.
   std::size_t first_listed(std::size_t low, std::size_t top) {
     Found found[2];
     std::size_t high = top + 1, at = 0;
@@ -378,13 +378,13 @@ class SourceSearch {
     return high - 1;
   }
 
-  // All occurrences at `low` are listed: how far each agrees says which contexts of up to `top` tokens it belongs to.
+  // Scores the lengths from `low` to `top` by how far each occurrence agrees: those of `low` are all listed.
   void by_agreement(std::size_t low, const Found& found, std::size_t top) {
     const Places places = places_of(found);
     std::array<std::size_t, kPlaces> agreed;
     for (std::size_t k = 0; k < places.size; ++k) {
       std::size_t most = top;
-      if (k >= found.match.listed) {  // what the running response repeats of itself begins where it does
+      if (k >= found.match.listed) {  // nothing before the running response counts as part of it
         most = std::min<std::size_t>(top, places.at[k] - (running_.index->text().data() + running_.begin));
       }
       agreed[k] = agreement(places.at[k], low, most);
@@ -404,7 +404,7 @@ class SourceSearch {
     }
   }
 
-  // Tokens before `here` that agree with the context: `from` are known to, more than `most` do not matter.
+  // Counts the tokens before `here` that agree with the context: at least `from`, at most `most`.
   std::size_t agreement(const Token* here, std::size_t from, std::size_t most) const {
     const Token* end = end_of(context_);
     std::size_t length = from;
@@ -412,7 +412,7 @@ class SourceSearch {
     return length;
   }
 
-  // Considers contexts of at most `top` tokens that have more occurrences than are listed, at some lengths.
+  // Scores contexts of at most `top` tokens that have more occurrences than are listed, at the lengths of kSampled.
   void sampled(std::size_t top) {
     std::size_t size = 0, widest = 0;
     while (size < kSampled.size() && kSampled[size] <= top) ++size;
@@ -421,7 +421,7 @@ class SourceSearch {
     }
     Found found;
     for (std::size_t k = 0; k < size; ++k) {
-      // The one that allows the most first.
+      // Starts with the length that allows the most.
       const std::size_t length = kSampled[k == 0 ? widest : k <= widest ? widest - k : k];
       if (!can_win(length)) continue;
       find(length, found);
@@ -462,7 +462,7 @@ void ArcticSuffixRule::draft(DraftRequest request, std::size_t limit, double) {
   SourceSearch in_own(settings_.min_token_prob, limits, own, {}, tail, tail.size(), kRequest, best);
   SourceSearch in_all(settings_.min_token_prob, limits, global, {own, begin}, tail, text.size() - begin, kGlobal, best);
   const std::size_t matched = in_own.begin(0), shared = in_all.begin(matched);
-  // The longer match first: it often leaves nothing to the other.
+  // Runs the longer match first: it often leaves the other nothing to win.
   if (shared > matched) in_all.run();
   in_own.run();
   if (shared <= matched) in_all.run();

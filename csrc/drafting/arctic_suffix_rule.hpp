@@ -4,13 +4,12 @@
 
 namespace agentspec {
 
-// ArcticInference's rule for drafts, to compare with and for command lines that ask for it. From every length of context
-// that occurred before, the most frequent successors are followed while the draft is likely enough. Of all these drafts,
-// from the request's own text and from the responses of all, the one with the largest sum of probabilities is taken.
+// Drafts as ArcticInference does, to compare with and for command lines that ask for it. After every length of context
+// that occurred before, it follows the most frequent successors while the draft is likely enough. Of these drafts, from
+// the request's text and from the responses of all, the one with the largest sum of probabilities wins.
 //
-// Nothing is learned, and session and group are not drafted from. The request's own text is all indexed at once, and
-// stored responses have no context in front. Another drafter's tokens stand alone, and the rule's draft is never cut.
-// tests/oracle/arctic_suffix_rule.py specifies the answers.
+// It learns nothing and drafts from neither session nor group. It indexes a whole prompt at once and keeps no context
+// in front of stored responses. It never cuts its own draft and adds nothing behind another drafter's tokens.
 class ArcticSuffixRule final : public Drafter {
  public:
   explicit ArcticSuffixRule(const ArcticSettings& settings) : settings_(settings) {}

@@ -15,12 +15,12 @@
 namespace agentspec {
 
 inline constexpr std::size_t kSources = 4;        // request, session, group, global
-inline constexpr std::uint8_t kModel = kSources;  // in their place, for tokens of another drafter
+inline constexpr std::uint8_t kModel = kSources;  // the source of another drafter's tokens
 inline constexpr std::size_t kMaxDraft = 128;     // tokens: the engine verifies no more
 inline constexpr std::size_t kCandidates = 4;     // scored at each position of a draft
-inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two successors a source, and the resume point's
+inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two for each source, and the resume point's
 
-// ArcticInference's parameters, with its meaning; arctic_suffix_rule.hpp explains the rule.
+// Holds ArcticInference's parameters, named and meant as there; arctic_suffix_rule.hpp explains the rule.
 struct ArcticSettings {
   std::size_t max_depth = 64;
   double max_spec_factor = 1.0;
@@ -28,20 +28,21 @@ struct ArcticSettings {
   double min_token_prob = 0.1;
 };
 
+// Holds DraftPolicy's fields; agentspec/cache/policy.py explains them.
 struct PolicySettings {
   std::size_t max_draft = 32;  // tokens
   std::size_t min_match = 1;   // tokens
   double prior_weight = 200;   // observations that a prior counts for
   double memory = 1000;        // observations after which older ones are halved
-  bool rerank = true;          // whether the reranker corrects the acceptance table
+  bool rerank = true;          // the reranker corrects the acceptance table
   double learning_rate = 0.5;  // of the reranker
-  std::optional<ArcticSettings> arctic;  // where set, ArcticInference's rule drafts and nothing is learned
+  std::optional<ArcticSettings> arctic;  // if set, ArcticInference's rule drafts and nothing is learned
 };
 
-// What verification taught about acceptance. One belongs to each tenant, to each session that keeps to itself, and to
-// each request that has neither.
+// Holds what verification taught about acceptance. Each tenant has one, each session that shares nothing, and each
+// request that has neither.
 struct Learned {
-  static constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;  // sizes of the reranker
+  static constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;  // reranker sizes, log2
 
   AcceptanceTable table;
   Reranker reranker;
@@ -57,7 +58,7 @@ struct Candidate {
   std::uint8_t rank = 0;           // 0: the source's most frequent successor, 1: its second, 2: the resume point's
   std::uint32_t match_length = 0;  // tokens of context that agree
   std::uint32_t count = 0;         // occurrences that were looked at
-  double share = 0;                // of them followed by the token
+  double share = 0;                // part of them that the token follows
   double probability = 0;          // that it is accepted, given that the draft before it is
 };
 
@@ -68,16 +69,16 @@ struct ScoredCandidate : Candidate {
 
 // One position of a draft: its candidates, likeliest by the acceptance table first, and the token that the draft takes.
 struct ScoredPosition {
-  struct Proposal {  // what the table learns from: every successor of every source
+  struct Proposal {  // the table learns from every successor of every source
     Token token;
     AcceptanceTable::Cell cell;
   };
   std::array<ScoredCandidate, kCandidates> candidates;
   std::array<Proposal, kProposals> proposals;
-  std::uint8_t count = 0;     // of candidates; 0 only where the token came from another drafter
+  std::uint8_t count = 0;     // number of candidates; 0: the token came from another drafter
   std::uint8_t proposed = 0;  // number of proposals
-  std::uint8_t best = 0;      // the likeliest candidate
-  Candidate taken;            // that one, unless another drafter's token was taken
+  std::uint8_t best = 0;      // index of the likeliest candidate
+  Candidate taken;            // the likeliest candidate, unless another drafter's token was taken
 
   void take(Token token, double probability) {
     if (count == 0 || taken.token != token) taken = {token, kModel};
@@ -85,13 +86,13 @@ struct ScoredPosition {
   }
 };
 
-// What was drafted for one request. `path` may be longer than the draft: positions that did not pay are kept, so that
-// they can be learned from when the verified tokens reveal them. ArcticInference's rule fills `taken` only.
+// Holds what was drafted for one request. `path` may be longer than the draft: positions that did not pay are kept, so
+// that they can be learned from when the verified tokens reveal them. ArcticInference's rule fills `taken` only.
 struct Draft {
   std::vector<ScoredPosition> path;
   std::vector<Candidate> taken;  // the draft's tokens
-  std::size_t match_length = 0;  // of the first token's source; 0 where nothing is drafted
-  bool open = false;             // continues the text as it is now, so another drafter's tokens may be merged
+  std::size_t match_length = 0;  // of the first token, in tokens of context; 0 if nothing is drafted
+  bool open = false;             // it continues the present text, so another drafter's tokens may be merged
 
   void clear() {
     path.clear();
@@ -101,7 +102,7 @@ struct Draft {
   }
 };
 
-// Another drafter's tokens for one request, and of each the probability that it is accepted if those before it are.
+// Refers to another drafter's tokens and, for each, the probability that it is accepted if those before it are.
 struct ExternalDraft {
   std::span<const Token> tokens;
   std::span<const double> probabilities;
@@ -116,25 +117,25 @@ struct ExternalDraft {
   }
 };
 
-// A place that was being copied when the copy went wrong once: text often resumes there after a replaced token.
+// Remembers a place whose copy went wrong once: text often goes on there after a replaced token.
 struct ResumePoint {
   std::uint8_t source = kSources;  // kSources: none
   Position place = 0;              // of the token that it proposes
   std::uint32_t hits = 0;          // tokens that agreed since the last that did not
-  std::uint32_t misses = 0;        // in a row
+  std::uint32_t misses = 0;        // misses in a row
 
   bool active() const { return source < kSources; }
   void drop() { source = kSources; }
 };
 
-// What a request keeps from step to step, so that a step follows its matches rather than searching again.
+// Keeps a request's matches from step to step, so that a step can follow them rather than search again.
 struct MatchState {
   std::array<Match, kSources> matches;
-  std::array<std::uint64_t, kSources> versions{};  // of the sources that the matches are of
+  std::array<std::uint64_t, kSources> versions{};  // versions of the sources when they were matched
   ResumePoint resume;
   std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
   std::size_t begin = 0;     // length of the context when the response began
-  std::uint8_t outcome = 0;  // of the last draft: 0 there was none, 1 wholly right, 2 not
+  std::uint8_t outcome = 0;  // the last draft's: 0 there was none, 1 wholly right, 2 not
   bool started = false;
   bool fresh = false;  // the matches were brought up to date and no token has come since
 };

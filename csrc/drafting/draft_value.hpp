@@ -4,21 +4,21 @@
 
 namespace agentspec {
 
-// A drafted token is the one that looks best of several, so its probability is somewhat overrated. Drafters reckon with
-// so many times the cost to make up for that.
+// Drafters multiply the cost by this, because a drafted token is the one that looks best of several, and so its
+// probability is somewhat overrated.
 inline constexpr double kCaution = 1.3;
 
-// What a draft is worth as it grows: the tokens that the step is expected to bring, the one that every step brings
-// included, for the step's price: (1 + expected) / (1 + cost * length). A step without a draft is worth 1.
+// Computes what a draft is worth as it grows: the tokens that the step is expected to bring, with the one that every
+// step brings, for the step's price: expected / (1 + cost * length). A step without a draft is worth 1.
 struct DraftValue {
   double cost;                  // price of verifying one drafted token, as a share of a step
   double best = 1;              // the largest value so far
-  std::size_t best_length = 0;  // tokens at which it was reached
+  std::size_t best_length = 0;  // tokens of the draft that reached it
   std::size_t length = 0;       // tokens so far
   double probability = 1;       // that all of them are accepted
   double expected = 1;          // tokens that the step brings
 
-  // Takes in the next token, which is accepted with this probability if those before it are.
+  // Adds the next token, which is accepted with this probability if those before it are.
   void add(double next) {
     probability *= next;
     expected += probability;
@@ -30,7 +30,7 @@ struct DraftValue {
   }
 
   double value() const { return expected / (1 + cost * static_cast<double>(length)); }
-  // Whether a longer draft can still be worth more.
+  // Returns whether a longer draft can still be worth more.
   bool can_grow() const { return probability >= cost * best; }
 };
 

@@ -7,7 +7,7 @@
 
 namespace agentspec {
 
-// One running request as a drafter sees it.
+// Holds what a drafter sees of one running request.
 struct DraftRequest {
   Sources sources;
   std::span<const Token> text;  // prompt and response
@@ -16,7 +16,7 @@ struct DraftRequest {
   Learned& learned;
 };
 
-// A rule for drafts, and all that depends on it: SuffixDrafter's, learned while serving, or ArcticSuffixRule's.
+// Decides what is drafted. SuffixDrafter learns while serving; ArcticSuffixRule follows ArcticInference.
 class Drafter {
  public:
   virtual ~Drafter() = default;
@@ -29,11 +29,11 @@ class Drafter {
   // Replaces the draft by one of at most `limit` tokens behind the request's text.
   // `cost`: price of verifying one more token, as a share of a step.
   virtual void draft(DraftRequest request, std::size_t limit, double cost) = 0;
-  // Merges another drafter's tokens into an open draft: they take its place where they promise more. Where both begin
-  // alike, the given probabilities hold for the draft too.
+  // Merges another drafter's tokens into an open draft: they replace it if they promise more. Where both begin alike,
+  // the given probabilities hold for the draft too.
   virtual void merge_draft(DraftRequest request, const ExternalDraft& external, std::size_t limit, double cost) = 0;
-  // Learns from verified tokens. To be called before they are appended to the request's text, after every draft and
-  // also without one. Afterwards `draft.taken` is still there, `draft.path` is not: nothing is learned twice.
+  // Learns from verified tokens. Call it before they are appended to the request's text, with or without a draft. It
+  // keeps `draft.taken` but clears `draft.path`, so that nothing is learned twice.
   virtual void learn(DraftRequest request, std::span<const Token> verified) = 0;
 };
 

@@ -17,9 +17,9 @@ inline constexpr std::size_t kFeatures = 11;  // hashed features of a candidate
 // Slots of a candidate's features, kept until the candidate is learned from.
 using FeatureSlots = std::array<std::uint32_t, kFeatures>;
 
-// Corrects the acceptance table: a logistic regression, learned online, over hashed features that see which tokens are
-// proposed. A candidate's log-odds are the table's plus its features' weights. The rates are AdaGrad's; a weight and its
-// squared errors lie side by side, so that a feature costs one cache line.
+// Corrects the acceptance table by a logistic regression, learned online, over hashed features that see which tokens
+// are proposed. A candidate's log-odds are the table's plus its features' weights. AdaGrad sets the rates. A weight and
+// its squared errors lie side by side, so that a feature costs one cache line.
 class Reranker {
  public:
   // Makes 2^bits weights. calloc gives untouched zero pages: memory is used only where something was learned.

@@ -7,10 +7,10 @@
 namespace agentspec {
 namespace {
 
-constexpr double kClip = 9;                // log-odds stay within
-constexpr std::uint32_t kMostMisses = 4;   // in a row, then a resume point is dropped
-constexpr std::uint32_t kWorthResuming = 4;  // tokens of a match that went wrong
-constexpr std::size_t kResumeKind = kSources;  // kind of a resume point's proposal; the others' is their source
+constexpr double kClip = 9;                // log-odds are clipped to this, either side of 0
+constexpr std::uint32_t kMostMisses = 4;   // misses in a row that a resume point survives
+constexpr std::uint32_t kWorthResuming = 4;  // match length from which on a place is worth resuming
+constexpr std::size_t kResumeKind = kSources;  // kind of the resume point's proposals; others have their source as kind
 
 struct Successor {
   Token token;
@@ -18,7 +18,7 @@ struct Successor {
   Position place;
 };
 
-// A proposed token, and where it comes from.
+// Holds a proposed token and where it comes from.
 struct Proposal : Successor {
   std::uint32_t length, count;  // of the match
   std::uint8_t kind, source, rank;
@@ -33,7 +33,7 @@ struct Proposals {
   std::span<const Proposal> get() const { return {all.data(), count}; }
 };
 
-// The two most frequent successors of the listed occurrences, the earlier listed first where they are equal.
+// Finds the two most frequent successors of the listed occurrences; of equal ones, the one listed first.
 std::size_t successors(const SuffixIndex& index, const Match& match, std::array<Successor, 2>& best) {
   std::array<Successor, kWindow> found;
   std::size_t distinct = 0, last = 0;
@@ -76,7 +76,7 @@ Proposals gather(const PolicySettings& settings, const AcceptanceTable& table, c
     for (std::size_t rank = 0; rank < found; ++rank) add(best[rank], match.length, match.listed, s, s, rank);
   }
   if (const ResumePoint& resume = front.resume; resume.active()) {
-    // As if there had been one occurrence more for each miss, all with other successors.
+    // Counts each miss as one more occurrence with another successor.
     add({sources[resume.source]->at(resume.place), 1, resume.place}, resume.hits + 1, resume.misses + 1, kResumeKind,
         resume.source, 2);
   }
@@ -99,7 +99,7 @@ std::size_t choose(const Proposals& proposals, Chosen& chosen) {
   return std::min(count, kCandidates);
 }
 
-// Returns two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it proposes others.
+// Returns two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it has others only.
 std::uint32_t agreement(const Proposals& proposals, Token token) {
   std::uint32_t code = 0;
   for (const Proposal& proposal : proposals.get()) {
@@ -116,7 +116,7 @@ std::uint64_t share_bucket(std::uint64_t count, std::uint64_t winner) {
   return 5 * winner >= 4 * count ? 2 : 2 * winner >= count ? 3 : 4 * winner >= count ? 4 : 10 * winner >= count ? 5 : 6;
 }
 
-// Computes the reranker's features of candidates at one position: what depends on the context alone, once.
+// Computes the reranker's features of candidates at one position, hashing their common context once.
 class Features {
  public:
   Features(const Reranker& reranker, const ScoringContext& context) : reranker_(reranker), outcome_(context.outcome) {

@@ -8,13 +8,13 @@
 
 namespace agentspec {
 
-// Where a draft has got to: the places that its tokens so far lead to.
+// Holds the places that a draft's tokens so far lead to.
 struct DraftFront {
   std::array<Match, kSources> matches;
   ResumePoint resume;
 };
 
-// What the reranker sees besides a candidate.
+// Holds what the reranker sees besides a candidate.
 struct ScoringContext {
   std::span<const Token> tokens;  // the end of the text, with the draft so far
   std::size_t depth;              // tokens drafted before this one
@@ -27,10 +27,10 @@ struct ScoringContext {
 void score(const PolicySettings& settings, const Learned& learned, const Sources& sources, const DraftFront& front,
            const ScoringContext& context, ScoredPosition& scored);
 
-// Marks a resume point where `token` shows that the likeliest candidate, worth following, went wrong.
+// Sets a resume point if the likeliest candidate is not `token` but is worth resuming.
 void mark_resume_point(const ScoredPosition& scored, Token token, ResumePoint& resume);
 
-// Moves the resume point past `token`, which may or may not be the one that it proposed.
+// Moves the resume point past `token`, whether or not it proposed it.
 void advance(const Sources& sources, Token token, ResumePoint& resume);
 
 }  // namespace agentspec

@@ -9,8 +9,8 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kTail = 256;          // tokens of context that look-ups within a draft see
-constexpr std::uint32_t kLongEnough = 32;   // one match of so many tokens: the other sources need not be searched
-constexpr std::uint32_t kListedEnough = 4;  // so many listed occurrences may stand for all of them
+constexpr std::uint32_t kLongEnough = 32;   // tokens of a match that make searching other sources needless
+constexpr std::uint32_t kListedEnough = 4;  // listed occurrences that may stand for all of them
 
 // Drops what was found in a source that has changed since. The request's own text only grows.
 void drop_outdated(const Sources& sources, MatchState& state) {
@@ -21,7 +21,7 @@ void drop_outdated(const Sources& sources, MatchState& state) {
   }
 }
 
-// Brings the matches up to date with the sources: followed ones are kept, the others searched for.
+// Updates the matches: keeps those that were followed and searches for the others.
 void refresh(const Sources& sources, std::span<const Token> text, MatchState& state) {
   if (state.started) drop_outdated(sources, state);
   for (std::size_t s = 0; s < kSources; ++s) {
@@ -47,7 +47,7 @@ bool follow(const SuffixIndex& index, Token token, Match& match) {
   return index.follow(token, match) && match.listed >= enough;
 }
 
-// Moves on by one drafted token, the last of `tail`.
+// Moves the front past one drafted token, the last of `tail`.
 void move_on(const Sources& sources, std::span<const Token> tail, DraftFront& front) {
   const Token token = tail.back();
   std::uint32_t longest = 0;
@@ -68,7 +68,7 @@ void move_on(const Sources& sources, std::span<const Token> tail, DraftFront& fr
   advance(sources, token, front.resume);
 }
 
-// Makes the first tokens of the path the draft.
+// Makes the first `length` tokens of the path the draft.
 void take(std::size_t length, Draft& draft) {
   for (std::size_t d = 0; d < length; ++d) draft.taken.push_back(draft.path[d].taken);
   if (length > 0) draft.match_length = draft.taken[0].match_length;
@@ -108,7 +108,7 @@ void SuffixDrafter::merge_draft(DraftRequest request, const ExternalDraft& exter
   std::swap(draft, merged_);
 }
 
-// Takes another drafter's tokens first, then the likeliest candidates. The path goes on while that can still pay.
+// Grows the path while that can still pay: first by another drafter's tokens, then by the likeliest candidates.
 void SuffixDrafter::grow(const DraftRequest& request, const ExternalDraft& external, std::size_t limit,
                          DraftValue& value, std::vector<ScoredPosition>& path) const {
   if (limit == 0) return;
@@ -139,7 +139,7 @@ void SuffixDrafter::grow(const DraftRequest& request, const ExternalDraft& exter
   }
 }
 
-// Learns every position whose predecessors were all right, then follows the matches with the verified tokens.
+// Learns from every position whose predecessors were all right, then follows the matches with the verified tokens.
 void SuffixDrafter::learn(DraftRequest request, std::span<const Token> verified) {
   if (verified.empty()) return;
   const auto& [sources, text, state, draft, learned] = request;
@@ -158,7 +158,7 @@ void SuffixDrafter::learn(DraftRequest request, std::span<const Token> verified)
   draft.open = state.fresh = false;
 }
 
-// Returns how many tokens of the path were right.
+// Learns from the path. Returns how many of its tokens were right.
 std::size_t SuffixDrafter::learn_path(const DraftRequest& request, std::span<const Token> verified) const {
   const std::vector<ScoredPosition>& path = request.draft.path;
   Learned& learned = request.learned;

@@ -7,7 +7,7 @@
 
 namespace agentspec {
 
-// Drafts token by token from the longest matches of all sources, by odds of acceptance that are learned while serving.
+// Drafts token by token from the longest matches of all sources, by acceptance probabilities learned while serving.
 // agentspec/cache/policy.py explains the rule; tests/oracle/drafting.py specifies the answers.
 class SuffixDrafter final : public Drafter {
  public:
@@ -25,7 +25,7 @@ class SuffixDrafter final : public Drafter {
   std::size_t learn_path(const DraftRequest& request, std::span<const Token> verified) const;
 
   PolicySettings settings_;
-  Draft merged_;  // memory to merge in
+  Draft merged_;  // merge_draft()'s work space, kept to reuse its memory
 };
 
 }  // namespace agentspec

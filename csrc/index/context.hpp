@@ -13,7 +13,7 @@ namespace agentspec {
 using Token = std::int32_t;
 using Position = std::uint32_t;
 
-inline constexpr Token kBoundary = -1;  // between documents: ends every context; equal to nothing, not even itself
+inline constexpr Token kBoundary = -1;  // between documents: ends every context, matches nothing, not even itself
 inline constexpr std::size_t kPad = 8;  // boundaries in front of a text, so that reading backwards needs no limit
 
 // Tokens of context that are kept in front of a text, so that its first tokens can be matched.
@@ -23,11 +23,11 @@ inline std::span<const Token> last_of(std::span<const Token> tokens, std::size_t
   return tokens.last(std::min(tokens.size(), count));
 }
 
-// Boundary first, then tokens by their number.
+// Returns the sort order of a token: the boundary comes first, then tokens by their number.
 inline std::uint32_t rank_of(Token token) { return static_cast<std::uint32_t>(token) + 1; }
 
-// The last four tokens of a context, so that most comparisons need not look at the text. 0 stands for "ended", and so
-// does all behind it.
+// Holds the last four tokens of a context, so that most comparisons need not read the text. A 0 says that the context
+// ended there, and all behind it is 0 too.
 struct Key {
   std::uint64_t high = 0, low = 0;
 
@@ -35,7 +35,7 @@ struct Key {
 };
 inline constexpr std::uint32_t kKeyTokens = 4;
 
-// `limit` tokens count, and `rest` stands for the others.
+// Returns the key of the context before `end`. Only `limit` tokens count; `rest` stands for the others.
 inline Key key_before(const Token* end, std::size_t limit = kKeyTokens, std::uint32_t rest = 0) {
   std::array<std::uint64_t, kKeyTokens> ranks{rest, rest, rest, rest};
   for (std::size_t k = 0; k < kKeyTokens && k < limit; ++k) {
@@ -50,7 +50,7 @@ inline Key key_before(const Token* end, std::size_t limit = kKeyTokens, std::uin
 inline bool operator<(const Key& a, const Key& b) {
   return (a.high < b.high) | ((a.high == b.high) & (a.low < b.low));  // without branches
 }
-// Tokens that two keys have in common, before they differ or end.
+// Counts the tokens that two keys share before they differ or end.
 inline std::uint32_t key_common(const Key& a, const Key& b) {
   const std::uint64_t differ = a.high ^ b.high;
   if (differ != 0) return differ >> 32 ? 0 : a.high >> 32 ? 1 : 0;
@@ -60,13 +60,13 @@ inline std::uint32_t key_common(const Key& a, const Key& b) {
   return static_cast<std::uint32_t>(behind) || static_cast<std::uint32_t>(a.low) == 0 ? 3 : 4;
 }
 
-// What is looked for among the sorted contexts: the tokens before `end`, at most `length` of them. Two contexts that
-// ended at the same depth are ordered by position.
+// Describes a context to look for: the tokens before `end`, at most `length` of them. Contexts that end at the same
+// depth are ordered by position.
 struct Query {
   enum class Tie : std::uint8_t {
-    kByPosition,  // a whole context of the index itself
-    kFirst,       // in front of all contexts that agree with `length` tokens
-    kLast,        // behind them
+    kByPosition,  // for a whole context of the index itself
+    kFirst,       // sorts in front of all contexts that agree with `length` tokens
+    kLast,        // sorts behind them
   };
 
   const Token* end;
@@ -104,7 +104,7 @@ inline Order compare(const Query& query, const Token* text, Position position, s
     if (left != right) return {rank_of(left) < rank_of(right), static_cast<std::uint32_t>(depth)};
   }
   for (;;) {
-    // Eight tokens at a time while they are equal and none of them is a boundary.
+    // Skips eight tokens at a time while they are equal and none of them is a boundary.
     while (query.length - depth >= 8) {
       std::uint64_t x[4], y[4];
       std::memcpy(x, a - depth - 8, sizeof x);

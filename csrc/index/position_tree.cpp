@@ -70,14 +70,14 @@ void PositionTree::skip(Place& place, std::size_t count) const {
   enter(place, count);
 }
 
-// The place with the given rank within its chunk.
+// Moves to the position of this rank within the chunk.
 void PositionTree::enter(Place& place, std::size_t rank) const {
   const Chunk& chunk = chunk_at(place.chunk);
   for (place.leaf = 0; rank >= chunk.counts[place.leaf]; ++place.leaf) rank -= chunk.counts[place.leaf];
   place.slot = static_cast<std::uint32_t>(rank);
 }
 
-// In rounds, so that the chunks, then the leaves, then the text that the caller will read are waited for together.
+// Works in rounds, so that the memory of all chunks, then leaves, then texts is waited for once each.
 void PositionTree::pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const {
   if (low.slot + count <= chunk_at(low.chunk).counts[low.leaf]) {
     const Position* const leaf = leaf_at(low) + low.slot;
@@ -165,7 +165,7 @@ std::uint32_t PositionTree::new_leaf(std::uint32_t owner) {
   return number;
 }
 
-// All of it is zero, and what is unused stays so: snapshots hold it as it is, and nothing of erased text.
+// Zeroes the new chunk. What is unused stays zero, so that snapshots contain nothing of erased text.
 std::uint32_t PositionTree::new_chunk() {
   const auto number = static_cast<std::uint32_t>(chunks_.size());
   chunks_.resize(number + 1);
@@ -173,7 +173,7 @@ std::uint32_t PositionTree::new_chunk() {
   return number;
 }
 
-// The last leaf moves to where `number` was.
+// Frees a leaf by moving the last leaf to its number.
 void PositionTree::free_leaf(std::uint32_t number) {
   const auto last = static_cast<std::uint32_t>(owners_.size() - 1);
   if (number != last) {
@@ -185,7 +185,7 @@ void PositionTree::free_leaf(std::uint32_t number) {
   positions_.resize(std::size_t{kLeaf} * last);
 }
 
-// The last chunk moves to where `number` was.
+// Frees a chunk by moving the last chunk to its number.
 void PositionTree::free_chunk(std::uint32_t number) {
   const auto last = static_cast<std::uint32_t>(chunks_.size() - 1);
   if (number != last) {
@@ -263,7 +263,9 @@ std::uint32_t PositionTree::move_leaves(Chunk& from, std::uint32_t begin, std::u
   }
   to.size += count;
   from.size = begin;
-  each_column(from, [&](auto& column) { std::fill(column.begin() + begin, column.end(), std::remove_cvref_t<decltype(column[0])>{}); });
+  each_column(from, [&](auto& column) {
+    std::fill(column.begin() + begin, column.end(), std::remove_cvref_t<decltype(column[0])>{});
+  });
   return moved;
 }
 

@@ -16,17 +16,17 @@ namespace agentspec {
 inline constexpr std::uint32_t kLeaf = 64;   // positions in a leaf
 inline constexpr std::uint32_t kChunk = 64;  // leaves in a chunk
 
-// A place in the tree: the chunk and the leaf by their rank, then the position in the leaf.
+// Names a place in the tree: the rank of the chunk, the rank of the leaf in it, and the slot in the leaf.
 struct Place {
   std::uint32_t chunk = 0, leaf = 0, slot = 0;
 
   bool operator==(const Place&) const = default;
 };
 
-// A sequence of positions as a B+-tree of three levels: leaves of positions, chunks of leaves, and one row of chunks.
-// Leaves and chunks lie in two dense arrays: the last one fills the hole that a removed one leaves. With every leaf and
-// chunk go its first position and the last four tokens of its context, so that a descent reads little text.
-// The text is the caller's. SortedPositions decides where a position belongs.
+// Holds a sequence of positions as a B+-tree of three levels: leaves of positions, chunks of leaves, and one row of
+// chunks. Leaves and chunks lie in two dense arrays: the last one fills the hole that a removed one leaves. Each is
+// stored with its first position and that position's last four tokens of context, so that a descent reads little text.
+// The caller owns the text. SortedPositions decides where a position belongs.
 class PositionTree {
  public:
   struct Chunk {
@@ -36,7 +36,7 @@ class PositionTree {
     std::array<std::uint8_t, kChunk> counts;
     std::uint32_t size;
   };
-  // The row of chunks, one array a field.
+  // Holds the row of chunks, one array for each field.
   struct Row {
     std::vector<Key> keys;
     std::vector<Position> firsts;
@@ -54,18 +54,18 @@ class PositionTree {
 
   void insert(const Token* text, Place place, Position position);
   void erase(const Token* text, Place place);
-  void rebase(Position by);  // subtracts it from all positions
+  void rebase(Position by);  // subtracts `by` from all positions
 
-  // Moves to the nearest place before, or to the nearest from here on, that holds a position; false if there is none.
-  // Both take places behind a leaf's last.
+  // Each moves to the nearest place that holds a position, `previous` before this one, `normalise` from this one on.
+  // Returns false if there is none. The place given may be one behind the last of its leaf.
   bool previous(Place& place) const;
   bool normalise(Place& place) const;
-  // Moves on by `count` positions, which must be there.
+  // Moves forward by `count` positions, which must exist.
   void skip(Place& place, std::size_t count) const;
-  // Number of positions from `low` up to `high`.
+  // Counts the positions from `low` up to, but not at, `high`.
   std::size_t distance(const Place& low, const Place& high) const;
-  // Picks from the `count` positions from `low` on, evenly spaced: the k-th of n is that of rank k * count / n.
-  // Prefetches the text behind them.
+  // Fills `picked` with n evenly spaced positions of the `count` from `low` on: the k-th has rank k * count / n.
+  // Prefetches their text.
   void pick(const Token* text, const Place& low, std::size_t count, std::span<Position> picked) const;
   static constexpr std::size_t kMostPicked = 32;
 
@@ -77,7 +77,7 @@ class PositionTree {
     archive.array(chunks_);
     archive.vector(row_.chunks);
   }
-  // After loading: completes the row. The arrays must refer to each other, and to a text of `end` tokens, as in a tree.
+  // Completes the row after loading. Throws unless the arrays form a tree over a text of `end` tokens.
   void restore(SnapshotReader& reader, std::size_t end);
 
  private:
@@ -104,7 +104,7 @@ class PositionTree {
   void merge_leaf(std::uint32_t chunk, std::uint32_t rank);
   void merge_chunk(std::uint32_t rank);
 
-  Buffer<Position> positions_;    // kLeaf a leaf
+  Buffer<Position> positions_;    // kLeaf for each leaf
   Buffer<std::uint32_t> owners_;  // chunk of each leaf
   Buffer<Chunk> chunks_;
   Row row_;

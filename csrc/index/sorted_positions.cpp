@@ -6,10 +6,10 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kScan = 16;     // leaves that are looked through for a position before contexts are compared deeper
-constexpr std::size_t kShallow = 64;  // tokens that are always compared directly
+constexpr std::size_t kScan = 16;     // leaves to look through for a position before comparing deeper contexts
+constexpr std::size_t kShallow = 64;  // tokens of context that a first search compares
 
-// Number of keys below `key` (or with `equal`, not above it): a binary search without branches.
+// Counts the keys below `key`, or with `equal` those not above it, by a binary search without branches.
 std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, bool equal) {
   std::uint32_t base = 0;
   while (size > 0) {
@@ -21,8 +21,8 @@ std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, b
   return base;
 }
 
-// One descent in small moves, so that several searches can take turns: each asks for memory, and the others' moves pass
-// while it comes.
+// Descends the tree in small moves, so that several searches can take turns: while one waits for memory, the others
+// move.
 class Search {
  public:
   Search() = default;
@@ -35,7 +35,7 @@ class Search {
 
   bool open() const { return low_ < high_; }
 
-  // The row is searched: on to the chunk.
+  // Descends from the row to the chunk that the search found.
   void find_chunk() {
     front_ = low_ == 0;
     found_.place.chunk = front_ ? 0 : low_ - 1;
@@ -50,7 +50,7 @@ class Search {
     if (!front_) narrow(chunk_->keys.data(), chunk_->firsts.data(), 1, chunk_->size);
   }
 
-  // The chunk is searched: on to the leaf.
+  // Descends from the chunk to the leaf that the search found.
   void enter_leaf() {
     found_.place.leaf = low_ - 1;
     firsts_ = tree_->leaf_at(found_.place);
@@ -62,7 +62,7 @@ class Search {
 
   void finish() { found_.place.slot = low_; }
 
-  // Asks for the text that the next steps may read: of 2^levels - 1 entries.
+  // Prefetches the text that the next `levels` steps may read: that of 2^levels - 1 entries.
   void aim(std::uint32_t levels) const {
     const std::size_t depth = skip() + 1;
     const std::uint32_t parts = 1u << levels;
@@ -81,7 +81,7 @@ class Search {
   }
 
  private:
-  // Searches [low, high) by keys alone: what remains has the query's own key.
+  // Narrows [low, high) to the entries that have the query's own key.
   void narrow(const Key* keys, const Position* firsts, std::uint32_t low, std::uint32_t high) {
     const Key& key = query_.key;
     low_ = low + count_below(keys + low, high - low, key, false);
@@ -106,13 +106,13 @@ class Search {
   const Position* firsts_ = nullptr;
   std::size_t known_ = 0;  // tokens that everything in [low, high) shares with the query
   std::uint32_t low_ = 0, high_ = 0;
-  bool front_ = false;     // in front of everything
+  bool front_ = false;     // the query belongs in front of everything
 };
 
-// Moves all searches on to the end of their level.
+// Runs all searches to the end of their level.
 template <std::size_t kMost>
 void step_all(std::span<Search> searches) {
-  // Where they are few, they ask for more than they will need, so as not to wait for each step.
+  // A few searches prefetch more than they will need, so as not to wait at each step.
   constexpr std::uint32_t kAhead = kMost > 4 ? 1 : 3;
   std::array<Search*, kMost> open;
   std::size_t count = 0;
@@ -154,8 +154,8 @@ Found SortedPositions::search(const Token* text, const Query& query) const {
   return search[0].found();
 }
 
-// Most contexts share little with any other. Where many share much, the query is probably longer than all of them, as
-// in a text that repeats itself: then a comparison with the last or the first of them decides.
+// Most contexts share little with any other. Where many share much, as in a text that repeats itself, the query is
+// probably longer than all of them. So the last and the first of them are compared first.
 Found SortedPositions::search_deep(const Token* text, std::span<const Token> context) const {
   const std::size_t shallow = std::min(context.size(), kShallow);
   Found found = search(text, Query::of_context(context, shallow, Query::Tie::kFirst));
@@ -191,8 +191,8 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   return {searches[0].found().place, searches[1].found().place};
 }
 
-// Mostly few share so much, and all in one leaf. Where its edge is reached, a search finds the end: for both ends side
-// by side.
+// Looks in the leaf first: mostly few contexts share so much, and all are in one leaf. Where they reach its edge, a
+// search finds the end; searches for both ends run side by side.
 Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::uint32_t length,
                             const Found& found) const {
   const std::array<Query, 2> queries{Query::of_context(context, length, Query::Tie::kFirst),
@@ -283,7 +283,7 @@ bool SortedPositions::find_near(Place& place, Position position) const {
   return tree_.normalise(place) && find_in_leaf(place, position);
 }
 
-// Looks for a position in the leaves from `low` to `high`, from both ends, not too far.
+// Looks for a position in the leaves from `low` to `high`: at most kScan from each end.
 bool SortedPositions::find_between(Place low, Place high, Position position, Place& place) const {
   for (std::size_t i = 0; i < kScan; ++i) {
     place = low;
@@ -350,7 +350,7 @@ void SortedPositions::erase_batch(const Token* text, std::span<const Position> p
   }
   run<kBatch>({searches.data(), positions.size()});
   for (std::size_t i = 0; i < positions.size(); ++i) {
-    Place place = searches[i].found().place;  // out of date where the ones before changed it
+    Place place = searches[i].found().place;  // out of date if an earlier removal changed the tree
     if (find_near(place, positions[i]) || locate(text, positions[i], place)) tree_.erase(text, place);
   }
 }

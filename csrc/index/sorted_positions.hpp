@@ -9,25 +9,25 @@
 
 namespace agentspec {
 
-// Where a query belongs, and how many tokens the neighbours there share with it.
+// Tells where a query belongs, and how many tokens the neighbours there share with it.
 struct Found {
   Place place;
   std::uint32_t left = 0, right = 0;
 };
 
-// From one place up to another.
+// Spans the places from `low` up to, but not at, `high`.
 struct Extent {
   Place low, high;
 };
 
-// The positions next to a place, and how many tokens each shares with what belongs there; 0: none.
+// Holds the positions next to a place, and how many tokens each shares with what belongs there; 0: none.
 struct Neighbours {
   Position left = 0, right = 0;
   std::uint32_t left_common = 0, right_common = 0;
 };
 
-// Positions sorted by their contexts. The text is the caller's; all functions but insertion need it as it was when the
-// positions came.
+// Keeps positions sorted by their contexts. The caller owns the text. All functions but insertion need it as it was
+// when the positions were inserted.
 class SortedPositions {
  public:
   static constexpr std::uint32_t kBatch = 16;  // searches that run side by side
@@ -35,19 +35,20 @@ class SortedPositions {
   PositionTree& tree() { return tree_; }
   const PositionTree& tree() const { return tree_; }
 
+  // Finds where a query belongs.
   Found search(const Token* text, const Query& query) const;
-  // Does the same for a whole context, however long, and however many share how much of it.
+  // Finds where a whole context belongs. Stays fast if it is long and many others share much of it.
   Found search_deep(const Token* text, std::span<const Token> context) const;
-  // Returns the places that share `length` tokens with the context. `found`: where it belongs, if that is known.
+  // Returns the places that share `length` tokens with the context. `found`: where the context belongs, if known.
   Extent extent(const Token* text, std::span<const Token> context, std::size_t length) const;
   Extent extent(const Token* text, std::span<const Token> context, std::uint32_t length, const Found& found) const;
-  // Finds where a position stands; false if it is not here.
+  // Finds the place of a position. Returns false if it is not here.
   bool locate(const Token* text, Position position, Place& place) const;
   Neighbours neighbours(const Found& found) const;
 
   // Inserts [begin, begin + count), count at most kBatch. Returns the neighbours of the last one.
   Neighbours insert_batch(const Token* text, Position begin, std::uint32_t count);
-  // Takes positions out, at most kBatch.
+  // Removes positions, at most kBatch.
   void erase_batch(const Token* text, std::span<const Position> positions);
 
  private:

@@ -6,13 +6,13 @@
 
 namespace agentspec {
 
-// CPU time of this thread since it was made. What may take long for some texts ends early by it, so that no step waits.
+// Measures the thread's CPU time since it was made. Work that is slow for some texts ends by it: no step waits.
 class Stopwatch {
  public:
   bool over(std::int64_t nanoseconds) const { return now() - begin_ > nanoseconds; }
 
-  // Whether stopwatches run, in the whole process. Without them a slow machine gives the same answers as a fast one:
-  // comparisons with the oracle, which knows no clock, switch them off.
+  // Lets the stopwatches of the whole process run. Tests against the oracle, which knows no clock, switch them off:
+  // then a slow machine gives the same answers as a fast one.
   static inline std::atomic<bool> watched = true;
 
  private:

@@ -12,10 +12,10 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
-constexpr std::uint32_t kDeep = 512;              // tokens in common from which on neighbours are followed
-constexpr std::size_t kDeepSome = 8;              // so many of those at a time, then a look at the clock
-constexpr std::int64_t kDeepTime = 300'000;       // ns
-constexpr Position kRebase = Position{1} << 31;  // released positions from which on all are moved down
+constexpr std::uint32_t kDeep = 512;              // shared tokens from which on insert_next() pays
+constexpr std::size_t kDeepSome = 8;              // positions that insert_next() indexes between looks at the clock
+constexpr std::int64_t kDeepTime = 300'000;       // ns that a call may spend on them
+constexpr Position kRebase = Position{1} << 31;  // released positions from which on all others are moved down
 
 }  // namespace
 
@@ -74,9 +74,9 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
   return done;
 }
 
-// Indexes the position after the last one. Where the neighbours there were followed by the same token, what follows
-// them are the neighbours here, and share one token more: no need to compare long contexts once more. Without this a
-// text that repeats itself would take quadratic time.
+// Indexes the position after the last one. If the neighbours there were followed by the same token, the positions
+// behind them are the neighbours here and share one token more, so long contexts need not be compared again. Without
+// this a text that repeats itself would take quadratic time.
 void SuffixIndex::insert_next(Position position) {
   const Token* const text = text_.data() + kPad;
   const Query query = Query::of_position(text, position);
@@ -186,7 +186,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
   return done;
 }
 
-// The last indexed position of [begin, end), or `end` if there is none.
+// Returns the last indexed position of [begin, end), or `end` if there is none.
 Position SuffixIndex::last_indexed(Position begin, Position end) const {
   std::size_t word = std::min<std::size_t>((end + kMarks - 1) / kMarks, marks_.size());
   while (word-- > begin / kMarks) {
@@ -258,7 +258,7 @@ void SuffixIndex::mark(Position position, bool indexed) {
   marks_[word] = indexed ? marks_[word] | bit : marks_[word] & ~bit;
 }
 
-// The parts must refer to each other as they do in an index.
+// Throws unless the parts refer to each other as they do in an index.
 void SuffixIndex::restore(SnapshotReader& reader) {
   bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
   for (std::size_t k = 0; right && !text_.empty() && k < kPad; ++k) right = text_[released_ + k] == kBoundary;

@@ -17,19 +17,19 @@ inline constexpr std::size_t kWindow = 32;  // occurrences that a match lists
 static_assert(kWindow <= PositionTree::kMostPicked);
 inline constexpr std::size_t kMarks = 64;   // bits in a word of marks
 
-// Where the end of a context occurred before.
+// Lists where the end of a context occurred before.
 struct Match {
   std::uint32_t length = 0;                 // tokens that agree, without limit; 0: none
   std::uint32_t count = 0;                  // number of occurrences, exact
-  std::uint32_t listed = 0;                 // how many of them are in `positions`: all, or kWindow where there are more
-  std::array<Position, kWindow> positions;  // of the tokens that followed: newest first when complete, otherwise
+  std::uint32_t listed = 0;                 // occurrences in `positions`: all, or kWindow if there are more
+  std::array<Position, kWindow> positions;  // of the tokens that followed: newest first if complete, otherwise
                                             // evenly spaced in the order of their contexts
 
   bool complete() const { return listed == count; }
   void clear() { length = count = listed = 0; }
 };
 
-// An append-only token log and all its positions sorted by what precedes them.
+// Holds an append-only token log with its positions sorted by what precedes them.
 //
 // A position is sorted by its context: text[p-1], text[p-2], ... back to a boundary or the start, without a limit of
 // depth. So the occurrences of any text are neighbours, the longest match of a context is next to where it would be
@@ -37,38 +37,38 @@ struct Match {
 // tests/oracle/index.py specifies the answers.
 class SuffixIndex {
  public:
-  // Appends tokens; with `findable` false they are context only and never a look-up's answer.
+  // Appends tokens. If they are not `findable`, they are context only: no look-up returns them.
   void append(std::span<const Token> tokens, bool findable = true);
   void append_boundary();
 
-  // Indexes at most `budget` pending positions, oldest first; returns how many. Among repeats of thousands of tokens a
-  // position can take a hundred times as long as elsewhere: there it ends early by the clock, but never without any.
+  // Indexes at most `budget` pending positions, oldest first. Returns how many. Among repeats of thousands of tokens,
+  // which can take a hundred times as long, the clock ends the call early, but not before the first position.
   std::size_t advance(std::size_t budget);
 
-  // Longest match of the context among the indexed positions; clear() if there is none.
+  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none.
   void look_up(std::span<const Token> context, Match& match) const;
 
-  // The occurrences of exactly the last `length` tokens of the context; clear() if there are none.
+  // Finds the occurrences of exactly the last `length` tokens of the context. Clears `match` if there are none.
   void look_up(std::span<const Token> context, std::size_t length, Match& match) const;
 
-  // Moves on to the indexed positions behind those of `match` that were followed by `token`; clear() if there are none.
-  // False, and `match` as it was, where not all occurrences are listed: the caller looks up again.
-  // An occurrence whose own preceding position is not indexed (the first findable token of a document) is not reached.
+  // Keeps the occurrences that `token` follows and moves them past it; clears `match` if there are none. Returns false
+  // and changes nothing if `match` does not list all occurrences: the caller must look up again. Misses an occurrence
+  // whose preceding position is not indexed (at the first findable token of a document).
   bool follow(Token token, Match& match) const;
 
-  // Un-indexes positions of [begin, end), which must be whole documents, newest first and at most `budget` of them,
-  // and overwrites their text with boundaries; returns how many. Fewer than `budget`: all is done. `end` moves down to
-  // the end of what is left. What is pending there will never be indexed.
+  // Removes positions of [begin, end), which must be whole documents, from the index, newest first and at most
+  // `budget`. Overwrites their text with boundaries and moves `end` down to what is left. Pending positions there will
+  // never be indexed. Returns how many were removed; fewer than `budget` means all of them.
   std::size_t remove(Position begin, Position& end, std::size_t budget);
 
-  // Gives back the memory of everything before `position`, all of which was removed. Returns what the caller has to
-  // subtract from every position it keeps: 0 but once in billions of tokens, when positions are about to run out.
+  // Frees the memory of everything before `position`, which must have been removed. Returns what the caller must
+  // subtract from every position it keeps: 0, except once in billions of tokens, when positions would run out.
   [[nodiscard]] Position release_before(Position position);
 
-  // Forgets everything; the version goes on.
+  // Forgets everything but the version, which goes on.
   void clear();
 
-  // Changes whenever indexed positions change, so that a kept Match can be trusted.
+  // Returns a number that changes whenever indexed positions change. A Match stays valid until then.
   std::uint64_t version() const { return version_; }
 
   Token at(Position position) const { return text_[kPad + position]; }
@@ -76,10 +76,10 @@ class SuffixIndex {
   std::size_t size() const { return text_.empty() ? 0 : text_.size() - kPad; }
   std::size_t pending() const { return pending_count_; }
   std::size_t indexed() const { return sorted_.tree().size(); }
-  std::size_t bytes() const;  // memory held, in bytes
+  std::size_t bytes() const;  // in memory now
 
-  // Needs pending() == 0 to be saved. Loading, into an empty index, maps large parts privately: they are copied where
-  // they are written to.
+  // Saves an index whose pending() is 0, or loads into an empty one. Loading maps large parts privately: they are
+  // copied when they are first written to.
   template <class Archive>
   void describe(Archive& archive) {
     archive.number(released_);
@@ -104,7 +104,7 @@ class SuffixIndex {
   void restore(SnapshotReader& reader);
 
   Buffer<Token> text_;           // kPad boundaries, then the log
-  Buffer<std::uint64_t> marks_;  // one bit a position: indexed
+  Buffer<std::uint64_t> marks_;  // one bit for each position: 1 if it is indexed
   SortedPositions sorted_;
   std::deque<Range> pending_;  // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;

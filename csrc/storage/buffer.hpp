@@ -39,7 +39,7 @@ class Buffer {
   T& operator[](std::size_t i) { return data_[i]; }
   const T& operator[](std::size_t i) const { return data_[i]; }
 
-  // Bytes that are in memory, as far as known: pages of a mapped file count once they are written or read.
+  // Returns the bytes in memory, at most: pages of a mapped file all count, also those not read yet.
   std::size_t bytes() const {
     return mapped_ ? std::max(size_, touched_) * sizeof(T) - released_ : capacity_ * sizeof(T);
   }
@@ -54,7 +54,7 @@ class Buffer {
     touched_ = std::max(touched_, size);
   }
 
-  // The first `count` elements will not be used again; their place remains.
+  // Frees the memory of the first `count` elements, which are not used again. Positions stay the same.
   void release_front(std::size_t count) {
     if (!mapped_) return;
     const std::size_t end = count * sizeof(T) / granule() * granule();
@@ -63,11 +63,11 @@ class Buffer {
     released_ = end;
   }
 
-  // Elements in front that were released, as far as memory was really given back.
+  // Returns how many elements in front have given their memory back.
   std::size_t released() const { return released_ / sizeof(T); }
 
-  // Takes memory over: `capacity` elements of a private mapping, of which `size` are in use and the first `released`
-  // are not in memory.
+  // Takes over `capacity` elements of a private mapping. The first `size` are in use, of which the first `released` are
+  // not in memory.
   void adopt(T* data, std::size_t size, std::size_t capacity, std::size_t released) {
     release();
     data_ = data;
@@ -80,11 +80,11 @@ class Buffer {
   static constexpr std::size_t kMapped = 256 * 1024;  // bytes from which on an array has address space of its own
 
  private:
-  // From here on huge pages are asked for: random reads of so much memory mostly wait for address translation. Below,
-  // the pause for clearing such a page would be worse.
+  // Bytes from which on huge pages are requested: random reads of so much memory mostly wait for address translation.
+  // Below, the pause for clearing such a page would be worse.
   static constexpr std::size_t kHuge = 64 << 20;
   static constexpr std::size_t kHugePage = 2 << 20;
-  static constexpr std::size_t kSlack = 256 * 1024;  // bytes that are not worth a system call
+  static constexpr std::size_t kSlack = 256 * 1024;  // bytes too few to be worth a system call
 
   static std::size_t page() {
 #if defined(__unix__) || defined(__APPLE__)
@@ -95,7 +95,7 @@ class Buffer {
 #endif
   }
 
-  // Huge pages are given back as a whole or not at all.
+  // Returns the unit in which memory is given back: a huge page goes as a whole or not at all.
   std::size_t granule() const { return huge_ ? kHugePage : page(); }
 
   static std::size_t whole_pages(std::size_t count) { return (count * sizeof(T) + page() - 1) / page() * page(); }
@@ -160,7 +160,7 @@ class Buffer {
   }
 
 #if defined(__linux__)
-  // Address space, much more than is needed yet, that begins where a huge page can.
+  // Reserves much more address space than is needed yet, beginning where a huge page can.
   void reserve_huge(std::size_t bytes) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     char* const space = static_cast<char*>(mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, flags, -1, 0));
@@ -201,7 +201,7 @@ class Buffer {
   std::size_t size_ = 0;
   std::size_t capacity_ = 0;
   std::size_t touched_ = 0;   // elements that may be in memory
-  std::size_t released_ = 0;  // bytes in front that are not
+  std::size_t released_ = 0;  // bytes in front that are not in memory
   bool mapped_ = false;
   bool huge_ = false;
 };

@@ -95,7 +95,7 @@ void SnapshotWriter::put(const void* data, std::size_t bytes) {
   size_ += bytes;
 }
 
-// Pads the bytes to whole words.
+// Writes bytes, padded to whole words.
 void SnapshotWriter::write(const void* data, std::size_t bytes) {
   const std::size_t whole = bytes / 8 * 8;
   if (whole > 0) put(data, whole);
@@ -187,8 +187,8 @@ std::uint64_t SnapshotReader::number() {
 
 void SnapshotReader::align() { take(to_next(cursor_, kSnapshotPage)); }
 
-// Maps an array of the file once more, for itself and writable, behind `front` and before more bytes of free address
-// space. Returns null if it cannot be mapped.
+// Maps an array of the file once more, private and writable, at `front` bytes into free address space of `capacity`
+// bytes. Returns null if it cannot be mapped.
 void* SnapshotReader::map(const char* begin, std::size_t bytes, std::size_t front, std::size_t& capacity) const {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const auto offset = static_cast<std::size_t>(begin - data_);

@@ -25,10 +25,10 @@ namespace agentspec {
 inline constexpr std::size_t kSnapshotMap = 256 * 1024;
 inline constexpr std::size_t kSnapshotPage = 4096;
 
-// A 64-bit checksum over whole 8-byte words, in four independent lanes.
+// Computes a 64-bit checksum over whole 8-byte words, in four independent lanes.
 class Checksum {
  public:
-  void add(const void* data, std::size_t bytes);  // a multiple of 8
+  void add(const void* data, std::size_t bytes);  // `bytes`: a multiple of 8
   std::uint64_t value() const;
 
  private:
@@ -86,7 +86,7 @@ class SnapshotWriter {
   Checksum checksum_;
 };
 
-// Maps the file and verifies all of it.
+// Reads a snapshot: maps the file and verifies all of it.
 class SnapshotReader {
  public:
   static constexpr bool kLoading = true;
@@ -112,14 +112,14 @@ class SnapshotReader {
     const auto read = values<T>();
     value.assign(read.begin(), read.end());
   }
-  // Leaves the values as they are if there is another number of them in the file.
+  // Leaves the values as they are if the file holds another number of them.
   template <class T>
   void fixed(std::span<T> value) {
     const auto read = values<T>();
     if (read.size() == value.size()) std::memcpy(value.data(), read.data(), read.size_bytes());
   }
-  // A large array stays in the file, which the buffer maps for itself, privately: pages are copied when they are first
-  // written to, and the file may be replaced meanwhile.
+  // Leaves a large array in the file and maps it privately: pages are copied when they are first written to, and the
+  // file may be replaced meanwhile.
   template <class T>
   void array(Buffer<T>& buffer) {
     const std::size_t size = number(), released = number();
@@ -137,7 +137,7 @@ class SnapshotReader {
     buffer.release_front(released);
   }
 
-  // For values that make no sense.
+  // Throws because a value makes no sense.
   [[noreturn]] void damaged(const std::string& what) const;
 
  private:

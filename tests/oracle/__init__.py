@@ -1,4 +1,4 @@
-"""The oracle: what the compiled core must answer, in plain Python written to be read.
+"""Specify what the compiled core must answer, in plain Python written to be read.
 
 Read in this order:
 

@@ -31,7 +31,7 @@ SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 
 
 class ArcticSuffixRule:
-    """The rule as a drafter. It learns nothing, and it draws on the request and on the responses of all alone."""
+    """Draft by the rule, from the request's own text and the responses of all only. It learns nothing."""
 
     def __init__(self, policy: DraftPolicy) -> None:
         assert policy.rule is not None
@@ -77,9 +77,9 @@ class ArcticSuffixRule:
 
 @dataclass(slots=True)
 class CopiedDraft:
-    """tokens, and of each: its probability given those before it, and how many listed places have the draft up to it.
+    """Hold a draft: for each token its probability given those before it, and the listed places that have it so far.
 
-    source: 0 the request, 1 the responses of all. length, count: of the matched context, and its occurrences.
+    source: 0 the request, 1 the responses of all. length, count: tokens of the matched context, and its occurrences.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ Place = tuple[list[int], int]  # a text and a position in it
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Occurrences of a context: `places`, oldest first, which are all of them where `whole` is true."""
+    """Hold a context's occurrences. `places` lists them oldest first, all of them if `whole` is true."""
 
     count: int
     places: list[Place]
@@ -205,8 +205,8 @@ def _following(places: list[Place]) -> Iterator[Place]:
 def most_frequent(tokens: Sequence[int]) -> int:
     """Return the most frequent of tokens that came one after the other; of equal ones, the one ArcticInference takes.
 
-    Its trees keep successors sorted by count. A new one goes to the end; one that draws level with others goes in
-    front of them, unless it leaves equals behind: then it goes in front of those.
+    Its trees keep successors sorted by count. A new one goes to the end. One whose count rises passes the equals ahead
+    of it or, if there are none, those whose count it reaches.
     """
     order: list[list[int]] = []  # token and count
     for token in tokens:

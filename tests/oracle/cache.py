@@ -27,7 +27,7 @@ Turn = tuple[int, list[int], list[int]]
 
 @dataclass(slots=True)
 class Drafted:
-    """One request's draft, and by source how many tokens of its previous one were accepted and verified at all."""
+    """Hold a request's draft and, by source, how many tokens of its previous draft were accepted and verified."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -39,7 +39,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class Request:
-    """shared: it draws on its tenant and gives to it. own_group: its group is its session's own."""
+    """Hold a running request. shared: it drafts from and adds to its tenant. own_group: the group is its session's."""
 
     session: Session | None
     group: Group | None
@@ -48,7 +48,7 @@ class Request:
     prompt_length: int
     shared: bool
     own_group: bool
-    index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; findable is what the session lacks
+    index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
@@ -60,7 +60,7 @@ class Request:
         return DraftRequest(self.sources(), self.index.text, self.state, self.draft, self.learned)
 
     def source_of(self, candidate: Proposed) -> int:
-        """Return where a candidate comes from as users see it."""
+        """Return a candidate's source as users see it: a session's own group counts as the session."""
         return 1 if self.own_group and candidate.source == 2 else candidate.source
 
     def entries(self) -> list[CacheEntry]:
@@ -142,7 +142,7 @@ class Oracle:
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
             counts = self._take(request, fresh[: next(illegal, None)], verified)
             budget -= self._advance(request, budget)
-            sound = len(request.index) == len(text)  # otherwise a draft would continue another text than the engine's
+            sound = len(request.index) == len(text)  # if not, a draft would not continue the engine's text
             self._draft(request, free if sound else 0, self._cost(cost), is_open=sound)
             drafted = request.drafted()
             drafted.accepted, drafted.verified = counts
@@ -207,7 +207,7 @@ class Oracle:
 
     def restore(self, turn: FinishedTurn) -> None:
         tenant, session, group = self._names(turn.session, turn.group, turn.tenant, turn.scope)
-        # Without what it continued, a turn is all that is known.
+        # Keep the turn alone if the session no longer has what it continued.
         kept = turn.kept if session and turn.kept <= len(session.last) else 0
         self._keep(
             session, group, tenant, turn.scope == "tenant", (kept, turn.prompt_tail.tolist(), turn.response.tolist())
@@ -252,7 +252,7 @@ class Oracle:
     def _names(
         self, session: str | None, group: str | None, tenant: str | None, scope: Scope
     ) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return what a request of this scope draws on and gives to."""
+        """Return what a request of this scope drafts from and adds to."""
         if scope == "none":
             return None, None, None
         of_tenant = self._held.tenant(tenant)
@@ -272,7 +272,7 @@ class Oracle:
         return budget - left
 
     def _take(self, request: Request, tokens: list[int], scheduled: int) -> tuple[list[int], list[int]]:
-        """Add verified tokens, the first of which answer the draft. Return accepted and verified by source."""
+        """Add verified tokens. Return by source how many draft tokens were accepted and verified."""
         accepted, verified = [0] * len(SOURCES), [0] * len(SOURCES)
         if not tokens:
             return accepted, verified

@@ -21,17 +21,17 @@ from tests.oracle.scoring import (
 )
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
-_LONG_ENOUGH = 32  # one match of so many tokens: the other sources need not be searched
-_LISTED_ENOUGH = 4  # so many listed occurrences may stand for all of them
-CAUTION = 1.3  # times the cost: the token taken looks best of several, so its probability is somewhat overrated
+_LONG_ENOUGH = 32  # tokens of a match that make searching other sources needless
+_LISTED_ENOUGH = 4  # listed occurrences that may stand for all of them
+CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a somewhat overrated probability
 
 
 @dataclass(slots=True)
 class Draft:
-    """The positions that were scored; the first `len(taken)` of them are the draft.
+    """Hold the scored positions; the first `len(taken)` of them are the draft.
 
     Positions that did not pay stay in the path, because verified tokens may reveal them all the same. open: the draft
-    continues the text as it is now, so another drafter's tokens may be merged.
+    continues the present text, so another drafter's tokens may be merged.
     """
 
     path: list[ScoredPosition] = field(default_factory=list)
@@ -46,11 +46,11 @@ ExternalDraft = Sequence[tuple[int, float]]
 
 @dataclass(slots=True)
 class DraftValue:
-    """What a growing draft is worth: the tokens that its step is expected to bring, for the step's price.
+    """Compute what a growing draft is worth: the tokens that its step is expected to bring, for the step's price.
 
-    cost: of a drafted token, as a share of a step. best: the largest value so far, at `best_length` tokens; without a
-    draft it is 1. probability: that all tokens so far are accepted. expected: tokens of the step, the one that every
-    step brings included.
+    cost: price of verifying a drafted token, as a share of a step. best: the largest value so far, at `best_length`
+    tokens; without a draft it is 1. probability: that all tokens so far are accepted. expected: tokens of the step,
+    with the one that every step brings.
     """
 
     cost: float
@@ -78,10 +78,10 @@ class DraftValue:
 
 @dataclass(slots=True)
 class MatchState:
-    """What a request keeps from step to step, so that a step follows its matches rather than searching again.
+    """Keep a request's matches from step to step, so that a step can follow them rather than search again.
 
-    ends: tokens that end the response. begin: length of the context when the response began. outcome: of the last
-    draft: 0 there was none, 1 wholly right, 2 not.
+    ends: tokens that end the response. begin: length of the context when the response began. outcome: the last
+    draft's: 0 there was none, 1 wholly right, 2 not.
     """
 
     matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(4)])
@@ -95,7 +95,7 @@ class MatchState:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One running request as a drafter sees it. text: prompt and response."""
+    """Hold what a drafter sees of one running request. text: prompt and response."""
 
     sources: Sources
     text: list[int]
@@ -264,13 +264,13 @@ def _follow(source: SuffixIndex | None, token: int, match: Match) -> Match | Non
 
 
 def _advance(sources: Sources, token: int, resume: ResumePoint | None) -> ResumePoint | None:
-    """Move the resume past `token`, whether or not the resume proposed it."""
+    """Move the resume point past `token`, whether or not it proposed it."""
     source = sources[resume.source] if resume is not None else None
     return resume.advanced(source.text, token) if resume is not None and source is not None else None
 
 
 def _drop_outdated(sources: Sources, state: MatchState) -> None:
-    """Drop what was found in a source that has changed. A resume in the request's own text stays: that only grows."""
+    """Drop what was found in a source that has changed. A resume point in the request's own text stays."""
     for at, source in enumerate(sources):
         same = source is not None and source.version == state.versions[at]
         if not same:

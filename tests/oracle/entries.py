@@ -1,7 +1,7 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/cache/corpus and entries. Not specified here: the core forgets the least recently used of more
-than 4,096 tenants, and what all but the 64 tenants used last learned.
+Implemented by csrc/cache/corpus and entries. Not specified here: the core keeps at most
+4,096 tenants, and what at most 64 of them learned.
 """
 
 from collections import deque
@@ -12,14 +12,14 @@ from agentspec.cache import Budget, DraftPolicy
 from tests.oracle.index import BOUNDARY, OVERLAP, SuffixIndex
 from tests.oracle.scoring import Learned
 
-SWEEP_COST = 16  # removing a position costs as much as indexing so many
+SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
-BYTES_PER_TOKEN = 12  # as budgets count
-BYTES_PER_LEARNER = 1 << 17  # what a session that keeps to itself learned
+BYTES_PER_TOKEN = 12  # budgets count these, not measured bytes
+BYTES_PER_LEARNER = 1 << 17  # counted for what a session that shares nothing learned
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
 Key = tuple[Literal["session", "group", "own group"], str, str]
@@ -35,7 +35,7 @@ class Document:
 
 @dataclass(slots=True)
 class Corpus:
-    """Finished responses, oldest first, as documents of one growing text.
+    """Hold finished responses, oldest first, as documents of one growing text.
 
     A dropped document no longer counts. Its positions leave the index with the next sweeps, a few at a time.
     """
@@ -74,7 +74,7 @@ class Corpus:
         return self.index.advance(budget)
 
     def sweep(self, budget: int) -> int:
-        """Remove positions of dropped documents, for at most about `budget`. Return what it cost."""
+        """Remove positions of dropped documents, for at most about `budget`. Return how much of it was used."""
         if not self.dropped or budget == 0:
             return 0
         most = -(-budget // SWEEP_COST)
@@ -85,7 +85,7 @@ class Corpus:
             removed = self.index.remove(oldest.begin, oldest.end, some)
             done += removed
             if removed == some:
-                continue  # perhaps that was all: then the next time finds nothing left of it
+                continue  # if nothing is left of it, the next round finds out
             self.dropped.popleft()
             done += 1
         return min(budget, done * SWEEP_COST)
@@ -98,7 +98,7 @@ class Corpus:
 
 @dataclass(slots=True)
 class Tenant:
-    """What all sessions of one tenant share: finished responses, and what was learned about drafts."""
+    """Hold what all sessions of one tenant share: finished responses, and what was learned about drafts."""
 
     name: str
     learned: Learned | None = None
@@ -108,11 +108,11 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What one conversation leaves behind: its turns as one growing text. last: the last finished request's text."""
+    """Hold the turns of one conversation as one growing text. last: the last finished request's text."""
 
     key: Key
     tenant: Tenant
-    learned: Learned | None = None  # from requests that keep to their session
+    learned: Learned | None = None  # from its requests that share nothing
     index: SuffixIndex = field(default_factory=SuffixIndex)
     last: list[int] = field(default_factory=list)
     running: int = 0
@@ -127,7 +127,7 @@ class Session:
         return BYTES_PER_TOKEN * self.tokens + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
 
     def append(self, kept: int, prompt_tail: list[int], response: list[int]) -> None:
-        """Append one finished turn, in place where the prompt repeats all that came before."""
+        """Append a finished turn, as a new document if its prompt does not repeat all of `last`."""
         if kept < len(self.last):
             del self.last[kept:]
             self.index.append_boundary()
@@ -137,7 +137,7 @@ class Session:
         self.last += prompt_tail + response
 
     def trim(self, tokens: int) -> None:
-        """Start again from the newest `tokens` tokens."""
+        """Cut the text to its newest `tokens` tokens, and drop `last` if it is longer than that."""
         text = self.index.text[max(len(self.index) - tokens, 0) :]
         self.index.clear()
         for token in text:
@@ -157,7 +157,7 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Responses to one problem, from all sessions of a tenant that worked on it; or those of one session."""
+    """Hold responses to one problem: those of a tenant's sessions that name the group, or of one session alone."""
 
     key: Key
     tenant: Tenant
@@ -188,7 +188,7 @@ class Group:
 
 
 CacheEntry = Session | Group
-"""What is evicted as a whole. running: requests that draft from it; it stays as long as there are any."""
+"""Evicted as a whole. running: requests that draft from it; while there are any, it is not evicted."""
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Limits:
 
 
 class CacheEntries:
-    """All sessions, groups and tenants."""
+    """Hold all sessions, groups and tenants, and evict what exceeds the budgets."""
 
     def __init__(self, policy: DraftPolicy, limits: Limits) -> None:
         self.limits = limits
@@ -226,7 +226,7 @@ class CacheEntries:
         return session
 
     def group(self, name: str | None, session: str | None, tenant: Tenant) -> Group | None:
-        """Return a named group, or a session's own: its responses, apart from what its prompts quote."""
+        """Return a named group, or else a session's own, which holds its responses without what its prompts quote."""
         if name is not None:
             key: Key = ("group", tenant.name, name)
         elif session is not None:
@@ -239,7 +239,7 @@ class CacheEntries:
         return group
 
     def learned(self, of: Tenant | Session) -> Learned:
-        """Return what the tenant's requests learned, or those that keep to the session."""
+        """Return what the tenant's requests learned, or the session's requests that share nothing."""
         if of.learned is None:
             of.learned = Learned(self._policy, TENANT_BITS if isinstance(of, Tenant) else SESSION_BITS)
         return of.learned
@@ -253,7 +253,7 @@ class CacheEntries:
             self._drop(entry)
 
     def trim(self, session: Session) -> None:
-        """Cut a session that is over its budget to the newest half of what it may hold."""
+        """Cut a session that is over its budget to at most half of the tokens it may hold, keeping its newest."""
         most = self.limits.session
         if not _over(session.tokens, session.bytes, most):
             return
@@ -265,7 +265,7 @@ class CacheEntries:
         session.trim(tokens // 4)  # of the text, and as many of the last context
 
     def evict(self, tenant: Tenant | None) -> int:
-        """Evict until a tenant and the process are within their budgets, or much was done. Return how many."""
+        """Evict until the tenant and the process are within budget, at most EVICT_PER_CALL. Return how many."""
         done = 0
         if tenant is not None:
             while done < EVICT_PER_CALL and self._over(tenant, self.limits.tenant) and self._evict_one(tenant):
@@ -291,7 +291,7 @@ class CacheEntries:
             self.forget_if_empty(group)
 
     def catch_up(self, budget: int) -> int:
-        """Evict, index and sweep, for at most about `budget`. Return what it cost."""
+        """Evict, index and sweep, for at most about `budget`. Return how much of it was used."""
         left = budget
         left -= min(left, self.evict(None))
         for _, tenant in sorted(self.tenants.items()):
@@ -320,10 +320,10 @@ class CacheEntries:
         return [held.index for held in self.held.values()] + [tenant.corpus.index for tenant in self.tenants.values()]
 
     def _evict_one(self, only: Tenant | None) -> bool:
-        """Make some room, in one tenant or anywhere. Return whether there was anything to evict.
+        """Evict one entry or document, of tenant `only` or of any. Return whether there was anything to evict.
 
-        Where the tenants' corpora are more than half of what is held, the oldest document of the tenant that was used
-        least recently goes. Otherwise the least recently used session or group goes, unless a request of it runs.
+        If tenants' corpora are more than half of what is held, drop the oldest document of the least recently used
+        tenant. Otherwise drop the least recently used session or group that no running request drafts from.
         """
         shared = [t for t in self.tenants.values() if t.corpus.documents and (only is None or t is only)]
         if not shared or 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only)[0]:

@@ -13,16 +13,16 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-BOUNDARY = -1  # between documents: ends every context; equal to nothing, not even itself
+BOUNDARY = -1  # between documents: ends every context, matches nothing, not even itself
 OVERLAP = 8  # tokens of context kept in front of a text, so that its first tokens can be matched
 WINDOW = 32  # occurrences that a match lists
 
 
 @dataclass(slots=True)
 class Match:
-    """Where the end of a context occurred: positions of the tokens that followed it; `length` tokens agree.
+    """List where the end of a context occurred, by the positions of the tokens that followed. `length` tokens agree.
 
-    All `count` occurrences are listed, newest first, where there are at most WINDOW; otherwise WINDOW of them, evenly
+    All `count` occurrences are listed, newest first, if there are at most WINDOW; otherwise WINDOW of them, evenly
     spaced in the order of their contexts. A match of length 0 has no occurrences.
     """
 
@@ -142,7 +142,7 @@ class SuffixIndex:
         self._pending = [(first, last) for first, last in kept if first < last]
 
     def _rank(self, position: int) -> int:
-        """Where a position stands among the sorted ones, or would be inserted."""
+        """Return the rank of a position among the sorted ones, or the rank where it would be inserted."""
 
         def not_before(other: int) -> bool:
             depth = _agreement(self.text, other, self.text, position)
@@ -152,7 +152,7 @@ class SuffixIndex:
         return self._first(not_before)
 
     def _bound(self, context: list[int], length: int, behind: bool) -> int:
-        """Rank of the first position whose context comes after the last `length` tokens of `context`.
+        """Return the rank of the first position whose context comes after the last `length` tokens of `context`.
 
         Contexts that agree with all of them count as after, or with `behind` as before.
         """
@@ -166,7 +166,7 @@ class SuffixIndex:
         return self._first(after)
 
     def _first(self, condition: Callable[[int], bool]) -> int:
-        """Rank of the first sorted position that meets a condition, which all behind it meet too."""
+        """Return the rank of the first sorted position that meets a condition, which all behind it meet too."""
         return bisect_left(self._order, True, key=condition)
 
     def _agreement(self, position: int, context: list[int], length: int) -> int:
@@ -174,7 +174,7 @@ class SuffixIndex:
 
 
 def _agreement(a: list[int], i: int, b: list[int], j: int) -> int:
-    """How many tokens before a[i] and before b[j] are the same, up to a boundary: a few singly, then whole pieces."""
+    """Count the equal tokens before a[i] and before b[j], up to a boundary: a few singly, then in whole pieces."""
     limit = min(i, j)
     for depth in range(min(limit, 8)):
         token = a[i - 1 - depth]
@@ -195,5 +195,5 @@ def _agreement(a: list[int], i: int, b: list[int], j: int) -> int:
 
 
 def _rank_before(text: list[int], end: int) -> int:
-    """Order of the token before `end`: 0 where the context ended."""
+    """Return the sort order of the token before `end`; 0 if the context ended."""
     return (text[end - 1] + 1) % 2**32 if end > 0 else 0

@@ -19,12 +19,12 @@ from agentspec.cache.types import MODEL
 from tests.oracle.index import Match, SuffixIndex
 
 CANDIDATES = 4  # scored at each position of a draft
-_CLIP = 9.0  # log-odds stay within
-_MOST_MISSES = 4  # in a row, then a resume point is dropped
-_WORTH_RESUMING = 4  # a match of so many tokens that goes wrong leaves a resume point
+_CLIP = 9.0  # log-odds are clipped to this, either side of 0
+_MOST_MISSES = 4  # misses in a row that a resume point survives
+_WORTH_RESUMING = 4  # match length from which on a place is worth resuming
 
 
-RESUME = 4  # kind of the resume point's proposals; the others have their source's
+RESUME = 4  # the resume point's kind; other proposals have their source as kind
 KINDS = 5
 LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
 
@@ -33,7 +33,7 @@ _PRIOR_LENGTH = (-2.2, -1.4, -0.9, -0.4, 0.1, 0.6, 1.0, 1.5, 2.2)
 _PRIOR_SHAPE = (0.0, -0.8, 0.6, -1.8, -1.0, 0.0, 1.0, -2.2, -1.4, -0.6, 0.6, 1.6)
 _SECOND_MINUS, _RESUME_MINUS = 1.0, 0.5
 _LENGTHS, _SHAPES, _RANKS, _DEPTHS = len(_PRIOR_LENGTH), len(_PRIOR_SHAPE), 2, 3
-_LEAST = 1e-6  # observations: nothing is certain
+_LEAST = 1e-6  # observations assumed at least; keeps the log-odds finite
 
 _CALM = 2.0  # keeps the first steps of a weight short
 _ONES = 2**64 - 1
@@ -41,7 +41,7 @@ _K1, _K2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 
 
 def cell(kind: int, length: int, count: int, winner: int, second: bool, depth: int) -> int:
-    """Return the index of a proposal's odds.
+    """Return a proposal's cell in the acceptance table.
 
     The token follows `winner` of `count` occurrences. second: another token follows more often.
     """
@@ -76,7 +76,7 @@ _PRIORS = _priors()
 
 
 class AcceptanceTable:
-    """AcceptanceTable of acceptance, counted online, one tally a cell."""
+    """Count online how often proposals were accepted, with one tally for each cell."""
 
     def __init__(self, prior_weight: float, memory: float) -> None:
         self._hits = [prior * prior_weight for prior in _PRIORS]
@@ -99,7 +99,7 @@ class AcceptanceTable:
 
 
 class Reranker:
-    """Online logistic regression over hashed features, AdaGrad; 2**bits weights, each beside its squared errors."""
+    """Learn a logistic regression over hashed features online, by AdaGrad: 2**bits weights with squared errors."""
 
     def __init__(self, bits: int) -> None:
         self._shift = 64 - bits
@@ -132,7 +132,7 @@ def token_key(token: int) -> int:
 
 
 class Learned:
-    """What acceptance taught: one for each tenant, each session that keeps to itself, and each request with neither."""
+    """Hold what verification taught a tenant, a session that shares nothing, or a request that has neither."""
 
     def __init__(self, policy: DraftPolicy, bits: int) -> None:
         self.table = AcceptanceTable(policy.prior_weight, policy.memory)
@@ -147,8 +147,8 @@ class Candidate:
     """One possible next token.
 
     rank: 0 the source's most frequent successor, 1 its second, 2 the resume point's. match_length: tokens of context
-    that agree. share: of the `count` occurrences that were looked at, those followed by the token. place: where it was
-    found in its source. slots: of the reranker's features.
+    that agree. share: part of the `count` occurrences looked at that the token follows. place: where it was found in
+    its source. slots: of the reranker's features.
     """
 
     token: int
@@ -164,9 +164,9 @@ class Candidate:
 
 @dataclass(slots=True)
 class ScoredPosition:
-    """The scored candidates, likeliest by the table first; what the draft takes; (token, cell) of every proposal.
+    """Hold the scored candidates, likeliest by the table first, the token taken, and (token, cell) of every proposal.
 
-    best: the likeliest candidate. taken: that one, unless another drafter's token was taken.
+    best: the likeliest candidate. taken: the likeliest candidate, unless another drafter's token was taken.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -184,7 +184,7 @@ class ScoredPosition:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A place that was being copied when the copy went wrong once: text often goes on there after a replaced token.
+    """Remember a place whose copy went wrong once: text often goes on there after a replaced token.
 
     place: of the token that it proposes. hits: tokens that agreed since the last that did not. misses: in a row.
     """
@@ -209,7 +209,7 @@ def external_token(token: int, probability: float) -> Candidate:
 
 
 def mark_resume_point(scored: ScoredPosition, token: int, resume: ResumePoint | None) -> ResumePoint | None:
-    """Return the resume point, or a new one where a likeliest candidate worth following was not `token`."""
+    """Return the resume point, a new one if the likeliest candidate was not `token` but is worth resuming."""
     wrong = scored.best
     if wrong is None or wrong.token == token or wrong.rank > 1:
         return resume
@@ -218,10 +218,10 @@ def mark_resume_point(scored: ScoredPosition, token: int, resume: ResumePoint | 
 
 @dataclass(frozen=True, slots=True)
 class ScoringContext:
-    """What the reranker sees besides a candidate.
+    """Hold what the reranker sees besides a candidate.
 
     tokens: the end of the text, with the draft so far. depth: tokens drafted before this one. prompt: length of the
-    context in front of the response. written: tokens of the response before this one. outcome: of the last draft.
+    context in front of the response. written: tokens of the response before this one. outcome: the last draft's.
     """
 
     tokens: list[int]
@@ -233,7 +233,7 @@ class ScoringContext:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """A proposed token and where it comes from. kind: its source, or RESUME. winner: occurrences that it follows."""
+    """Hold a proposed token and its origin. kind: its source, or RESUME. winner: occurrences that it follows."""
 
     token: int
     winner: int
@@ -304,7 +304,7 @@ def _gather(
             for rank, (token, winner, place) in enumerate(_successors(source, match)):
                 yield proposal(token, winner, place, match.length, len(match.positions), number, number, rank)
     if resume is not None and (source := sources[resume.source]) is not None:
-        # As if there had been one occurrence more for each miss, all with other successors.
+        # Count each miss as one more occurrence with another successor.
         token = source.text[resume.place]
         yield proposal(token, 1, resume.place, resume.hits + 1, resume.misses + 1, RESUME, resume.source, 2)
 
@@ -322,7 +322,7 @@ def _successors(index: SuffixIndex, match: Match) -> list[tuple[int, int, int]]:
 
 
 def _choose(proposals: list[_Proposal]) -> list[_Proposal]:
-    """Return the likeliest proposal of each proposed token by the odds, likeliest first."""
+    """Return the likeliest proposal of each proposed token by the table, likeliest first."""
     chosen: list[_Proposal] = []
     for proposal in proposals:
         at = next((i for i, other in enumerate(chosen) if other.token == proposal.token), len(chosen))
@@ -336,7 +336,7 @@ def _choose(proposals: list[_Proposal]) -> list[_Proposal]:
 
 
 def _agreement(proposals: list[_Proposal], token: int) -> int:
-    """Return two bits a kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it proposes others."""
+    """Return two bits for each kind: 0 it proposes nothing, 1 the token is its first, 2 its second, 3 it has others."""
     code = 0
     for proposal in proposals:
         says = 3 if proposal.token != token else 2 if proposal.rank == 1 else 1
@@ -356,7 +356,7 @@ def _share_bucket(count: int, winner: int) -> int:
 
 
 class _Features:
-    """The reranker's features of candidates at one position."""
+    """Compute the reranker's features of candidates at one position."""
 
     def __init__(self, reranker: Reranker, context: ScoringContext) -> None:
         last, second = [token % 2**32 for token in [*context.tokens[:-3:-1], -3, -3][:2]]
