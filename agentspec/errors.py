@@ -1,4 +1,4 @@
-"""The errors of agentspec:
+"""Define the errors of agentspec:
 
 AgentSpecError
 ├── ConfigurationError (also a ValueError)
@@ -25,81 +25,81 @@ client raises them.
 
 
 class AgentSpecError(Exception):
-    """Base class of every error that agentspec raises."""
+    """Serve as the base class of every error that agentspec raises."""
 
 
 class ConfigurationError(AgentSpecError, ValueError):
-    """A setting, option or URL cannot work. The message names it and the remedy."""
+    """Raised for a setting, option or URL that cannot work. The message names it and the remedy."""
 
 
 class SpeculatorError(ConfigurationError):
-    """A draft model cannot be loaded, or does not fit its target. The message names the field or tensor."""
+    """Raised for a draft model that cannot be loaded or does not fit its target. The message names field or tensor."""
 
 
 class StoreURLError(ConfigurationError):
-    """The store URL is unknown or malformed."""
+    """Raised for an unknown or malformed store URL."""
 
 
 class UnsupportedEngineError(ConfigurationError):
-    """The engine's version, or a parallelism that it was started with, is not supported."""
+    """Raised for an engine whose version or kind of parallelism is not supported."""
 
 
 class InvalidInputError(AgentSpecError, ValueError):
-    """A call cannot take this argument. It has changed nothing."""
+    """Raised for an argument that a call cannot take. The call has changed nothing."""
 
 
 class InvalidTokenError(InvalidInputError):
-    """A token id has the wrong type or lies outside the vocabulary."""
+    """Raised for a token id of the wrong type or outside the vocabulary."""
 
 
 class InvalidSessionError(InvalidInputError):
-    """A session, group or tenant id is empty, too long or not printable."""
+    """Raised for a session, group or tenant id that is empty, too long or not printable."""
 
 
 class DuplicateRequestError(InvalidInputError):
-    """The request id is already running."""
+    """Raised for a new request whose id is already running."""
 
 
 class SessionBusyError(AgentSpecError, RuntimeError):
-    """The session is in the middle of another call. Fork it to go on in two directions at once."""
+    """Raised for a session that is in the middle of another call. Fork it to make two calls at once."""
 
 
 class UnknownRequestError(AgentSpecError, KeyError):
-    """The request id is not running."""
+    """Raised for a request id that is not running."""
 
-    def __str__(self) -> str:  # KeyError would print the repr of its argument
+    def __str__(self) -> str:  # KeyError.__str__ returns the repr of its argument
         return str(self.args[0]) if self.args else ""
 
 
 class StoreError(AgentSpecError):
-    """The store could not be reached, read or written."""
+    """Raised when the store could not be reached, read or written."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store does not answer. Trying again later may help."""
+    """Raised when the store does not answer. A retry may help."""
 
 
 class StoreVersionError(StoreError):
-    """Another schema version wrote the store."""
+    """Raised for a store that another schema version wrote."""
 
 
 class SnapshotError(AgentSpecError):
-    """A snapshot of the suffix indexes cannot be written, or is damaged or of another version."""
+    """Raised for a snapshot of the suffix indexes that cannot be written, is damaged or is of another version."""
 
 
 class RecordError(AgentSpecError):
-    """One stored record cannot be used. Readers skip and count it."""
+    """Raised for a stored record that cannot be used. Readers skip and count it."""
 
 
 class CorruptRecordError(RecordError):
-    """A record's checksum or framing does not hold."""
+    """Raised for a record whose checksum or framing is wrong."""
 
 
 class RecordVersionError(RecordError):
-    """A record has a format that this version does not know."""
+    """Raised for a record in a format that this version does not know."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, to quote in a message of ours; its type where it says nothing."""
+    """Return the first line of a library's error, to quote it in a message; its type if the text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

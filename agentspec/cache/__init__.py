@@ -1,7 +1,7 @@
-"""What to draft from: suffix indexes of running requests, their sessions and their tenant. No torch, no vLLM.
+"""Draft from suffix indexes of running requests, their sessions, groups and tenant. Needs neither torch nor vLLM.
 
-SuffixCache, and with it the compiled core, is imported when first used: the client needs only names, types and the
-store from here, and runs without it.
+The package imports SuffixCache, and with it the compiled core, on first use. The client needs only the types and the
+store, so it runs without the core.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The compiled core (csrc/bindings.cpp). SuffixCache checks the arguments and explains the calls.
+"""Declare the compiled core (csrc/bindings.cpp). SuffixCache checks the arguments and explains the calls.
 
-Slots are small integers that SuffixCache gives to requests. Keys of sessions and groups hold their tenant's name.
+SuffixCache numbers its requests with small integers, the slots. A session's or group's key contains its tenant's name.
 """
 
 from agentspec.cache.policy import DraftPolicy
@@ -10,7 +10,7 @@ from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8A
 # The fields of StepDrafts and of Drafts, in their order.
 StepArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array, Int32Array, Int32Array]
 DraftArrays = tuple[Int32Array, Int32Array, UInt8Array, Float32Array, Int32Array]
-# The position in the draft, then the fields of Candidate.
+# Each array holds one column: the position in the draft, then the fields of Candidate.
 CandidateArrays = tuple[
     Int32Array, Int32Array, Float64Array, UInt8Array, UInt8Array, Int32Array, Int32Array, Float64Array
 ]
@@ -38,7 +38,7 @@ class Core:
         room: Int32Array,
         cost: float,
     ) -> DraftArrays: ...
-    # None: there are no drafts, and none were verified.
+    # Returns None if no request has a draft and none had one to verify.
     def step(
         self,
         slots: Int32Array,
@@ -70,10 +70,10 @@ class Core:
     def save(self, path: str) -> None: ...
     def load(self, path: str) -> None: ...
 
-# Let indexing and evicting end early by the clock (the default), in the whole process. Tests and benchmarks switch it
-# off where answers must not depend on the machine's speed.
+# Let a time limit end indexing and evicting early (the default), in the whole process. Tests and benchmarks switch it
+# off so that their results do not depend on the machine's speed.
 def watch_clock(watched: bool) -> None: ...
 
-# What a draft of so many tokens is worth of which so many should be accepted: the tokens that its step brings per unit
-# of work, 1 without a draft. All drafts are cut and chosen by it. cost: price of verifying one more token.
+# Return (1 + expected) / (1 + cost * drafted): the tokens that a step yields per unit of work, 1 without a draft. The
+# core cuts and chooses all drafts by it. cost: price of verifying one more token, as a share of a decode step.
 def draft_value(expected: float, drafted: int, cost: float) -> float: ...

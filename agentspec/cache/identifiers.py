@@ -1,7 +1,7 @@
-"""What a session, group or tenant id may look like.
+"""Check session, group and tenant ids, and make keys of them.
 
-Ids travel in HTTP headers, log lines and database keys, so they are short and free of characters that could end a
-line or hide in a terminal. Everything else of Unicode is allowed.
+Ids travel in HTTP headers, log lines and database keys. So they are short and hold no character that could end a line
+or hide in a terminal. All other Unicode characters are allowed.
 """
 
 import unicodedata
@@ -9,7 +9,7 @@ import unicodedata
 from agentspec.errors import InvalidSessionError
 
 MAX_ID_LENGTH = 256
-"""Characters."""
+"""Longest id, in characters."""
 
 # control characters, lone surrogates (not encodable), line and paragraph separators
 _REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -35,14 +35,14 @@ def check_session_id(value: str, field: str = "session") -> str:
 
 
 def check_ids(**ids: str | None) -> None:
-    """Check each id that is given, under its name, as `check_session_id` does."""
+    """Check each id that is not None with `check_session_id`; the keyword names it in errors."""
     for name, value in ids.items():
         if value is not None:
             check_session_id(value, name)
 
 
 def key_of(tenant: str | None, name: str | None) -> str | None:
-    """Name a session or group so that no two pairs of tenant and name share a key; the tenant's length frames it."""
+    """Return a key for a session or group: the tenant's length, the tenant, the name. No two pairs share a key."""
     if name is None:
         return None
     return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"

@@ -1,13 +1,12 @@
-"""DraftPolicy: what to draft and how long it is worth it, by odds of acceptance that are learned while serving.
+"""Set how SuffixCache drafts: which tokens it takes and where it ends a draft.
 
 A draft grows token by token. At each position every source (request, session, group, global) proposes the two most
-frequent successors of its longest match. A resume point proposes one more: the text behind a place that was being
-copied when the copy went wrong once. A table that counts acceptance gives each proposal its probability, by its origin,
-match length, agreement among the matched places and depth. A reranker corrects the likeliest four: a logistic
-regression, learned online, over hashed features that see which tokens these are. The likeliest token is taken. The
-draft is cut where it brings the most expected tokens for the step's price, (1 + sum of cumulative probabilities) /
-(1 + cost * length), and left out where none pays. Every candidate at a position that verified tokens reveal is learned
-from.
+frequent successors of its longest match. A resume point proposes one more: if a draft copied a passage and one token
+was rejected, it continues the passage behind that token. The acceptance table gives each proposal its probability, by
+source, match length, agreement among the matched places, and depth. The reranker, a logistic regression over hashed
+token features that is learned online, corrects the four most probable. The draft takes the most probable token. It
+ends where (1 + sum of cumulative probabilities) / (1 + cost * length) is highest, and is empty if no length exceeds 1.
+The table and the reranker learn from every candidate whose position the verified tokens reveal.
 """
 
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from dataclasses import dataclass
 from agentspec.errors import ConfigurationError
 
 MAX_DRAFT = 128
-"""Tokens: vLLM's rejection sampler verifies no longer draft."""
+"""Longest draft that vLLM's rejection sampler verifies, in tokens."""
 DEFAULT_COST = 0.03
-"""Price of verifying one more token, as a share of a decode step, where none is given and none measured yet."""
+"""Price of verifying one more token, as a share of a decode step, until one is given or measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedRule:
-    """Parameters of ArcticInference's drafting rule, as it means them; `DraftPolicy.fixed` explains them.
+    """Hold the parameters of ArcticInference's drafting rule; `DraftPolicy.fixed` explains them.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -41,14 +40,14 @@ class FixedRule:
 
 @dataclass(frozen=True, slots=True)
 class DraftPolicy:
-    """Settings of the drafting rule.
+    """Hold the settings of the drafting rule.
 
-    cost: price of verifying one more token, as a share of a decode step; higher means shorter drafts. None: measured
-    while serving, and DEFAULT_COST until then. max_draft: most tokens in a draft. min_match: shortest context, in
-    tokens, that may be drafted from. rerank: whether the reranker corrects the table; without it drafting costs about
-    half the time and finds less. prior_weight: observations that the prior odds count for. memory: observations
-    of one kind after which the older ones count half. learning_rate: of the reranker. rule: set by `fixed`; the other
-    settings but max_draft are not used then. Raises ConfigurationError for a value out of range.
+    cost: price of verifying one more token, as a share of a decode step; a higher price gives shorter drafts. None: use
+    the price measured while serving, and DEFAULT_COST until there is one. max_draft: most tokens in a draft. min_match:
+    shortest match to draft from, in tokens. rerank: whether the reranker corrects the acceptance table; without it
+    drafting takes about half the time and fewer tokens are accepted. prior_weight: weight of the table's prior, in
+    observations. memory: observations of one kind after which older ones count half. learning_rate: the reranker's.
+    rule: set by `fixed`; then only max_draft applies beside it. Raises ConfigurationError for a value out of range.
     """
 
     cost: float | None = None
@@ -84,11 +83,11 @@ class DraftPolicy:
     ) -> "DraftPolicy":
         """Return a policy that drafts by the rule of ArcticInference's suffix decoding.
 
-        Nothing is learned, and session and group are not drafted from.
+        The policy learns nothing and does not draft from sessions and groups.
 
         max_depth: most tokens of context and draft together. A match of n tokens allows a draft of
-        max_spec_factor * n + max_spec_offset tokens, at most max_draft, as long as its probability, by the counts, is
-        at least min_token_prob. Raises ConfigurationError for a value out of range.
+        max_spec_factor * n + max_spec_offset tokens, at most max_draft. The draft ends where its probability, computed
+        from counts, falls below min_token_prob. Raises ConfigurationError for a value out of range.
         """
         return cls(max_draft=max_draft, rule=FixedRule(max_depth, max_spec_factor, max_spec_offset, min_token_prob))
 

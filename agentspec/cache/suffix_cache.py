@@ -1,4 +1,4 @@
-"""SuffixCache drafts for running requests, from their own text, their sessions, their groups and their tenant.
+"""Draft for running requests from their own text, their sessions, their groups and their tenant.
 
     cache = SuffixCache(policy=DraftPolicy(cost=0.02))
     cache.start("r1", prompt, session="fix-42", tenant="acme")
@@ -6,9 +6,9 @@
     cache.extend("r1", verified)        # or cache.step(...) for a whole batch, once a decode step
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
-SuffixCache checks arguments and hands them to the compiled core (csrc/), whose answers tests/oracle specifies. One
-thread makes the calls for requests; meanwhile others may call stats, has_session, remove_session, catch_up, resize and
-save.
+SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
+thread makes the calls for requests. Meanwhile other threads may call stats, has_session, remove_session, catch_up,
+resize and save.
 """
 
 from collections.abc import Sequence
@@ -54,20 +54,20 @@ except ImportError as error:
     ) from error
 
 draft_value = _native.draft_value
-"""draft_value(expected, drafted, cost): what a draft is worth; `_native.pyi` explains it."""
+"""draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
 
 _ALL = 2**62
 _UNNAMED = ""
-"""The core's name for the tenant of all requests that were given none."""
+"""The core's name for the tenant of all requests that name no tenant."""
 
 
 class SuffixCache:
     """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
-    max_tokens, max_bytes: budget for what is kept of finished requests (None: no limit); per_tenant, per_session: the
-    same for one of each. Least recently used sessions and groups and the oldest part of a tenant's index go first, a
-    session over its own budget keeps its newest part, and what a running request drafts from stays. Bytes are reckoned
-    at 12 a token. vocab_size: token ids must be below it (None: below 2**31).
+    max_tokens, max_bytes: budget for the text of finished requests (None: no limit). per_tenant, per_session: budgets
+    of a single tenant and session. The least recently used sessions and groups and the oldest part of a tenant's index
+    are evicted first, but never what a running request drafts from. A session over its own budget keeps its newest
+    part. A token counts as 12 bytes. vocab_size: token ids must be below it (None: below 2**31).
     Raises ConfigurationError for a value out of range.
     """
 
@@ -89,7 +89,7 @@ class SuffixCache:
         self._core = _native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
         self._running: dict[str, _Running] = {}
         self._free: list[int] = []
-        self._epoch = object()  # replaced when a request ends: slots that were looked up before may be another's now
+        self._epoch = object()  # replaced when a request ends, because another request may get its slot
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
         self._one_room: Int32Array = np.zeros(1, np.int32)
 
@@ -106,13 +106,12 @@ class SuffixCache:
     ) -> None:
         """Begin a request. prompt: int32 [P] or a sequence of int.
 
-        session: whose earlier turns it drafts from. group: the problem that it works on; sessions of a tenant that
-        share one draft from each other's answers to it first. tenant: who shares; all requests without one are one
-        tenant. scope: "tenant" drafts from all three and gives to them, "session" from the session alone (a group has
-        no effect then), "none" from the request's own text. end_tokens: int32 [E], tokens that end the response;
-        nothing is drafted behind one (the fixed rule does not know them).
-        Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError; then nothing has
-        changed.
+        session: the session whose earlier turns it drafts from. group: the problem that it works on; sessions of a
+        group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
+        one are one tenant. scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only
+        the session and ignores the group; "none" uses only the request's own text. end_tokens: int32 [E], tokens that
+        end the response; no draft goes on behind one (the fixed rule ignores them). Raises InvalidTokenError,
+        InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes nothing.
         """
         if request_id in self._running:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
@@ -136,7 +135,7 @@ class SuffixCache:
     ) -> list[Draft]:
         """Draft at most `max_draft` tokens (one number for all, or one each) for every request.
 
-        cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
+        cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         """
         if len(request_ids) == 1 and type(max_draft) is int:
             ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
@@ -152,7 +151,7 @@ class SuffixCache:
         ]
 
     def _propose_one(self, request_id: str, max_draft: int, cost: float) -> Draft:
-        """Draft for one request, without arrays to make and to cut."""
+        """Draft for one request, without building and slicing arrays."""
         self._one_slot[0] = self._request(request_id).slot
         self._one_room[0] = max(min(max_draft, MAX_DRAFT), 0)
         tokens, _, sources, probabilities, lengths = self._core.propose(self._one_slot, self._one_room, cost)
@@ -168,20 +167,19 @@ class SuffixCache:
         *,
         cost: float | None = None,
     ) -> Drafts:
-        """Take in another drafter's tokens for n requests that have just been drafted for; return their new drafts.
+        """Merge another drafter's tokens into the current drafts of n requests, and return the resulting drafts.
 
-        tokens: integers [n, L]; the first lengths[i] of row i are given for request i, the rest may be anything.
-        probabilities: floats [n, L], the chance that each is accepted if those before it are. room: how many tokens
-        the new draft may have. cost: as in `step`.
-        Behind the given tokens the indexes go on, and the whole is cut where it pays. If it then promises more expected
-        tokens per (1 + cost * drafted) than the present draft, it takes its place; so requests may be offered tokens
-        more than once, in one call or several. Where both begin alike, the given chances hold for the present draft
-        too, which is cut anew: low chances for its own tokens shorten or drop it. Chances should therefore take
-        `probabilities` of the present draft into account. The indexes' candidates are learned from as ever.
-        Under the fixed rule the indexes do not go on behind given tokens, and its own draft is never cut.
-        A request that has no draft for its text as it is now (it was given tokens since, or its row of the last step
-        was not as it should be) gets none.
-        Raises UnknownRequestError, InvalidInputError or InvalidTokenError; then nothing has changed.
+        tokens: integers [n, L]; request i is offered the first lengths[i] of row i. probabilities: floats [n, L], the
+        probability that each token is accepted if those before it are. room: most tokens of each resulting draft.
+        cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
+        The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value,
+        (1 + expected tokens) / (1 + cost * drafted), and replaces the current draft if its value is higher. A request
+        may be offered tokens several times, in one call or in several. If the offered and the current draft begin
+        with the same tokens, the offered probabilities replace the current ones there, and the current draft is cut
+        again. Low probabilities can shorten or drop it, so base them on its `probabilities`.
+        Under the fixed rule the indexes do not extend offered tokens, and the rule's own draft is never cut.
+        A request without a current draft gets none: it got tokens since, or its row in the last step was invalid.
+        Raises UnknownRequestError, InvalidInputError or InvalidTokenError, and then changes nothing.
         """
         slots = self._slots_of(request_ids)
         length_of, room_of = as_int32(lengths, "lengths", len(slots)), as_int32(room, "room", len(slots))
@@ -189,10 +187,10 @@ class SuffixCache:
         return Drafts(*self._core.offer(slots, given, chances, length_of, room_of, self._cost(cost)))
 
     def candidates(self, request_id: str) -> list[list[Candidate]]:
-        """Return all that was scored for the request's last draft, position by position.
+        """Return the candidates scored for the request's last draft, one list for each position.
 
-        Another drafter may `offer` what it prefers. The draft itself is the likeliest candidate of each of its
-        positions, unless the token is one that was offered; there may be more positions than it has.
+        The draft takes the most probable candidate of each position, unless its token was offered. The lists may
+        reach further than the draft. Another drafter can `offer` the candidates that it prefers.
         """
         arrays = self._core.candidates(self._request(request_id).slot)
         depths: list[int] = arrays[0].tolist()
@@ -203,7 +201,7 @@ class SuffixCache:
         return positions
 
     def extend(self, request_id: str, tokens: TokenIds) -> None:
-        """Add verified tokens (accepted and bonus; int32 [n]), which also show how the last proposed draft fared."""
+        """Add verified tokens (accepted and bonus; int32 [n]) to a request, and learn how its last draft fared."""
         slot = self._request(request_id).slot
         self._core.extend(slot, as_tokens(tokens, "tokens", self._vocab_size))
 
@@ -220,27 +218,27 @@ class SuffixCache:
     ) -> StepDrafts:
         """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
-        tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] of them
-        valid. What is new there is taken in (steps may be skipped) and shows how the previous draft fared, of which
-        only the first scheduled[i] tokens were verified. Then at most room[i] tokens are drafted (0: none).
+        tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
+        The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared, of which
+        only the first scheduled[i] tokens were verified. Then it drafts at most room[i] tokens (0: none).
         rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
-        cost: price of verifying one more token, as a share of a step, as it is now (None: the policy's).
-        A row with an illegal token, or shorter than what is known, is used up to there and gets no draft.
-        Raises UnknownRequestError or InvalidInputError; then nothing has changed.
+        cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
+        A row with an illegal token is used up to that token and gets no draft; nor does a row that has become shorter.
+        Raises UnknownRequestError or InvalidInputError, and then changes nothing.
         """
         slots = self._slots_of(request_ids)
         price = self._cost(cost)
         try:
             arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price)
-        except ValueError as error:  # the core refuses bad arguments before it changes anything
+        except ValueError as error:  # the core rejects bad arguments before it changes anything
             raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
 
     def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
-        """End a request and keep its response for its session and tenant; return what to store, if anything.
+        """End a request and keep its response for its session and tenant; return the turn to store, or None.
 
         output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
-        None is returned where nothing is kept: under scope "none", under scope "session" without a session, and where
+        The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if
         the session was removed meanwhile.
         """
         running = self._request(request_id)
@@ -257,7 +255,7 @@ class SuffixCache:
         self._release(request_id)
 
     def restore(self, turn: FinishedTurn) -> None:
-        """Take in a stored turn, as if it had run here. Order matters within a session."""
+        """Add a stored turn to the indexes, as if it had run here. Restore a session's turns in order."""
         check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
         if turn.kept < 0:
             raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
@@ -267,9 +265,9 @@ class SuffixCache:
         self._core.restore(*names.keys(), turn.kept, tail, response)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
-        """Erase a session: its own text and what it gave to its tenant's index. No error if it is unknown.
+        """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.
 
-        Requests of it that still run go on, drafting from their own text, and keep nothing when they finish.
+        Its running requests then draft from their own text alone and keep nothing when they finish.
         """
         check_ids(session=session, tenant=tenant)
         key = key_of(tenant, session)
@@ -277,17 +275,17 @@ class SuffixCache:
         self._core.remove_session(key, tenant or _UNNAMED)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
-        """Return whether text of this session is held."""
+        """Return whether the cache holds text of this session."""
         check_ids(session=session, tenant=tenant)
         key = key_of(tenant, session)
         assert key is not None
         return self._core.has_session(key)
 
     def catch_up(self, budget: int | None = None) -> int:
-        """Do what was left for later: index what is held but pending, evict, take out what was evicted.
+        """Index pending text, evict what exceeds the budgets, and remove evicted text from the indexes.
 
-        At most about `budget` tokens' worth (None: all); returns how many, 0 when nothing is left. Steps do this
-        little by little by themselves; after restoring much at start, this does it at once.
+        budget: about how many tokens to process (None: all). Returns the tokens processed, 0 when none are left. Each
+        step does a little of this work; call it after restoring many turns at start.
         """
         if budget is not None:
             return self._core.catch_up(max(budget, 0))
@@ -304,14 +302,14 @@ class SuffixCache:
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
     ) -> None:
-        """Replace all budgets. What is over them leaves with the calls that follow, a little with each."""
+        """Replace all budgets. Each of the following calls evicts a part of what exceeds them."""
         self._core.resize(limit_numbers(max_tokens, max_bytes, per_tenant, per_session))
 
     def save(self, path: str | Path) -> None:
-        """Write sessions, groups, tenants and what was learned to a file; running requests are not part of it.
+        """Write sessions, groups, tenants and what was learned to a file, without running requests.
 
-        First indexes what is pending. The file is complete or not there: it is written beside `path` and then renamed.
-        Raises SnapshotError if it cannot be written.
+        The call first indexes pending text. It writes beside `path` and then renames, so the file is never incomplete.
+        Raises SnapshotError if the file cannot be written.
         """
         try:
             self._core.save(str(path))
@@ -330,10 +328,10 @@ class SuffixCache:
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
     ) -> "SuffixCache":
-        """Return a cache with what `save` wrote. The file is mapped, and only what changes later is copied.
+        """Return a cache with the contents of a file from `save`. The file is mapped; pages are copied on write.
 
-        The other arguments are those of SuffixCache; what was learned is dropped where `policy` learns otherwise.
-        Raises SnapshotError, naming what is wrong, for a file that is damaged or of another version.
+        The other arguments are those of SuffixCache. If `policy` learns differently, what was learned is dropped.
+        Raises SnapshotError, naming the fault, for a file that is damaged or of another version.
         """
         cache = cls(
             max_tokens=max_tokens,
@@ -350,7 +348,7 @@ class SuffixCache:
         return cache
 
     def stats(self) -> CacheStats:
-        """Return what is held now."""
+        """Return the current sizes."""
         return CacheStats(*self._core.stats())
 
     def _cost(self, cost: float | None) -> float:
@@ -387,16 +385,16 @@ class SuffixCache:
 
 @dataclass(slots=True, eq=False)
 class BatchHandle:
-    """Running requests whose slots in the core were looked up once; `SuffixCache.batch` makes it.
+    """Remember the core's slots of several running requests, so that each call need not look them up.
 
-    It is good for as long as all of its requests run. When any request of the cache ends, the cache sees by one
-    comparison, whatever the number of requests, that slots may have changed hands: it looks the ids up again, and
-    raises UnknownRequestError if one of them has ended. A handle of another cache is looked up anew in the same way.
+    `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When any request of the cache
+    ends, its slot may go to another. The cache notices this by one comparison, looks the ids up again, and raises
+    UnknownRequestError if one of them has ended. It does so for a handle of another cache too.
     """
 
     request_ids: tuple[str, ...]
     slots: Int32Array
-    """[n] as of `epoch`"""
+    """[n], valid while the cache's epoch is `epoch`"""
     epoch: object
 
     def __len__(self) -> int:
@@ -405,7 +403,7 @@ class BatchHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Whose a request is, as the caller named it."""
+    """Hold a request's session, group, tenant and scope, as the caller named them."""
 
     session: str | None
     group: str | None
@@ -413,7 +411,7 @@ class _Names:
     scope: Scope
 
     def keys(self) -> tuple[str | None, str | None, str | None, bool]:
-        """Return session, group and tenant as the core knows them, and whether the request shares."""
+        """Return the core's keys of session, group and tenant, and whether the request shares the tenant's index."""
         if self.scope == "none":
             return None, None, None, False
         session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
@@ -422,7 +420,7 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that was started and has not ended."""
+    """Hold the slot and the names of a running request."""
 
     slot: int
     names: _Names

@@ -1,4 +1,4 @@
-"""Checking what callers hand in, before anything changes."""
+"""Check and convert callers' arguments before anything changes."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -16,13 +16,13 @@ MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
 
 LimitNumbers = tuple[int, int, int, int, int, int]
-"""Tokens and bytes that the process, a tenant and a session may hold; 0: no limit."""
+"""Limits in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
 
 
 def limit_numbers(
     max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
 ) -> LimitNumbers:
-    """Return the budgets as the core takes them.
+    """Return the budgets as the core's limit numbers.
 
     Raises ConfigurationError, naming the budget, for anything but a positive integer or None (no limit).
     """
@@ -74,7 +74,7 @@ def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
 
 
 def as_int32(values: Rows, name: str, length: int) -> Int32Array:
-    """Return a row of `length` small numbers as int32 [length]. Raises InvalidInputError for anything else."""
+    """Return `length` small numbers as int32 [length]. Raises InvalidInputError for anything else."""
     if (
         type(values) is np.ndarray
         and values.dtype == _INT32
@@ -93,8 +93,8 @@ def as_offers(
 ) -> tuple[Int32Array, Float64Array]:
     """Return another drafter's tokens and their probabilities as int32 and float64 [n, L], both C-contiguous.
 
-    Of row i the first lengths[i] count. Raises InvalidInputError, or InvalidTokenError for a token, naming the first
-    that is illegal.
+    Only the first lengths[i] of row i are checked. Raises InvalidInputError for a wrong shape or probability, and
+    InvalidTokenError naming the first illegal token.
     """
     for name, array, kinds in (("tokens", tokens, "iu"), ("probabilities", probabilities, "f")):
         if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in kinds:

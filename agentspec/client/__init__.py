@@ -1,4 +1,4 @@
-"""The agent's process: the OpenAI client with sessions that last and replies that tell of speculation."""
+"""Add lasting sessions and speculation counts to the OpenAI client, for the agent's process."""
 
 from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
 from agentspec.client.client import AgentClient, ReplyStream, Session

@@ -1,4 +1,4 @@
-"""AsyncAgentClient, AsyncSession and AsyncReplyStream: the twins of those in client.py, for asyncio."""
+"""Provide AgentClient, Session and ReplyStream of client.py for asyncio."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from agentspec.errors import AgentSpecError
 
 
 class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
-    """AgentClient for asyncio: the same options and methods; what talks to the server or the store is awaited.
+    """Chat as AgentClient does, with asyncio: await each method that talks to the server or the store.
 
-    `session()` and `stream()` are not, because they only prepare: `session = client.session("fix-42")`, then
-    `await session.chat(...)`, `async for text in session.stream(...)`.
+    `session()` and `stream()` are not awaited, because they only prepare: `session = client.session("fix-42")`, then
+    `await session.chat(...)` or `async for text in session.stream(...)`.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> AsyncReplyStream[ParsedT]:
-        """Make one call as an iterator, as AgentClient.stream() does."""
+        """Return the text of one call as an iterator, as AgentClient.stream() does."""
         unkept = AsyncSession(self, unkept_conversation(session, group))
         return unkept.stream(messages, response_format=response_format, **options)
 
     async def close(self) -> None:
-        """Write out what is queued for the store, and close the connections."""
+        """Write queued messages to the store, and close the connections."""
         await asyncio.to_thread(self._close_log)
         await self._openai.close()
 
@@ -127,7 +127,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         return dataclasses.replace(reply, speculation=read_speculation(await self._ask(path))) if path else reply
 
     async def _ask(self, path: str) -> object:
-        """Ask the extension. Returns errors too: no question may cost the call that it is for."""
+        """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
         try:
             return await self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
         except Exception as error:
@@ -135,7 +135,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
 
 class AsyncSession(SessionBase):
-    """A conversation of an AsyncAgentClient, as Session is one of an AgentClient."""
+    """Keep a conversation under its id, as Session does, for an AsyncAgentClient."""
 
     def __init__(self, client: AsyncAgentClient, conversation: Conversation) -> None:
         super().__init__(conversation)
@@ -143,13 +143,13 @@ class AsyncSession(SessionBase):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history, oldest first; a copy. Raises AgentSpecError while the store has not been read."""
+        """Return a copy of the history, oldest first. Raises AgentSpecError until the store has been read."""
         if not self._conversation.loaded:
             raise AgentSpecError(f"messages: session {self.id!r} is not read yet; `await session.load()` first")
         return self._conversation.messages()
 
     async def load(self) -> None:
-        """Read the stored messages now; otherwise the first use does."""
+        """Read the stored messages now instead of at the first use."""
         if not self._conversation.loaded:
             await asyncio.to_thread(self._conversation.load)
 
@@ -191,7 +191,7 @@ class AsyncSession(SessionBase):
     def stream(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
     ) -> AsyncReplyStream[ParsedT]:
-        """Make the call as an iterator, as Session.stream() does."""
+        """Return the text of the call as an iterator, as Session.stream() does."""
         return AsyncReplyStream(self._items(self._call(content, response_format, options)))
 
     async def clear(self) -> None:
@@ -227,16 +227,16 @@ class AsyncSession(SessionBase):
 
 
 class AsyncReplyStream(StreamBase[ParsedT]):
-    """ReplyStream's twin: `async for`, `async with`, and awaited methods."""
+    """Iterate over the text's pieces as ReplyStream does, with `async for`, `async with` and awaited methods."""
 
     def __init__(self, items: AsyncGenerator[StreamItem, None]) -> None:
         self._items = items
 
     async def start(self) -> Self:
-        """Send the request now, if it was not sent yet. Raises what the OpenAI client raises."""
+        """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
         if not self._started:
             self._started = True
-            await anext(self._items, None)  # exhausted if it was closed before
+            await anext(self._items, None)  # ends at once if the stream was closed before
         return self
 
     def __aiter__(self) -> AsyncIterator[str]:
@@ -252,13 +252,13 @@ class AsyncReplyStream(StreamBase[ParsedT]):
         raise StopAsyncIteration
 
     async def until_done(self) -> Reply[ParsedT]:
-        """Read the rest. Returns the reply."""
+        """Read the rest of the stream, and return the reply."""
         async for _ in self:
             pass
         return self.reply
 
     async def close(self) -> None:
-        """Close the connection. The session is free again."""
+        """Close the connection, and free the session for its next call."""
         await self._items.aclose()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the clients, sessions and streams of both kinds share: all that waits for nothing."""
+"""Share the code of the synchronous and asyncio clients, sessions and streams that does no I/O."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentspec.errors import AgentSpecError
 OpenAIT = TypeVar("OpenAIT", openai.OpenAI, openai.AsyncOpenAI)
 
 StreamItem = str | Reply[Any]
-"""What the generators behind the streams yield: "" once the server has answered, the text's pieces, the Reply."""
+"""Item of a stream's generator: "" once the server has answered, then the text's pieces, last the Reply."""
 
 
 class ClientBase(Generic[OpenAIT]):
-    """The settings and connections of one client."""
+    """Hold the settings and connections of one client."""
 
     def __init__(
         self, connection: OpenAIT, model: str, store: str | Store | None, session_tags: SessionTags, speculation: bool
@@ -34,41 +34,41 @@ class ClientBase(Generic[OpenAIT]):
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
             self, self._log.close
-        )  # also when the interpreter exits
+        )  # also runs when the interpreter exits
 
     @property
     def openai(self) -> OpenAIT:
-        """The OpenAI client below, for everything that is not chat."""
+        """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
 
     @property
     def model(self) -> str:
-        """The model that calls go to unless they name another."""
+        """Return the name of the model that answers calls which name no other."""
         return self._requests.model
 
 
 class SessionBase:
-    """The history of one session, and what changes it without calling the model."""
+    """Hold the history of one session, and change it without calling the model."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
 
     @property
     def id(self) -> str:
-        """The id by which any process can go on with the session, and by which the server knows it."""
+        """Return the session's id. The server knows the session by it, and any process can resume it by its id."""
         return self._conversation.id
 
     @property
     def group(self) -> str | None:
-        """The group that its calls are tagged with: the problem that several sessions answer, if it was named."""
+        """Return the group named for the session, or None: the problem that several sessions answer."""
         return self._conversation.group
 
     def add(self, message: MessageLike) -> None:
-        """Append a message, a system message for instance, without calling the model."""
+        """Append a message, such as a system message, without calling the model."""
         self._conversation.add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str) -> None:
-        """Append a tool's answer. chat() without content then goes on."""
+        """Append a tool's answer. Then call chat() without content to let the model go on."""
         self._conversation.add([tool_message(tool_call_id, content)])
 
     def _call(self, content: Content | None, response_format: Any, options: Mapping[str, Any]) -> Call:
@@ -79,14 +79,14 @@ class SessionBase:
 
 
 class StreamBase(Generic[ParsedT]):
-    """The reply at the end of a stream."""
+    """Hold the reply that a stream ends with."""
 
     _reply: Reply[ParsedT] | None = None
     _started = False
 
     @property
     def reply(self) -> Reply[ParsedT]:
-        """The whole reply, once the stream has been read to its end. Raises AgentSpecError before and after errors."""
+        """Return the whole reply. Raises AgentSpecError unless the stream was read to its end without an error."""
         if self._reply is None:
             raise AgentSpecError("reply: the stream was not read to its end; iterate over it, or call until_done()")
         return self._reply

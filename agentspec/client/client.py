@@ -1,4 +1,4 @@
-"""AgentClient, Session and ReplyStream: the OpenAI client, with sessions."""
+"""Add sessions to the OpenAI client: AgentClient, Session and ReplyStream."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from agentspec.client.request import (
 
 
 class AgentClient(ClientBase[openai.OpenAI]):
-    """Chats with any OpenAI-compatible server, in sessions that are kept and that the server can draft from.
+    """Chat with any OpenAI-compatible server, in sessions that are stored and that the server can draft from.
 
-    base_url, api_key: as the OpenAI client takes them; for a `base_url` of one's own no key is needed.
-    model: the served model's name; a call can take another with `model=`.
+    base_url, api_key: the OpenAI client's options; with a `base_url` the key is optional.
+    model: the served model's name; a call can name another with `model=`.
     store: where sessions are kept: "auto" (a SQLite file in the user's data folder), a URL
         (`sqlite:///…`, `redis://…`, `memory://`), a store object, or None for this client's memory only.
-    session_tags: how calls tell the server their session. "auto": the header X-Session-ID, and the body's
-        `session_id` and `vllm_xargs.session_id` where the server has the extension; "header" and "body": only
-        that, whatever the server; "off": not at all. A group has no header: it goes with the body's tags only.
-    speculation: whether `reply.speculation` is filled; takes one small request more where the extension is.
-    options: every other option of the OpenAI client (timeout, max_retries, http_client, ...).
+    session_tags: how calls name their session to the server. "auto": in the header X-Session-ID, and also in the
+        body's `session_id` and `vllm_xargs.session_id` if the server has the extension; "header", "body": only there,
+        with any server; "off": nowhere. Only the body can name a group.
+    speculation: whether to fill `reply.speculation`, which takes one more small request if the extension is there.
+    options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
-    Raises ConfigurationError for an option that cannot work, StoreError when a store given by URL cannot be
-    opened. Errors of the server reach the caller as the OpenAI client raises them. Threads may share a client.
-    One session takes one call at a time.
+    Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
+    Calls raise the OpenAI client's errors unchanged. Threads may share a client. A session takes one call at a time.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
         self._probe_lock = threading.Lock()
 
     def session(self, session_id: str | None = None, *, group: str | None = None) -> Session:
-        """Return the session with this id, with the messages that the store has of it; without an id, a new one.
+        """Return the session with this id and its stored messages; without an id, a new session.
 
-        group: what several sessions answer, an RL problem for instance; they draft from each other's answers first.
-        It is not stored: name it again in another process.
+        group: the problem that several sessions answer, such as an RL problem; they draft from each other's answers
+        first. It is not stored, so name it again in another process.
         Sessions of one id and client share their messages and their group. Raises InvalidSessionError for an id
         that is empty, longer than 256 characters or has control characters.
         """
@@ -101,10 +100,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
         response_format: Any = None,
         **options: Any,
     ) -> Reply[Any] | ReplyStream[Any]:
-        """Make one call whose messages the caller gives wholly; a string is one user message.
+        """Make one call with exactly these messages; a string is one user message.
 
-        session, group: only tag the call: nothing is added to that session's kept messages.
-        Everything else is as in `Session.chat`.
+        session, group: tags of the call; it adds nothing to that session's messages.
+        The other arguments are those of `Session.chat`.
         """
         unkept = Session(self, unkept_conversation(session, group))
         if stream:
@@ -121,12 +120,12 @@ class AgentClient(ClientBase[openai.OpenAI]):
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> ReplyStream[ParsedT]:
-        """Make the call of chat() as an iterator of text. The request is sent when iteration starts."""
+        """Return the text of one chat() call as an iterator. The request is sent when iteration starts."""
         unkept = Session(self, unkept_conversation(session, group))
         return unkept.stream(messages, response_format=response_format, **options)
 
     def close(self) -> None:
-        """Write out what is queued for the store, and close the connections."""
+        """Write queued messages to the store, and close the connections."""
         self._close_log()
         self._openai.close()
 
@@ -147,7 +146,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         return dataclasses.replace(reply, speculation=read_speculation(self._ask(path))) if path else reply
 
     def _ask(self, path: str) -> object:
-        """Ask the extension. Returns errors too: no question may cost the call that it is for."""
+        """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
         try:
             return self._openai.get(path, cast_to=object, options={"timeout": TIMEOUT_S, "max_retries": 0})
         except Exception as error:
@@ -155,10 +154,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
 
 
 class Session(SessionBase):
-    """A conversation that is kept under its id: each call sends all of it, each reply is added to it.
+    """Keep a conversation under its id: each call sends the whole history and appends the reply.
 
-    Made by `AgentClient.session()`. A call that fails leaves the history as it was, so it can simply be made
-    again. One call at a time: a second one meanwhile raises SessionBusyError. `fork()` goes two ways at once.
+    `AgentClient.session()` makes sessions. A call that fails leaves the history unchanged, so it can be repeated. A
+    second call at the same time raises SessionBusyError; `fork()` a session to make two calls at once.
     """
 
     def __init__(self, client: AgentClient, conversation: Conversation) -> None:
@@ -167,12 +166,12 @@ class Session(SessionBase):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history, oldest first; a copy."""
+        """Return a copy of the history, oldest first."""
         self.load()
         return self._conversation.messages()
 
     def load(self) -> None:
-        """Read the stored messages now; otherwise the first use does."""
+        """Read the stored messages now instead of at the first use."""
         self._conversation.load()
 
     @overload
@@ -196,10 +195,10 @@ class Session(SessionBase):
     def chat(
         self, content: Content | None = None, *, stream: bool = False, response_format: Any = None, **options: Any
     ) -> Reply[Any] | ReplyStream[Any]:
-        """Send the history and `content` (a string is a user message; None: the history as it is).
+        """Send the history and `content` (a string is a user message; None sends the history alone).
 
-        stream: return an iterator of text, whose request has been sent.
-        response_format: a pydantic model (then `reply.parsed` is an instance) or what the API takes.
+        stream: send the request and return an iterator of text.
+        response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
         options: any option of `chat.completions.create`, tools included.
         """
         if stream:
@@ -218,17 +217,17 @@ class Session(SessionBase):
     def stream(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
     ) -> ReplyStream[ParsedT]:
-        """Make the call of chat() as an iterator of text. The request is sent when iteration starts."""
+        """Return the text of one chat() call as an iterator. The request is sent when iteration starts."""
         return ReplyStream(self._items(self._call(content, response_format, options)))
 
     def clear(self) -> None:
-        """Forget all messages, here and in the client's store. On a StoreError nothing is forgotten."""
+        """Forget all messages, here and in the client's store. A StoreError means that nothing was forgotten."""
         self._conversation.clear()
 
     def fork(self, new_id: str | None = None) -> Session:
         """Return a new session that starts with a copy of this one's messages.
 
-        Raises InvalidSessionError when a session `new_id` has messages already.
+        Raises InvalidSessionError if the session `new_id` already has messages.
         """
         self.load()
         other = self._client.session(new_id, group=self.group)
@@ -255,20 +254,20 @@ class Session(SessionBase):
 
 
 class ReplyStream(StreamBase[ParsedT]):
-    """Iterates over the text's pieces; `.reply` has the rest afterwards.
+    """Iterate over the text's pieces; afterwards `.reply` has the whole reply.
 
-    The request is sent when iteration starts or `with` is entered. A stream that is left early is closed by
-    `with`, `close()` or its deletion, and leaves its session as it was.
+    The request is sent when iteration starts or `with` is entered. `with`, `close()` or deletion closes a stream that
+    is not read to its end; its session stays unchanged.
     """
 
     def __init__(self, items: Generator[StreamItem, None, None]) -> None:
         self._items = items
 
     def start(self) -> Self:
-        """Send the request now, if it was not sent yet. Raises what the OpenAI client raises."""
+        """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
         if not self._started:
             self._started = True
-            next(self._items, None)  # exhausted if it was closed before
+            next(self._items, None)  # ends at once if the stream was closed before
         return self
 
     def __iter__(self) -> Iterator[str]:
@@ -284,13 +283,13 @@ class ReplyStream(StreamBase[ParsedT]):
         raise StopIteration
 
     def until_done(self) -> Reply[ParsedT]:
-        """Read the rest. Returns the reply."""
+        """Read the rest of the stream, and return the reply."""
         for _ in self:
             pass
         return self.reply
 
     def close(self) -> None:
-        """Close the connection. The session is free again."""
+        """Close the connection, and free the session for its next call."""
         self._items.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One session's messages and the rule of turns. No network; Session and AsyncSession stand on it."""
+"""Keep a session's messages and allow one call at a time, for Session and AsyncSession. Does no network I/O."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusy
 
 
 class Turn(NamedTuple):
-    """One call: the messages to send, and what to do with the assistant's message when it is there."""
+    """Hold one call: the messages to send, and the function that stores the assistant's answer."""
 
     messages: list[dict[str, Any]]
     commit: Callable[[dict[str, Any]], None]
 
 
 class Conversation:
-    """A history that grows by whole turns: a call that fails leaves it as it was.
+    """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
-    id: the session's; "" for calls of no session. loaded: whether the stored messages have been read; a new session
-    has none.
+    id: the session's id; "" for calls without a session. loaded: whether the stored messages have been read; True for
+    a new session, which has none.
     """
 
     def __init__(self, session: str, log: SessionLog, *, group: str | None = None, new: bool = False) -> None:
@@ -41,13 +41,13 @@ class Conversation:
         self._saving = True
 
     def load(self) -> None:
-        """Read the stored messages, once. What was added before goes behind them. May block."""
+        """Read the stored messages, once, and put them before those added already. May block."""
         with self._load_lock:
             if self.loaded:
                 return
             stored = self._log.read(self.id)
             with self._guard:
-                # New messages must not follow unread ones: that would splice two conversations.
+                # New messages must not follow unread ones, because that would splice two conversations.
                 self._saving = stored is not None
                 added, self._messages = self._messages, [*(stored or ()), *self._messages]
                 self.loaded = True
@@ -59,13 +59,13 @@ class Conversation:
             return copy.deepcopy(self._messages)
 
     def add(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append messages between calls. Raises SessionBusyError during one."""
+        """Append messages between calls. Raises SessionBusyError during a call."""
         with self._guard:
             self._refuse_if_busy()
             self._append(messages)
 
     def clear(self) -> None:
-        """Forget all messages, stored ones first. May block. On a StoreError nothing is forgotten."""
+        """Forget all messages, stored ones first. May block. A StoreError means that nothing was forgotten."""
         with self._load_lock, self._taken():
             self._log.remove(self.id)
             with self._guard:
@@ -73,7 +73,7 @@ class Conversation:
                 self.loaded = self._saving = True
 
     def copy_to(self, other: Conversation) -> None:
-        """Append the history to a loaded conversation. Raises InvalidSessionError if that one is not empty."""
+        """Copy the history to another, loaded conversation. Raises InvalidSessionError if that is not empty."""
         messages = self.messages()
         with other._guard:
             if other._messages:
@@ -82,10 +82,10 @@ class Conversation:
 
     @contextmanager
     def turn(self, new: Sequence[dict[str, Any]]) -> Generator[Turn, None, None]:
-        """Take the session for one call that sends the history and ``new``.
+        """Reserve the session for one call that sends the history and ``new``.
 
-        ``Turn.commit`` keeps ``new`` and the answer, all at once. Raises SessionBusyError while another call is under
-        way, InvalidInputError with nothing to send.
+        ``Turn.commit`` stores ``new`` and the answer together. Raises SessionBusyError during another call, and
+        InvalidInputError if there is nothing to send.
         """
         with self._taken():
             sent = [*self._messages, *new]
@@ -127,9 +127,9 @@ class Conversation:
 
 
 class Conversations:
-    """One client's conversations by session id, shared by all who name the id, so that the rule of turns holds.
+    """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
 
-    With a log, a conversation lives while somebody uses it. Without, this is the only place that remembers it.
+    With a log, a conversation stays in memory while it is used. Without one, it stays as long as the client.
     """
 
     def __init__(self, log: SessionLog) -> None:
@@ -138,7 +138,7 @@ class Conversations:
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
 
     def get(self, session: str | None, group: str | None) -> Conversation:
-        """Return the conversation of this id, or a new one under a new id. A group replaces the one that it had.
+        """Return the conversation of this id, or without an id a new one. A group replaces its former group.
 
         Raises InvalidSessionError for an unusable id.
         """
@@ -154,6 +154,6 @@ class Conversations:
 
 
 def unkept_conversation(session: str | None, group: str | None) -> Conversation:
-    """Return a conversation for one call that no session remembers. Raises InvalidSessionError for an unusable id."""
+    """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
     check_ids(session=session, group=group)
     return Conversation(session or "", SessionLog(), group=group, new=True)

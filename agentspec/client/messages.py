@@ -1,4 +1,4 @@
-"""Chat messages as plain dicts: what callers pass in, what the history keeps, what is sent back to the server."""
+"""Convert chat messages to plain dicts, for the history and for the next request."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from openai.types.chat import ChatCompletionMessage
 from agentspec.errors import InvalidInputError
 
 MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
-"""One chat message: a dict as the API takes it, or the OpenAI client's own message object."""
+"""One chat message: a dict in the API's form, or the OpenAI client's message object."""
 
 Content: TypeAlias = str | MessageLike | Sequence[MessageLike]
-"""What chat() takes: a string (one user message), one message, or several."""
+"""The content of chat(): a string (one user message), one message, or several."""
 
 
 def as_messages(content: Content) -> list[dict[str, Any]]:
-    """Return plain dicts, one a message, that later changes to the caller's objects do not reach.
+    """Return each message as a plain dict that shares nothing with the caller's objects.
 
-    Raises InvalidInputError when `content` is none of the forms of `Content`.
+    Raises InvalidInputError if `content` has none of the forms of `Content`.
     """
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
@@ -34,7 +34,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 
 
 def as_message(message: object) -> dict[str, Any]:
-    """Return one message as a plain dict of its own. Raises InvalidInputError when it has no role."""
+    """Return a copy of one message as a plain dict. Raises InvalidInputError if it has no role."""
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -46,15 +46,15 @@ def as_message(message: object) -> dict[str, Any]:
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
-    """Return the model's message in the form in which it is sent back.
+    """Return the model's message in the form for the next request.
 
-    It keeps only what the API defines for a request. Servers that check their input refuse the rest (annotations,
-    reasoning text, nulls), and the reply's `raw` has it all.
+    It keeps only the fields that the API defines for a request. Strict servers reject the others (annotations,
+    reasoning text, nulls); the reply's `raw` has them all.
     """
     kept: dict[str, Any] = {"role": "assistant"}
     if message.content is not None:
         kept["content"] = message.content
-    elif not message.tool_calls:  # the API wants the field then
+    elif not message.tool_calls:  # the API requires the field in this case
         kept["content"] = None if message.refusal else ""
     if message.refusal:
         kept["refusal"] = message.refusal

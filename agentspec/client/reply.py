@@ -1,4 +1,4 @@
-"""A reply: the server's answer and its speculation counts, read once. Streamed answers are put together here."""
+"""Read the server's answers, streamed ones included, and their speculation counts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ParsedT = TypeVar("ParsedT", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
+    """Count what was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
 
-    drafted: tokens that were drafted and verified. accepted: those of them that were kept.
-    steps: decode steps of the target model. drafts: those of them that verified a draft.
+    drafted: tokens that were drafted and verified. accepted: drafted tokens that were accepted.
+    steps: decode steps of the target model. drafts: steps that verified a draft.
     tokens: length of the reply.
-    accepted_by_source, drafted_by_source: the totals by where the draft came from: "request", "session", "group",
+    accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
         "global" or "model" (a draft model).
     """
 
@@ -38,17 +38,17 @@ class Speculation:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a step with a draft yields, as vLLM counts them: 1 + accepted / drafts."""
+        """Return the mean tokens of a step with a draft, as vLLM counts them: 1 + accepted / drafts."""
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted; 0 when nothing was drafted."""
+        """Return accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def read_speculation(answer: object) -> Speculation | None:
-    """Read the extension's answer about one request. Returns None for anything else: counts never cost a reply."""
+    """Read the extension's counts of one request. Returns None for anything else, so that no reply is lost."""
     if not isinstance(answer, Mapping):
         return None
     try:
@@ -67,16 +67,16 @@ def _by_source(value: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[ParsedT]):
-    """The model's answer to one call.
+    """Hold the model's answer to one call.
 
-    text: the answer's text; "" when it has none (tool calls, a refusal).
-    message: the answer as a history keeps it, ready to be sent back.
-    tool_calls: the calls asked for, as the OpenAI client has them (`call.id`, `call.function.name`, ...).
+    text: the answer's text; "" if it has none (tool calls, a refusal).
+    message: the answer as a message of the history, ready for the next request.
+    tool_calls: the OpenAI client's objects (`call.id`, `call.function.name`, ...).
     parsed: an instance of the `response_format` model that was passed, else None.
-    usage: token counts; None where the server sends none.
+    usage: token counts; None if the server sends none.
     speculation: what was drafted and accepted; None without the server's extension.
     session: the id of the session that the call was tagged with, if any.
-    raw: the OpenAI client's object, with everything else; with n > 1 the fields above are its first choice.
+    raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice.
     """
 
     text: str
@@ -91,9 +91,9 @@ class Reply(Generic[ParsedT]):
 
 
 def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] | None) -> Reply[Any]:
-    """Read a completion, and its text as an instance of `model_class` if one is given.
+    """Read a completion, and parse its text as an instance of `model_class` if one is given.
 
-    Raises AgentSpecError when the server sent no choice, pydantic.ValidationError when the text does not fit.
+    Raises AgentSpecError if the server sent no choice, and pydantic.ValidationError if the text does not fit.
     """
     if not raw.choices:
         raise AgentSpecError(f"the server's answer {raw.id!r} has no choices; its log should say why")
@@ -116,10 +116,10 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
 
 
 class StreamedAnswer:
-    """Puts the chunks of a stream together into the completion that they make up; of several choices, the first.
+    """Assemble the chunks of a stream into a completion, with the first choice only.
 
-    The OpenAI client's own class for this is not used. It concatenates roles, ids and names, which some servers repeat
-    in every chunk, and copies the whole message at each chunk.
+    The OpenAI client's own class concatenates roles, ids and names, which some servers repeat in every chunk, and
+    copies the whole message at each chunk.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class StreamedAnswer:
         self._usage: CompletionUsage | None = None
 
     def add(self, event: Any) -> str:
-        """Take in one event of the stream: a chunk, or an event that holds one. Returns the text that it adds."""
+        """Add a chunk, or an event that holds one, and return its text."""
         chunk = event if isinstance(event, ChatCompletionChunk) else getattr(event, "chunk", None)
         if chunk is None:
             return ""
@@ -156,7 +156,7 @@ class StreamedAnswer:
                 call["arguments"].append(part.function.arguments or "")
 
     def completion(self) -> ChatCompletion:
-        """Return the completion. Raises AgentSpecError when the stream ended before the answer did."""
+        """Return the completion. Raises AgentSpecError if the stream ended too early."""
         if self._first is None or self._finish_reason is None:
             raise AgentSpecError("the server ended the stream before the answer was complete; try the call again")
         message: dict[str, Any] = {
@@ -180,4 +180,4 @@ class StreamedAnswer:
             "choices": [choice],
             "usage": self._usage.to_dict() if self._usage else None,
         }
-        return ChatCompletion.model_construct(**fields)  # unvalidated, as the OpenAI client reads its answers
+        return ChatCompletion.model_construct(**fields)  # construct without validation, as the OpenAI client does

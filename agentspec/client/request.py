@@ -1,6 +1,6 @@
-"""From a call's arguments to the OpenAI client's: options, session tags, and whether the server has the extension.
+"""Turn a call's arguments into the OpenAI client's: options, and session tags that fit the server.
 
-Nothing here does I/O.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agentspec.errors import ConfigurationError, InvalidInputError
 SessionTags: TypeAlias = Literal["auto", "header", "body", "off"]
 
 ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
-"""What `response_format` takes: a pydantic model, what the API takes, or None."""
+"""Type of `response_format`: a pydantic model, the API's own format, or None."""
 
 SESSION_HEADER = "X-Session-ID"
 PROBE_PATH = "/agentspec"
 TIMEOUT_S = 2.0
-"""Limit for a question to the extension."""
+"""Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
 
 _PASSING = frozenset({408, 429})
@@ -38,7 +38,7 @@ _REMEDIES = {
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """The OpenAI client's own options, which both clients hand on untouched; so are options not listed here."""
+    """List the OpenAI client's options. Both clients pass on these, and any others, unchanged."""
 
     organization: str | None
     project: str | None
@@ -49,21 +49,21 @@ class ConnectionOptions(TypedDict, total=False):
 
 
 class ClientOptions(ConnectionOptions, total=False):
-    """Options of AgentClient."""
+    """List the options of AgentClient."""
 
     http_client: openai.DefaultHttpxClient | None
 
 
 class AsyncClientOptions(ConnectionOptions, total=False):
-    """Options of AsyncAgentClient."""
+    """List the options of AsyncAgentClient."""
 
     http_client: openai.DefaultAsyncHttpxClient | None
 
 
 def credentials(base_url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Return base_url and api_key for the OpenAI client, which reads its environment variables where they are None.
+    """Return base_url and api_key for the OpenAI client, which replaces None by its environment variables.
 
-    A server of one's own usually has no key, while the OpenAI client insists on one.
+    With a base_url but no key the result has a placeholder key, because the OpenAI client insists on one.
     """
     own_server = base_url is not None or bool(os.environ.get("OPENAI_BASE_URL"))
     if api_key is None and own_server and not os.environ.get("OPENAI_API_KEY"):
@@ -72,7 +72,7 @@ def credentials(base_url: str | None, api_key: str | None) -> dict[str, Any]:
 
 
 class Call:
-    """One chat call as the caller made it. Raises InvalidInputError for messages or options that cannot be sent."""
+    """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent."""
 
     def __init__(
         self, conversation: Conversation, content: Content | None, response_format: Any, options: Mapping[str, Any]
@@ -88,15 +88,15 @@ class Call:
 
     @property
     def model_class(self) -> type[Any] | None:
-        """The pydantic model that the answer is to be read into, if one was asked for."""
+        """Return the pydantic model for the answer, or None."""
         return self.response_format if isinstance(self.response_format, type) else None
 
 
 class RequestBuilder:
-    """Makes a client's requests: from its settings, and from what it knows of its server.
+    """Build a client's requests from its settings and from what it knows about its server.
 
-    extension: whether agentspec's extension runs there. A server that answers the probe has answered for good. One
-    that could not be asked (no connection, 5xx) is taken to have none and is asked again RETRY_AFTER_S seconds later.
+    extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
+    connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later.
 
     Raises ConfigurationError for a setting that cannot work.
     """
@@ -115,13 +115,13 @@ class RequestBuilder:
         self._ask_at = 0.0
 
     def needs_probe(self, call: Call) -> bool:
-        """Return whether the server must be asked for the extension before this call is built."""
+        """Return whether to probe the server for the extension before building this call."""
         tagged = call.session is not None or call.group is not None
         matters = self._speculation or (self._session_tags == "auto" and tagged)
         return matters and time.monotonic() >= self._ask_at
 
     def learn(self, answer: object) -> None:
-        """Take in what GET PROBE_PATH gave: JSON, or the exception that it raised."""
+        """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""
         passing = isinstance(answer, openai.APIConnectionError) or (
             isinstance(answer, openai.APIStatusError) and (answer.status_code >= 500 or answer.status_code in _PASSING)
         )
@@ -129,7 +129,7 @@ class RequestBuilder:
         self._ask_at = time.monotonic() + RETRY_AFTER_S if passing else float("inf")
 
     def counts_path(self, reply: Reply[Any]) -> str | None:
-        """Return where the server tells of a reply's speculation; None where it does not, or nobody wants to know."""
+        """Return the path of a reply's speculation counts; None without the extension or if they are not wanted."""
         if not (self.extension and self._speculation):
             return None
         return f"{PROBE_PATH}/requests/{quote(reply.raw.id, safe='')}"
@@ -137,21 +137,21 @@ class RequestBuilder:
     def build(self, call: Call, messages: Sequence[Mapping[str, Any]], *, stream: bool = False) -> dict[str, Any]:
         """Return the keyword arguments for `chat.completions.create`, `.parse` or `.stream`.
 
-        stream: whether the answer will be streamed. What the caller set stays as it is.
+        stream: whether the answer will be streamed. The caller's own options are kept.
         """
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format
         self._tag(request, call)
-        if stream and self.extension:  # some other servers refuse stream_options
+        if stream and self.extension:  # some other servers reject stream_options
             request.setdefault("stream_options", {"include_usage": True})
         return request
 
     def _tag(self, request: dict[str, Any], call: Call) -> None:
         """Name the session and the group in the header and the body.
 
-        Every server accepts the header, and vLLM reads it. The body has the id itself, which a header cannot always
-        carry, twice: vLLM's own field, and in `vllm_xargs` beside the group for releases without that field.
+        Every server accepts the header, and vLLM reads it. The body has the unencoded id twice: in vLLM's own field,
+        and in `vllm_xargs` beside the group, for releases without that field.
         """
         if call.session is not None and self._session_tags in ("auto", "header"):
             headers = request.get("extra_headers") or {}
@@ -167,9 +167,9 @@ class RequestBuilder:
 
 
 def header_value(session: str) -> str:
-    """Return a session id as an HTTP header can carry it: percent-encoded UTF-8 outside visible ASCII.
+    """Encode a session id for an HTTP header: percent-encoded UTF-8 outside visible ASCII.
 
-    "%" itself is encoded too, so that two ids never share a value. Ordinary ids are unchanged. The body, which servers
-    with the extension prefer, always has the id itself.
+    "%" is encoded too, so that two ids never share a value. Ordinary ids stay unchanged. The body, which servers with
+    the extension prefer, has the unencoded id.
     """
     return quote(session, safe=_PLAIN)

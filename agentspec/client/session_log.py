@@ -1,8 +1,7 @@
-"""Where a client keeps its sessions' messages, so that a later process can go on with them.
+"""Store a client's messages, so that a later process can resume its sessions.
 
 Messages do not depend on the model that wrote them, so one namespace serves every server and model. The store's
-background writer writes them. A store that fails costs persistence only: that is logged once, and the call in which it
-happened goes on.
+background writer writes them. If the store fails, messages are not stored: the failure is logged once, and calls go on.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
 
 
 class SessionLog:
-    """Keeps nothing: for `store=None`."""
+    """Store nothing, for `store=None`."""
 
     keeps = False
-    """Whether a session that nobody uses any more can be read back."""
+    """True if the log can restore a session that is no longer in use."""
 
     def read(self, session: str) -> list[dict[str, Any]] | None:
-        """Return the session's messages, oldest first; None when they could not be read. May block."""
+        """Return the session's messages, oldest first; None if they could not be read. May block."""
         return []
 
     def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep these messages. Never blocks, never raises."""
+        """Store these messages. Never blocks, never raises."""
 
     def remove(self, session: str) -> None:
-        """Forget the session. Blocks until it is gone. Raises StoreError if it cannot be removed."""
+        """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""
 
     def close(self) -> None:
-        """Write out what is queued."""
+        """Write the queued messages."""
 
 
 class StoreLog(SessionLog):
-    """Keeps messages in a store, which is opened when it is first needed and closed if it was opened here."""
+    """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it."""
 
     keeps = True
 
@@ -68,7 +67,7 @@ class StoreLog(SessionLog):
         if opened is None:
             return None
         store, writer = opened
-        writer.flush(FLUSH_TIMEOUT_S)  # this process may have just written the session that it now resumes
+        writer.flush(FLUSH_TIMEOUT_S)  # this process may just have queued the session that it now resumes
         try:
             records = [record for _, record in RecordReader().read(store, NAMESPACE, session=session)]
         except Exception as error:
@@ -86,7 +85,7 @@ class StoreLog(SessionLog):
         opened = self._opened()
         if opened is not None:
             store, writer = opened
-            if not writer.flush(FLUSH_TIMEOUT_S):  # what is still queued would come back after the removal
+            if not writer.flush(FLUSH_TIMEOUT_S):  # messages still queued would come back after the removal
                 raise StoreUnavailableError(f"session {session!r}: the store does not answer; try again later")
             store.remove_session(NAMESPACE, session)
 
@@ -121,8 +120,8 @@ class StoreLog(SessionLog):
 def open_log(store: str | Store | None) -> SessionLog:
     """Return the log for a client's `store` option.
 
-    A store that was named must open now (StoreURLError, StoreError). The default one, in the user's data folder, is
-    opened when the first session needs it.
+    A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
+    data folder, is opened when the first session needs it.
     """
     if store is None:
         return SessionLog()

@@ -1,19 +1,17 @@
-"""Decide how many draft tokens a step may hold, for all rows together, and which ones they are.
+"""Limit the draft tokens of a step, for all rows together, and keep the most probable ones.
 
-One draft may have MAX_DRAFT tokens, and a batch 256 rows. What they take together is bounded by the least of four
-limits:
+One draft may have MAX_DRAFT tokens, and a batch 256 rows. The least of four limits bounds their sum:
 
 setting    ``step_draft_tokens``.
-memory     Each position to verify takes logits, float32 over the vocabulary, in several copies. They must fit in
-           MEMORY_SHARE of the memory that the engine leaves unclaimed, beside those it has set memory aside for.
+memory     Each position to verify takes logits, float32 over the vocabulary, in several copies. Positions beyond those
+           that the engine has reserved memory for must fit in MEMORY_SHARE of its free memory.
 scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
            SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
            STEP_MULTIPLE times as long as one without drafts; ``StepCost.affordable_tokens`` says how many tokens fit.
 
-Drafts that exceed the budget are cut where they are worth least: the tokens with the highest chance of being accepted,
-which is the product of the probabilities along the draft, stay. It falls along a draft, so what stays of it is its
-beginning.
+If the drafts exceed the budget, the tokens that are most likely to be accepted stay. That probability is the product
+of the probabilities along the draft. It falls along the draft, so the tokens that stay are its beginning.
 """
 
 from dataclasses import dataclass
@@ -33,16 +31,16 @@ that to 4 times the budget, which takes twice what the budget takes: the rest of
 SCHEDULER_SHARE = 0.5
 _ROOM_FACTOR = 4
 _TINY = 1e-30
-"""Stands for a probability of 0, whose logarithm is not a number that can be summed."""
+"""Replacement for a probability of 0, which has no finite logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine leaves for drafts; None: no limit known.
+    """Hold the engine's limits on drafts; None: no limit known.
 
-    free_bytes: memory of the device that nothing has claimed. position_bytes: what verifying one draft token takes of
-    it. provided_tokens: draft tokens of a step for which the engine has set memory aside. scheduled_tokens: most tokens
-    of all rows in a step.
+    free_bytes: unclaimed memory of the device. position_bytes: memory that verifying one draft token takes.
+    provided_tokens: draft tokens of a step for which the engine has reserved memory. scheduled_tokens: most tokens of
+    all rows in a step.
     """
 
     free_bytes: int | None = None
@@ -52,7 +50,7 @@ class EngineLimits:
 
 
 class DraftBudget:
-    """The budget of draft tokens of each step, in tokens. setting: its ceiling. limits: the engine's."""
+    """Set the budget of draft tokens of each step, and cut drafts to it. setting: the operator's limit, in tokens."""
 
     def __init__(self, setting: int, limits: EngineLimits | None = None) -> None:
         self._limits = limits or EngineLimits()
@@ -69,7 +67,7 @@ class DraftBudget:
     def tokens(self, rows: int, affordable: float) -> int:
         """Return how many draft tokens a step of ``rows`` rows may hold.
 
-        affordable: those that fit into its time, of ``StepCost.affordable_tokens``.
+        affordable: the tokens that the step's time allows, from ``StepCost.affordable_tokens``.
         """
         tokens, limited_by = self._fixed, self._fixed_by
         if self._limits.scheduled_tokens is not None:
@@ -82,10 +80,10 @@ class DraftBudget:
         return tokens
 
     def room(self, room: Int32Array, budget: int) -> Int32Array:
-        """Return [n] how many tokens each row may draft, where its engine leaves it ``room`` [n].
+        """Return [n] how many tokens each row may draft, at most the engine's limits ``room`` [n].
 
-        A row may take _ROOM_FACTOR times its even share of the budget: enough to serve the rows that copy, and not so
-        much that most of what many rows draft is thrown away.
+        A row may take _ROOM_FACTOR times its even share of the budget. That serves rows that copy long passages, and
+        `cut` need not discard most of what many rows draft.
         """
         rows = len(room)
         if budget <= 0:
@@ -121,19 +119,19 @@ class DraftBudget:
 
 
 def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) -> Int64:
-    """Return [n] how much of each draft stays when the ``budget`` likeliest of all tokens do.
+    """Return [n] how many tokens of each draft stay if the ``budget`` most probable of all tokens stay.
 
-    offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], of each
-    token to be accepted if those before it in its draft are. Among equally likely tokens those earlier in their drafts
-    stay, and among these the ones of earlier rows.
+    offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], the probability that each
+    token is accepted if those before it in its draft are. Among equally probable tokens, those earlier in their drafts
+    stay, then those of earlier rows.
     """
     counts = np.diff(offsets)
     rows = np.repeat(np.arange(len(counts)), counts)
     begins = offsets[:-1][rows]
     logs = np.cumsum(np.log(np.maximum(probabilities, _TINY, dtype=np.float64)))
     before = np.concatenate(([0.0], logs))[begins]
-    # Cumulated sums of numbers that are not positive never rise, so worth falls along each draft in spite of rounding
-    # errors. What differs by those alone is equal.
+    # Cumulative sums of non-positive numbers never rise, so `worth` falls along each draft in spite of rounding errors.
+    # Rounding makes numbers equal that differ by such errors alone.
     worth = np.round(logs - before, 9)
     depth = np.arange(len(rows)) - begins
     stay = np.lexsort((depth, -worth))[:budget]

@@ -1,4 +1,4 @@
-"""``/v1/agentspec``: what the extension did, over HTTP. Under ``/v1``, so that vLLM's ``--api-key`` guards it.
+"""Serve the extension's figures over HTTP. They lie under ``/v1``, so that vLLM's ``--api-key`` guards them.
 
 ``GET /v1/agentspec``                 version and whether drafting is on: how clients recognise the extension
 ``GET /v1/agentspec/stats``           counters, sizes of the cache, state of the store; one object for each engine
@@ -22,17 +22,17 @@ router = APIRouter(prefix="/v1/agentspec")
 
 
 class AgentSpecEndpoints:
-    """vLLM's endpoint plugin (entry point group ``vllm.endpoint_plugins``)."""
+    """Plug the endpoints into vLLM (entry point group ``vllm.endpoint_plugins``)."""
 
     name = "agentspec"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes to vLLM's app."""
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine, and say who shares."""
+        """Store the engine client for the routes, and log who shares text with whom."""
         state.agentspec_engine = engine_client
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             settings = load_settings(engine_client.vllm_config.additional_config)
@@ -42,7 +42,7 @@ class AgentSpecEndpoints:
 
 @router.get("")
 async def info(request: Request) -> dict[str, Any]:
-    """The extension's version, and whether this engine drafts with it."""
+    """Return the extension's version, and whether this engine drafts with it."""
     engine = request.app.state.agentspec_engine
     return {"agentspec": __version__, "drafting": engine is not None and uses_agentspec(engine.vllm_config)}
 
@@ -55,7 +55,7 @@ async def stats(request: Request) -> dict[str, Any]:
 
 @router.get("/requests/{request_id}")
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
-    """Figures of one request; 404 when it is not known (any more)."""
+    """Return the figures of one request, or 404 if it is unknown or forgotten."""
     for answer in await _ask(request, "request", request_id):
         return answer
     raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")

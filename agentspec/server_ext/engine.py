@@ -1,6 +1,7 @@
-"""DraftingEngine turns a decode step into drafts. It needs neither vLLM nor torch: plain data in, plain lists out.
+"""Turn a decode step into drafts: plain data in, plain lists out, without vLLM and torch.
 
-It makes one call a step for the whole batch. Whatever fails here costs drafts and is counted, never the request.
+DraftingEngine makes one call for the whole batch in each step. An error costs drafts and is counted, but no request
+fails.
 """
 
 import logging
@@ -24,15 +25,15 @@ from agentspec.server_ext.step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARED = 2
-"""Tokens of the shortest response without a session that is kept. Beam search makes a request of each token."""
+"""Shortest response without a session that is kept, in tokens. Beam search makes one request for each token."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """The rows of a batch that get drafts, looked up once for as long as the batch stays.
+    """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
 
-    rows: [k] which row of the engine's token array. picked: [k] which row of the batch; None: all of them, in order.
-    quiet: steps without drafts that the figures of its requests don't have yet.
+    rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
+    quiet: steps without drafts that its requests' figures do not count yet.
     """
 
     batch: Batch
@@ -43,11 +44,11 @@ class _Lookup:
     quiet: int = 0
 
     def pick(self, values: Int32) -> Int32:
-        """Return the values of these rows. values: one for each row of the batch."""
+        """Return the values of the k rows. values: one for each row of the batch."""
         return values if self.picked is None else values[self.picked]
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
-        """Return the drafts of all rows of the batch: those given, and empty ones."""
+        """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
         if self.picked is None:
             return drafts
         result: list[list[int]] = [[] for _ in range(len(self.batch))]
@@ -57,9 +58,9 @@ class _Lookup:
 
 
 class DraftingEngine:
-    """Feed the suffix cache with verified tokens, ask it for drafts, keep figures, hand finished turns on.
+    """Feed the suffix cache with verified tokens, draft from it, count what happens, and store finished turns.
 
-    vocab_size: of the served model. max_draft: longest draft, in tokens. limits: what the engine leaves for drafts.
+    vocab_size: the served model's. max_draft: longest draft, in tokens. limits: the engine's limits on drafts.
     """
 
     def __init__(
@@ -89,38 +90,38 @@ class DraftingEngine:
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
         self._requests: dict[str, RequestState] = {}
-        self._lookup: _Lookup | None = None  # of the latest step's batch; None as soon as one of its requests ends
+        self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
-        self._model_seconds = 0.0  # spent with the draft model after the latest step
+        self._model_seconds = 0.0  # time that the draft model took after the latest step
         self._logged: set[str] = set()
 
     def warm_up(self) -> int:
-        """Read stored turns into the cache, for at most ``preload_timeout`` seconds. Return how many came."""
+        """Read stored turns into the cache for at most ``preload_timeout`` seconds, and return their number."""
         return self._persistence.warm_up(self.cache, self.settings.preload_timeout)
 
     def knows(self, request_id: str) -> bool:
-        """Return whether the request was started by an earlier step and has not finished."""
+        """Return whether an earlier step started the request and it has not finished."""
         return request_id in self._requests
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
-        """Return the drafts for the rows of ``step``, in their order; an empty list where none pays. Never raises.
+        """Return a draft for each row of ``step``, empty if none is worth its cost. Never raises.
 
-        model: a draft model that may be asked in this step.
+        model: a draft model that may run in this step.
         """
         if not self.settings.enabled:
             return [[] for _ in step.batch.request_ids]
         try:
             return self._propose(step, model)
-        except Exception as error:  # drafts are optional, the request is not
+        except Exception as error:  # without drafts the requests still run
             self._count_error("propose", error)
             for request_id in step.batch.request_ids:
                 self._fail(request_id)
             return [[] for _ in step.batch.request_ids]
 
     def finish(self, request_id: str, output_limit: int | None = None) -> None:
-        """Keep the response of a request that the engine is done with, for later drafts and in the store. Never raises.
+        """Keep the response of a finished request, for later drafts and in the store. Never raises.
 
-        output_limit: tokens of the response that the engine really returned.
+        output_limit: tokens of the response that the engine returned.
         """
         self._leave_batch()
         state = self._requests.pop(request_id, None)
@@ -152,12 +153,12 @@ class DraftingEngine:
         }
 
     def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the figures of one API request up to now, as JSON; None when it is not known (any more)."""
+        """Return the current figures of one API request, as JSON; None if it is unknown or forgotten."""
         self._settle()
         return self.metrics.request(request_id)
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued turns and records."""
         self._persistence.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -190,7 +191,7 @@ class DraftingEngine:
         return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])
 
     def _draft(self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float) -> StepDrafts:
-        """Return the drafts of the rows looked up, at most ``room`` [k] tokens each."""
+        """Return drafts for the k rows, at most ``room`` [k] tokens each."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
@@ -213,7 +214,7 @@ class DraftingEngine:
                 scope=identity.scope,
                 end_tokens=new.end_tokens,
             )
-        except Exception as error:  # one odd request must not cost the others their drafts
+        except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._count_error("start", error)
             state.failed = True
             return
@@ -222,7 +223,7 @@ class DraftingEngine:
         self._persistence.request_session(self.cache, identity)
 
     def _look_up(self, batch: Batch) -> _Lookup:
-        """Find the requests of a batch. Those that failed, or have ended by now, get no drafts."""
+        """Look up the requests of a batch. Requests that failed or have ended get no drafts."""
         self._leave_batch()
         known = [self._requests.get(request_id) for request_id in batch.request_ids]
         picked = [i for i, state in enumerate(known) if state is not None and not state.failed]
@@ -261,7 +262,7 @@ class DraftingEngine:
             state.draft_ns = ns
 
     def _settle(self) -> None:
-        """Add the steps without drafts to the figures; each of them gave every row one token."""
+        """Add the steps without drafts to the figures; each of them added one token to every row."""
         lookup = self._lookup
         if lookup is None or not lookup.quiet:
             return
@@ -272,12 +273,12 @@ class DraftingEngine:
         lookup.quiet = 0
 
     def _leave_batch(self) -> None:
-        """Drop what was looked up: the next step is of other requests."""
+        """Drop the lookup, because the next step has other requests."""
         self._settle()
         self._lookup = None
 
     def _fail(self, request_id: str) -> None:
-        """Give a request no drafts any more."""
+        """Stop drafting for a request."""
         self._leave_batch()
         state = self._requests.get(request_id)
         if state is not None and not state.failed:
@@ -285,7 +286,7 @@ class DraftingEngine:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        """Take a request out of the cache and keep nothing of it."""
+        """Remove a request from the cache and keep nothing of it."""
         try:
             self.cache.abort(request_id)
         except Exception:
@@ -293,11 +294,11 @@ class DraftingEngine:
 
     def _count_error(self, where: str, error: Exception) -> None:
         self.metrics.counters[f"errors_{where}"] += 1
-        if where not in self._logged:  # once: the counter tells the rest
+        if where not in self._logged:  # log once, because the counter shows the others
             self._logged.add(where)
             logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
 
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
-    """Return the drafting rule: learned while serving, or ArcticInference's where its users' config names it."""
+    """Return the learned drafting rule, or ArcticInference's if the config names it."""
     return DraftPolicy(max_draft=max_draft, rule=settings.arctic_suffix_rule)

@@ -1,14 +1,14 @@
-"""Tell what a request drafts from, and who drafts from it.
+"""Identify a request's tenant, group, session and scope.
 
-A request says its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
-``vllm_xargs.session_id``), its group by ``vllm_xargs.group_id``, and may narrow its scope by
-``vllm_xargs.agentspec_scope``. Its tenant and its principal it cannot say. The tenant is what the operator named, else
-the principal. The principal is the API key that vLLM checked; without keys all callers are one, as they are for vLLM's
-prefix cache. ``cache_salt`` and the LoRA adapter separate further, again as in the prefix cache.
+A request names its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
+``vllm_xargs.session_id``) and its group by ``vllm_xargs.group_id``. It may narrow its scope by
+``vllm_xargs.agentspec_scope``. It cannot name its tenant and its principal. The tenant is the one that the operator
+named, else the principal. The principal is the API key that vLLM checked. Without keys all callers are one principal,
+as in vLLM's prefix cache. ``cache_salt`` and the LoRA adapter separate tenants further, again as in the prefix cache.
 
-The API server writes what it found out about the caller into the request's ``extra_args``, over whatever the caller
-wrote there (``tag_request``); the engine reads it (``identify``). A request that reaches the engine without that, or
-whose caller showed no key where others must, drafts from its own text alone.
+The API server writes the caller into the request's ``extra_args`` and overwrites the caller's own entry
+(``tag_request``). The engine reads it (``identify``). A request without that entry, or without a key on a server that
+checks keys, drafts from its own text alone.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ SESSION_KEY = "session_id"
 GROUP_KEY = "group_id"
 SCOPE_KEY = "agentspec_scope"
 CALLER_KEY = "agentspec_caller"
-"""Entry of ``extra_args``: [principal, cache salt], each a digest or empty. What a caller writes there is removed."""
+"""Key in ``extra_args`` of [principal, cache salt], each a digest or empty. A caller's own entry is removed."""
 
 NO_KEY = "?"
-"""Principal of a caller without a key on a server that checks keys: some paths of vLLM are open to all."""
+"""Principal of a caller without a key on a server that checks keys; vLLM does not check all paths."""
 
 _DIGEST = "[0-9a-f]{32}"
 _LOOKS_QUALIFIED = re.compile(f"{_DIGEST}/")
@@ -38,11 +38,11 @@ _NOBODY = "0" * 32
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Names what a request draws on and gives to, for the cache and the store.
+    """Name the texts that a request drafts from and adds to, for the cache and the store.
 
-    tenant: who shares. All requests without keys, salts and adapters have None, which is a tenant too. session, group:
-    unique within the server, whoever named them; None: the request has none. scope: how much of this it uses.
-    session_name: the session as its caller named it.
+    tenant: the tenant that shares its text. None is a tenant too: all requests without keys, salts and adapters.
+    session, group: names that are unique within the server; None: the request has none. scope: which of these texts
+    it uses. session_name: the session as its caller named it.
     """
 
     tenant: str | None = None
@@ -53,7 +53,7 @@ class Identity:
 
 
 def principal_of(api_key: str) -> str:
-    """Return the principal that stands for an API key: a digest, so that the key itself goes nowhere."""
+    """Return an API key's principal: a digest, so that the key itself is neither passed on nor stored."""
     return _digest("key", api_key)
 
 
@@ -66,7 +66,7 @@ def tag_request(
 ) -> dict[str, Any]:
     """Return a request's ``extra_args`` with its session and its caller.
 
-    session_id: given by body or header; it wins over the one in ``extra_args``. principal: of ``principal_of``.
+    session_id: from body or header; it overrides the one in ``extra_args``. principal: from ``principal_of``.
     Raises InvalidSessionError for an unusable id or scope.
     """
     tagged = {key: value for key, value in (extra_args or {}).items() if key != CALLER_KEY}
@@ -86,8 +86,8 @@ def identify(
 ) -> Identity:
     """Return the identity of a request that ``tag_request`` has seen.
 
-    tenant, scope: the server's. adapter: the LoRA adapter that the request runs with. The narrower of both scopes
-    holds. Unusable ids count as none, an unusable scope or caller as scope "none"; no value is an error.
+    tenant, scope: the server's settings. adapter: the request's LoRA adapter. The narrower of the server's and the
+    request's scope applies. Unusable ids count as none, an unusable scope or caller as scope "none". Never raises.
     """
     extra = dict(extra_args or {})
     asked = extra.get(SCOPE_KEY, scope)
@@ -113,7 +113,7 @@ def identify(
 
 
 def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
-    """Return the line that tells an operator who drafts from whose text. keys: whether vLLM checks API keys."""
+    """Return a log line for the operator that says who drafts from whose text. keys: whether vLLM checks API keys."""
     if scope == "none":
         return "each request drafts from its own text alone (scope none)"
     if scope == "session":
@@ -140,19 +140,19 @@ def _check(extra: Mapping[str, Any]) -> None:
 
 
 def _caller(tag: object) -> tuple[str, str]:
-    """Return the principal and the salt of a tag; NO_KEY where ``tag_request`` did not write it."""
+    """Return the principal and the salt of a tag; NO_KEY if ``tag_request`` did not write it."""
     if isinstance(tag, list | tuple) and len(tag) == 2 and all(isinstance(part, str) for part in tag):
         return tag[0], tag[1]
     return NO_KEY, ""
 
 
 def _joined(*parts: str | None) -> str | None:
-    """Return one digest for several parts, or None where there are none."""
+    """Return one digest for several parts, or None if there are none."""
     return None if all(part is None for part in parts) else _digest(*parts)
 
 
 def _qualified(owner: str | None, name: str | None) -> str | None:
-    """Return a name that no other owner's can equal, whatever callers choose."""
+    """Return a name that includes its owner, so that no other owner's name can equal it."""
     if name is None:
         return None
     if owner is None:

@@ -1,4 +1,4 @@
-"""Keep what drafting did: an engine's counters, the figures of each request, and the step-by-step record.
+"""Count drafted and accepted tokens for an engine and for each request, and write the step-by-step record.
 
 Plain numbers without locks, updated once a step.
 """
@@ -24,7 +24,7 @@ _MAX_QUEUED_LINES = 200_000
 
 @dataclass(slots=True)
 class RequestFigures:
-    """What drafting did for one request (all its samples, if it asked for several)."""
+    """Count what drafting did for one request (for all its samples together)."""
 
     session: str | None = None
     tokens: int = 0
@@ -34,7 +34,7 @@ class RequestFigures:
     accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
-        """Figures as JSON: tokens, verification steps, steps that had a draft, drafted and accepted tokens."""
+        """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
         return {
             "request_id": request_id,
             "tokens": self.tokens,
@@ -48,14 +48,14 @@ class RequestFigures:
 
 
 class Metrics:
-    """Counters since start, and figures of the latest requests by the id that the API returned."""
+    """Hold counters since start, and figures of the latest requests by the id that the API returned."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
         self._requests: OrderedDict[str, RequestFigures] = OrderedDict()
 
     def begin(self, api_id: str, session: str | None) -> RequestFigures:
-        """Return the figures that a new engine request adds to. The samples of one API request share theirs."""
+        """Return the figures for a new engine request. The samples of one API request share them."""
         figures = self._requests.setdefault(api_id, RequestFigures(session))
         self._requests.move_to_end(api_id)
         if len(self._requests) > _KEPT_REQUESTS:
@@ -65,7 +65,7 @@ class Metrics:
     def judged(
         self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
     ) -> tuple[int, int]:
-        """Add one step of one request; drafted and accepted are counts by source. Returns their sums."""
+        """Add one step of one request. drafted, accepted: counts by source. Returns their sums."""
         figures.tokens += tokens
         figures.steps += 1
         total = sum(drafted)
@@ -81,7 +81,7 @@ class Metrics:
         return total, sum(accepted)
 
     def request(self, request_id: str) -> dict[str, Any] | None:
-        """Figures of one API request, or None when it is not known (any more)."""
+        """Return the figures of one API request, or None if it is unknown or forgotten."""
         figures = self._requests.get(request_id)
         return None if figures is None else figures.as_dict(request_id)
 
@@ -99,7 +99,7 @@ class Recorder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()  # an unusable path shows here, at start, and not in the thread
+        self.path.touch()  # an unusable path fails here, at start, and not in the thread
         self._queue: deque[dict[str, Any]] = deque(maxlen=_MAX_QUEUED_LINES)
         self._stop = threading.Event()
         self._failed = False
@@ -108,11 +108,11 @@ class Recorder:
         atexit.register(self.close)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Queue one line; the oldest is dropped when the disk cannot keep up. Never blocks."""
+        """Queue one line. Drops the oldest if the disk is too slow. Never blocks."""
         self._queue.append(line)
 
     def close(self) -> None:
-        """Write what is queued and stop."""
+        """Write the queued lines and stop."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
@@ -132,6 +132,6 @@ class Recorder:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(lines) + "\n")
         except OSError as error:
-            if not self._failed:  # once: a full disk must not fill the log too
+            if not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
             self._failed = True

@@ -16,11 +16,11 @@ from agentspec.server_ext.identity import Identity
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_STEP = 16_384
-"""Stored tokens that one decode step puts into the cache at most, so that a large load cannot stall it."""
+"""Most stored tokens that one decode step puts into the cache, so that a large load cannot stall it."""
 
 
 class Persistence:
-    """Move turns between an engine's cache and one namespace of the store. tenant: the one that the operator named."""
+    """Move turns between an engine's cache and one namespace of the store. tenant: the operator's setting."""
 
     def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
         self._tenant = tenant
@@ -29,7 +29,7 @@ class Persistence:
         self._writer = BackgroundWriter(store, namespace)
         self._loader = BackgroundLoader(store, namespace)
         self._arrived: deque[TurnRecord] = deque()
-        self._own: set[str] = set()  # sessions with turns finished here: older records would come out of order
+        self._own: set[str] = set()  # sessions with turns finished here; older records would come out of order
         self._restored = 0
         self._refused = 0
 
@@ -51,7 +51,7 @@ class Persistence:
         )
 
     def request_session(self, cache: SuffixCache, identity: Identity) -> None:
-        """Ask for the stored turns of a request's session if the cache doesn't have them."""
+        """Request the stored turns of a request's session unless the cache has them."""
         session = identity.session
         if session is None or identity.scope == "none" or session in self._own:
             return
@@ -59,7 +59,7 @@ class Persistence:
             self._loader.request(session)
 
     def apply_loaded(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
-        """Put turns that were loaded into the cache, about ``budget`` tokens at most. Return how many turns."""
+        """Put loaded turns into the cache, at most about ``budget`` tokens. Return the number of turns."""
         for batch in self._loader.poll():
             self._arrived.extend(batch)
         count = 0
@@ -70,7 +70,7 @@ class Persistence:
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float) -> int:
-        """Load the newest stored turns before serving; wait ``timeout`` seconds at most. Return how many."""
+        """Load the newest stored turns before serving, in at most ``timeout`` seconds. Return their number."""
         if self._preload == 0:
             return 0
         self._loader.preload(newest=self._preload)
@@ -78,7 +78,7 @@ class Persistence:
         count, pending = 0, True
         while pending and time.monotonic() < deadline:
             time.sleep(0.002)
-            pending = self._loader.is_pending(None)  # before the delivery, which then has all
+            pending = self._loader.is_pending(None)  # look before polling, so that the poll returns all of it
             count += self.apply_loaded(cache, budget=1 << 62)
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
@@ -95,7 +95,7 @@ class Persistence:
         }
 
     def close(self) -> None:
-        """Write what is queued, then close the store."""
+        """Write the queued turns, then close the store."""
         self._writer.close()
         self._loader.close()
         self._store.close()
@@ -105,7 +105,7 @@ class Persistence:
         if session in self._own:
             return 0
         tenant, scope = record.tenant, record.scope
-        if scope is None:  # written when nothing was shared without a named tenant
+        if scope is None:  # older releases shared nothing without a named tenant
             tenant, scope = self._tenant, "session" if self._tenant is None else "tenant"
         try:
             cache.restore(

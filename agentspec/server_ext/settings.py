@@ -1,8 +1,8 @@
-"""Read what a server operator can set; docs/settings.md says when to touch it.
+"""Read the operator's settings; docs/settings.md says when to change them.
 
-Settings come from ``--additional-config '{"agentspec": {...}}'``; vLLM prints that at start, so whatever holds a
-secret (the store URL with its password) can be given by the environment instead, which wins: ``AGENTSPEC_STORE``,
-``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``.
+Settings come from ``--additional-config '{"agentspec": {...}}'``, which vLLM prints at start. So settings that may hold
+a secret, such as the store URL with its password, can come from the environment, which takes precedence:
+``AGENTSPEC_STORE``, ``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``.
 """
 
 import os
@@ -26,7 +26,7 @@ def default_store() -> str:
 
 
 class NgramSettings(BaseModel):
-    """Name vLLM's prompt look-up, with vLLM's names for its parameters.
+    """Hold the settings of vLLM's prompt look-up, by vLLM's names.
 
     For example {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}.
     """
@@ -35,15 +35,15 @@ class NgramSettings(BaseModel):
 
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
-    """Tokens that it drafts; suffix drafts may be longer."""
+    """Tokens that the look-up drafts; suffix drafts may be longer."""
     prompt_lookup_min: int | None = Field(default=None, ge=1)
     """Shortest n-gram to look up; None: vLLM's default."""
     prompt_lookup_max: int | None = Field(default=None, ge=1)
-    """Longest one."""
+    """Longest n-gram to look up; None: vLLM's default."""
 
 
 class MedusaSettings(BaseModel):
-    """Name Medusa heads that were trained for the served model, with vLLM's names for their parameters.
+    """Hold the settings of Medusa heads that were trained for the served model, by vLLM's names.
 
     For example {"method": "medusa", "model": "folder or hub id", "num_speculative_tokens": 4}.
     """
@@ -52,11 +52,11 @@ class MedusaSettings(BaseModel):
 
     method: Literal["medusa"]
     model: str = Field(min_length=1)
-    """Folder or hub id."""
+    """Folder or hub id of the Medusa heads."""
     num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
-    """How many of its heads to use; at most as many as it has."""
+    """Number of Medusa heads to use."""
     revision: str | None = None
-    """Of the hub id."""
+    """Revision of the hub repository; None: the default one."""
 
 
 DrafterSettings = Annotated[NgramSettings | MedusaSettings, Field(discriminator="method")]
@@ -65,49 +65,49 @@ DrafterSettings = Annotated[NgramSettings | MedusaSettings, Field(discriminator=
 class Settings(BaseModel):
     """Hold the settings of the server extension; docs/settings.md explains each.
 
-    Unknown names are refused, so that a typo cannot pass unnoticed.
+    Unknown names are rejected, so that typos are noticed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = True
-    """False: agentspec is installed but never drafts."""
+    """Switch for drafting; False: agentspec is installed but never drafts."""
     tenant: str | None = None
-    """Whose server this is: its callers share one index. None: each principal (API key) is a tenant of its own."""
+    """Tenant of all callers, who then share one index. None: each principal (API key) is a tenant of its own."""
     scope: Scope = "tenant"
-    """What a request drafts from beside its own text: "tenant" (session, group and tenant), "session", or "none"."""
+    """Texts that a request drafts from beside its own: "tenant" (session, group and tenant), "session", or "none"."""
     store: str = Field(default_factory=default_store)
-    """``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
+    """URL of the store: ``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)
     """Budget of all suffix indexes together, in tokens (about 12 bytes each)."""
     max_bytes: int | None = Field(default=None, ge=100_000)
-    """Budget of all suffix indexes together, in bytes, reckoned at 12 a token; None: no limit of its own."""
+    """Budget of all suffix indexes together, in bytes (12 for each token); None: only `max_tokens` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
-    """What one session may hold; it goes on with its newest part. None: no limit of its own."""
+    """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_tokens` applies."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
-    """How many of the newest stored turns are read into the suffix indexes at start."""
+    """Number of newest stored turns to read into the suffix indexes at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
-    """Seconds that the start waits for them at most; the rest arrives while serving."""
+    """Longest time that the start waits for stored turns, in seconds; the rest is loaded while serving."""
     verify_cost: float | None = Field(default=None, gt=0.0, le=1.0)
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `draft_budget` says what lowers it."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
-    """No drafts in steps of more rows. None: what a draft costs there is measured, and decides."""
+    """Most rows of a step with drafts. None: no limit; the measured cost decides."""
     speculator: str | None = None
     """Folder or hub id of an MLP or LSTM speculator that was trained for the served model."""
     speculator_tokens: int | None = Field(default=None, ge=1)
-    """How many tokens it drafts; None: as many as it was trained for."""
+    """Tokens that the speculator drafts; None: as many as it was trained for."""
     speculator_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Data type of its weights; auto: the served model's."""
+    """Data type of the speculator's weights; auto: the served model's."""
     speculator_fp8: Literal["off", "head", "all"] = "off"
-    """Its head in 8 bits, or its projections too: half the bytes to read."""
+    """Speculator weights in FP8: none, the head, or the projections too. FP8 halves the bytes to read."""
     drafter: DrafterSettings | None = None
-    """One of vLLM's own drafters beside the suffix index, in place of a speculator."""
+    """vLLM's own drafter to use beside the suffix index, in place of a speculator."""
     score_suffix_drafts: bool = True
-    """Let the draft model score the suffix drafts, which changes, cuts or drops them; False: it only drafts tokens."""
+    """True: the draft model scores the suffix drafts, which changes, cuts or drops them. False: it only drafts."""
     arctic_suffix_rule: FixedRule | None = None
-    """Draft by ArcticInference's rule in place of the learned one. Written by ``speculative_methods`` alone."""
+    """ArcticInference's rule in place of the learned one. Only ``speculative_methods`` sets it."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
 
@@ -126,7 +126,7 @@ class Settings(BaseModel):
 def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings from vLLM's ``additional_config`` value and the environment.
 
-    Raises ConfigurationError that names the field and what it may be.
+    Raises ConfigurationError that names the field and its allowed values.
     """
     section = config.get("agentspec", {}) if isinstance(config, Mapping) else {}
     if not isinstance(section, Mapping):

@@ -1,16 +1,16 @@
 """Translate the speculative configs of vLLM's and ArcticInference's users into agentspec's settings.
 
-The setting ``arctic_suffix_rule`` holds ArcticInference's drafting rule; it is written here and nowhere else.
+The setting ``arctic_suffix_rule`` holds ArcticInference's drafting rule; only this module sets it.
 
 ``{"method": "arctic", "model": …, "num_speculative_tokens": 3, "enable_suffix_decoding": true}``: a speculator, with or
-without suffix decoding. ``num_speculative_tokens`` is the speculator's draft, as there; suffix drafts may be longer, up
-to ``suffix_speculative_tokens``, by default as long as agentspec's always are. They are drafted by agentspec's own
-rule, unless one of the rule's parameters is given.
+without suffix decoding. ``num_speculative_tokens`` limits the speculator's drafts, as in ArcticInference. Suffix drafts
+may be longer, up to ``suffix_speculative_tokens``, by default agentspec's usual limit. agentspec's own rule makes them,
+unless a parameter of ArcticInference's rule is given.
 
-``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by the rule, with these parameters
-and their defaults. One index serves all requests of a principal, whatever their sessions: without API keys, all of the
-server. How many past requests it holds is a matter of agentspec's budget in tokens (``max_tokens``), except that 0
-still means none.
+``{"method": "suffix", "suffix_decoding_max_tree_depth": 24, …}``: suffix decoding by ArcticInference's rule, with these
+parameters and their defaults. One index serves all requests of a principal, whatever their sessions; without API keys,
+all requests of the server. agentspec's budget in tokens (``max_tokens``) limits the past requests that the index holds,
+except that 0 still means none.
 
 ``{"method": "ngram", …}`` and ``{"method": "medusa", …}`` under ``agentspec serve``, or where the engine has agentspec
 settings: vLLM's own drafter, with its own parameters, beside the suffix indexes. Elsewhere they stay vLLM's.
@@ -26,7 +26,7 @@ from agentspec.server_ext.settings import MedusaSettings, NgramSettings
 NATIVE_METHODS = ("ngram", "medusa")
 METHODS = ("arctic", "suffix", *NATIVE_METHODS)
 
-# agentspec's name for a parameter of the rule: vLLM's, and ArcticInference's.
+# Maps agentspec's name of each of the rule's parameters to vLLM's and to ArcticInference's.
 _RULE = {
     "max_depth": ("suffix_decoding_max_tree_depth", "suffix_cache_max_depth"),
     "max_spec_factor": ("suffix_decoding_max_spec_factor", "suffix_max_spec_factor"),
@@ -45,14 +45,14 @@ _KNOWN = {
     "medusa": {*MedusaSettings.model_fields, "disable_by_batch_size"},
 }
 NOTHING = {"max_spec_factor": 0.0}
-"""Parameters of the rule by which a suffix draft has no tokens: the draft model drafts alone."""
+"""Parameters that make every suffix draft empty, so that only the draft model drafts."""
 _SUFFIX_DEPTH, _ARCTIC_DEPTH = 24, 64
 """Default max_depth under vLLM's names for the parameters, and under ArcticInference's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """``max_draft``: longest draft, in tokens; None: what the engine can verify. ``settings``: as in ``Settings``."""
+    """Hold a translated config. max_draft: longest draft, in tokens; None: as long as the engine can verify."""
 
     max_draft: int | None
     settings: dict[str, Any]
@@ -61,7 +61,7 @@ class Translation:
 def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Translation:
     """Translate a speculative config of one of METHODS.
 
-    max_draft: longest suffix draft, in tokens, where the config gives none; None: what the engine can verify.
+    max_draft: longest suffix draft, in tokens, if the config has none; None: as long as the engine can verify.
 
     Raises ConfigurationError that names the key.
     """
@@ -133,12 +133,12 @@ def _native(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
 
 
 def _at_least(tokens: int, max_draft: int | None) -> int | None:
-    """Return the draft limit, raised to what the draft model drafts; None where no limit was given."""
+    """Return the draft limit, raised to the length of the draft model's drafts; None if no limit was given."""
     return None if max_draft is None else max(max_draft, tokens)
 
 
 def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rule's parameters that are given."""
+    """Return the rule's parameters that the config has."""
     rule: dict[str, Any] = {}
     for ours, names in _RULE.items():
         given = [name for name in names if config.get(name) is not None]

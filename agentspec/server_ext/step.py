@@ -1,4 +1,4 @@
-"""Plain data that passes between the engine's adapter, the drafting engine and fusion."""
+"""Define the data that passes between vLLM's adapter, the drafting engine and fusion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that is seen for the first time.
+    """Hold a request that is seen for the first time.
 
-    prompt: token ids [P]. end_tokens: those that end its response. api_id: the id under which its figures are asked
-    for; None: the request id.
+    prompt: token ids [P]. end_tokens: tokens that end its response. api_id: the id in the API's response, under which
+    its figures are kept; None: the request id.
     """
 
     request_id: str
@@ -31,15 +31,15 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The n requests that have a row in a step, in order.
+    """Hold the n requests that have a row in a step, in order.
 
-    Rows change much more rarely than steps. A reader makes a new batch when they change and hands out the same one
-    while they stay, so what depends on the rows alone is worked out once a batch.
+    Most steps have the same rows as the step before. The reader makes a new batch only when rows change, so that
+    results which depend on the rows alone are computed once for each batch.
     """
 
     request_ids: tuple[str, ...]
     rows: Int32
-    """[n] which row of the engine's token array"""
+    """[n] row of each request in the engine's token array"""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -47,9 +47,9 @@ class Batch:
 
 @dataclass(slots=True)
 class Step:
-    """One decode step: n rows that have just been given verified tokens.
+    """Hold one decode step: n rows that have just got verified tokens.
 
-    Its reader may fill it anew for the next step, so it is good for one call of ``propose``.
+    The reader may reuse the object for the next step, so it is valid for one call of ``propose``.
     """
 
     batch: Batch
@@ -58,72 +58,72 @@ class Step:
     tokens: Int32
     """[R, L] the engine's token array, prompt and verified output of each row; read in place"""
     lengths: Int32
-    """[n] how many tokens of a row are valid"""
+    """[n] number of valid tokens of each row"""
     max_draft_tokens: Int32
-    """[n] how many tokens may be drafted"""
+    """[n] most tokens to draft"""
     num_verified_draft_tokens: Int32
-    """[n] how many tokens of the previous draft were really verified"""
+    """[n] number of tokens of the previous draft that were verified"""
     num_draft_tokens: int
-    """draft tokens in the step's forward pass, of all rows: at least the sum of ``num_verified_draft_tokens``"""
+    """draft tokens of all rows in the step's forward pass: at least the sum of ``num_verified_draft_tokens``"""
     seconds: float | None = None
-    """how long the step took, if it was one of decoding only, else None"""
+    """duration of the step in seconds; None if it also had prompt tokens"""
 
 
 class AwaitsVerification(Protocol):
-    """What waits for a request's next verified tokens in order to learn from them. ``length``: tokens it had then."""
+    """Learn from a request's next verified tokens. ``length``: the request's tokens when this was made."""
 
     length: int
 
     def learn(self, verified: Sequence[int]) -> None:
-        """Learn from the tokens that followed."""
+        """Learn from the verified tokens that followed."""
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """A mean that forgets: of ``count`` values, or of the latest ones where more were added than its memory holds."""
+    """Keep the mean of ``count`` values, or an exponential moving mean once there are more than the memory."""
 
     value: float = 0.0
     count: float = 0.0
 
     def add(self, value: float, memory: float) -> None:
-        """Take in a value, with a memory of so many."""
+        """Add a value. memory: number of latest values that the mean covers."""
         self.count = min(self.count + 1.0, memory)
         self.value += (value - self.value) / self.count
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """All that is remembered of one running request."""
+    """Hold the state of one running request."""
 
     request_id: str
     identity: Identity
     figures: RequestFigures
     length: int
-    """tokens of its text that its figures have taken in"""
+    """tokens of its text that its figures count"""
     failed: bool = False
-    """an error was met with it, so it gets no drafts any more"""
+    """whether an error occurred for it, after which it gets no drafts"""
     draft_source: str | None = None
-    """where the first token of its latest draft came from, for the step record"""
+    """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0
-    """nanoseconds that this draft took, for the step record"""
+    """time that its latest draft took, in nanoseconds, for the step record"""
     alternatives: AwaitsVerification | None = None
-    """what fusion weighed in the step before"""
+    """alternatives that fusion scored in the step before"""
     promised: float = 0.0
-    """tokens that its latest suffix draft was expected to bring"""
+    """expected accepted tokens of its latest suffix draft"""
     model_gain: RunningMean = field(default_factory=RunningMean)
-    """how many more tokens than usual the draft model adds to its drafts"""
+    """tokens that the draft model adds to its drafts beyond the usual gain"""
 
 
 @dataclass(slots=True, eq=False)
 class DraftRows:
-    """The n rows of a step that get drafts, in the form that `SuffixCache.step` and fusion take."""
+    """Hold the n rows of a step that get drafts, as arguments of `SuffixCache.step` and fusion."""
 
     states: Sequence[RequestState]
     handle: BatchHandle
     tokens: Int32
     """[R, L] the engine's token array"""
     rows: Int32
-    """[n] which row of ``tokens``"""
+    """[n] row of each request in ``tokens``"""
     lengths: Int32
     """[n]"""
     max_draft_tokens: Int32

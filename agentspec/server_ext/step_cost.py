@@ -1,30 +1,29 @@
-"""StepCost: what verifying one more token costs, measured while serving.
+"""Measure the price of verifying one more token while serving.
 
-A decode step of B rows in which d draft tokens are verified takes about ``a(B) + b(B) * d`` seconds: ``a`` is the step
-without drafts, ``b`` what each draft token adds. The step gives B rows their tokens, so the time that stands for one
-row is ``a(B) / B``, and in units of that, which is what a drafting policy weighs drafts in, one more token to verify
-costs::
+A decode step of B rows that verifies d draft tokens takes about ``a(B) + b(B) * d`` seconds: ``a`` is the time of a
+step without drafts, ``b`` the time that each draft token adds. One row's share of the step is ``a(B) / B``. A drafting
+policy needs the price of one more token in units of that share::
 
     cost = b / (a / B) = b * B / a
 
-(A draft of k tokens in one row that is expected to bring e pays where the tokens per second rise:
-``(1 + e) / (a / B + b * k)``, that is ``(1 + e) / (1 + cost * k)``.) With more rows the same token costs more: a step
-that is shared by many brings more without drafts. Where a row costs no more than a draft token, ``a`` is
+(A draft of k tokens in one row, e of them expected to be accepted, pays if it raises the tokens per second,
+``(1 + e) / (a / B + b * k)``, that is ``(1 + e) / (1 + cost * k)``.) The same token costs more in a larger batch,
+because that yields more tokens per second without drafts. If a row costs no more than a draft token, ``a`` is
 ``fixed + b * B`` and the price is ``b * B / (fixed + b * B)``.
 
-A step with any draft at all also costs more by itself: vLLM's rejection sampler runs, rows have tokens of different
-number. That is not the price of a token. So ``b`` is the slope of a least-squares line through (d, seconds) among the
-steps with drafts alone, both taken relative to their running means among steps of as many rows. What a row costs by
-itself (attention over its context, sampling) and slow drifts (contexts grow, other work comes and goes) do not pass for
-the price of drafts either. ``a`` is what a step takes beside its draft tokens: the mean of the steps without drafts and
-of those with drafts less ``b * d``, in the shares in which they occur.
+A step with any draft takes extra time, because vLLM's rejection sampler runs and rows differ in length. That time is
+not part of a token's price. So ``b`` is the slope of a least-squares line through (d, seconds) of the steps with drafts
+alone, both relative to their running means over steps with as many rows. This also excludes the time of a row itself
+(attention over its context, sampling) and slow drifts (growing contexts, other load). ``a`` is the time of a step
+without its draft tokens: the mean over steps without drafts and steps with drafts less ``b * d``, weighted by their
+frequency.
 
-Steps of other numbers of rows lend their evidence, the less the more the numbers differ. Old steps are forgotten
-exponentially. Before drafts of different lengths were seen, the slope is a guess, the default cost; the evidence takes
-over as far as it outweighs the noise: the estimate is the posterior mean of b under a normal prior around the guess.
-Without drafts the evidence is forgotten too, so that a price once measured too high cannot silence drafting for good.
+Steps with other numbers of rows count too, the less the more the numbers differ. Old steps are forgotten exponentially.
+Until drafts of different lengths were seen, the slope is a guess from the default cost. The estimate is the posterior
+mean of b under a normal prior around that guess, so measurements replace the guess as they outweigh the noise. Steps
+without drafts also age the measurements, so that a price once measured too high cannot stop drafting for good.
 
-How long a step may last is decided by a more cautious estimate: see ``tokens_within``.
+A more cautious estimate limits the duration of a step: see ``tokens_within``.
 """
 
 from dataclasses import dataclass
@@ -36,51 +35,50 @@ from agentspec.cache.policy import DEFAULT_COST
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 STEP_MULTIPLE = 2.0
-"""A step with several rows may last at most so many times as long as one without drafts."""
+"""Longest duration of a step with several rows, in multiples of a step without drafts."""
 AIMED_MULTIPLE = 1.75
-"""What a measured estimate aims at, so that steps stay within STEP_MULTIPLE: they vary, and where every step has
-drafts, one without drafts is extrapolated and comes out too long."""
+"""Multiple that a measured estimate aims at, so that steps stay within STEP_MULTIPLE. Steps vary, and if every step has
+drafts, the time of one without drafts is extrapolated and is too long."""
 
 _TOGETHER = 16
-"""Steps taken in at once: what is done between two steps of the engine costs a multiple of what it costs in a row. The
-first steps are taken in sooner."""
+"""Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
+first steps are learned sooner."""
 _SETTLING = 5
-"""Steps of a new number of rows, with or without drafts, whose median is the first idea of their duration."""
+"""Number of first steps with some number of rows whose median is the initial duration."""
 _MEAN_STEPS = 64
-"""Steps that the running means look back."""
+"""Number of latest steps that the running means cover."""
 _SLOPE_STEPS = 512
-"""Steps that the slope looks back."""
+"""Number of latest steps that the slope covers."""
 _OUTLIER = 4.0
-"""A step that is further than so many times the usual deviation from what was expected counts as being so far off.
-Pauses say nothing about the cost of a token, while a lasting change of pace widens the usual deviation and is
-followed."""
+"""Largest deviation from the expected duration that counts, in usual deviations. Pauses say nothing about the price of
+a token. A lasting change of pace widens the usual deviation, so the estimate follows it."""
 _FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
-"""Usual deviation of a step, as a share of it: at least, and at least in the beginning, when the slope is a guess."""
+"""Smallest usual deviation of a step, as a share of its duration: later, and at first, when the slope is a guess."""
 _DEVIATIONS = 1.25
-"""Standard deviations in a mean absolute deviation, of normal noise."""
+"""Standard deviation of normal noise, in mean absolute deviations."""
 _GROWTH = 2.0
-"""The latency limit lets a step draft at most so many times the most draft tokens that a step was measured with."""
+"""Most draft tokens that the latency limit allows, in multiples of the most that a measured step had."""
 
 
 @dataclass(slots=True)
 class _Level:
-    """Steps of one number of rows, with drafts or without: running means, and the sums of their least-squares line."""
+    """Keep running means and least-squares sums of the steps with some number of rows, with or without drafts."""
 
     seconds: float
     drafted: float
     noise: float
-    """mean absolute deviation from what was expected, in seconds"""
+    """mean absolute deviation from the expected duration, in seconds"""
     count: int
     dd: float = 0.0
     """sum of (d - mean d)^2, forgotten exponentially"""
     dt: float = 0.0
-    """sum of (d - mean d) * (seconds - mean seconds), likewise"""
+    """sum of (d - mean d) * (seconds - mean seconds), forgotten exponentially"""
     as_of: int = 0
-    """number of the step up to which both were forgotten"""
+    """number of the step at which both sums were last reduced"""
 
     @classmethod
     def settled(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "_Level":
-        """Return a level that starts with these steps: (draft tokens, seconds) of each."""
+        """Return a level that starts with these steps, given as (draft tokens, seconds)."""
         middle = median(seconds for _, seconds in steps)
         drafted = sum(d for d, _ in steps) / len(steps)
         noise = median(abs(seconds - middle) for _, seconds in steps)
@@ -92,18 +90,18 @@ class _Level:
         return level
 
     def forget(self, step: int) -> None:
-        """Let the sums fade to what they are at that step."""
+        """Reduce the sums by the steps since they were last reduced."""
         kept = (1.0 - 1.0 / _SLOPE_STEPS) ** (step - self.as_of)
         self.dd, self.dt, self.as_of = self.dd * kept, self.dt * kept, step
 
     def believed(self, off: float, t: float, slope: float) -> float:
-        """Return t, brought near to what was expected of a step with ``off`` more draft tokens than usual."""
+        """Return t, clipped to near the expected time of a step with ``off`` more draft tokens than usual."""
         expected = self.seconds + slope * off
         limit = _OUTLIER * self.noise
         return min(max(t, expected - limit), expected + limit)
 
     def learn(self, d: float, t: float, slope: float) -> None:
-        """Take in a step of d draft tokens and t seconds."""
+        """Learn from a step of d draft tokens and t seconds."""
         self.count += 1
         weight = max(1.0 / self.count, 1.0 / _MEAN_STEPS)
         d -= self.drafted
@@ -115,25 +113,25 @@ class _Level:
         self.dt += (1.0 - weight) * d * t
 
     def base(self, slope: float) -> float:
-        """Return the seconds of a step beside its draft tokens."""
+        """Return the seconds of a step without its draft tokens."""
         return max(self.seconds - slope * self.drafted, 0.05 * self.seconds)
 
 
 class _Batch:
-    """The steps with some number of rows."""
+    """Keep the measurements of steps with some number of rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.levels: dict[bool, _Level] = {}  # with drafts (True) and without
         self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
         self.most = 0
-        """the most draft tokens that a step had"""
+        """most draft tokens that a step had"""
         self.count = 0
         self.share = 0.0
-        """of the steps with drafts among all, of late"""
+        """share of the latest steps that had drafts"""
 
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
-        """Take in a step of d draft tokens and t seconds. A level's first steps have nothing to be compared with."""
+        """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
         drafts = d > 0
         self.count += 1
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
@@ -151,26 +149,26 @@ class _Batch:
 
     @property
     def usual(self) -> _Level:
-        """The level of the steps with drafts, or else of those without; there is one."""
+        """Return the level of the steps with drafts, or of those without if no other is settled."""
         return self.levels.get(True) or self.levels[False]
 
     @property
     def seconds(self) -> float:
-        """The mean duration of a step, with or without drafts."""
+        """Return the mean duration of a step, with or without drafts."""
         return self.base(0.0)
 
     def base(self, slope: float) -> float:
-        """Return the seconds of a step beside its draft tokens, with drafts and without in their shares."""
+        """Return the seconds of a step without its draft tokens, averaged over steps with and without drafts."""
         if True not in self.levels or False not in self.levels:
             return self.usual.base(slope)
         return self.share * self.levels[True].base(slope) + (1.0 - self.share) * self.levels[False].seconds
 
 
 class StepCost:
-    """Say what verifying one more token costs, and how many tokens a step can afford. Plain arithmetic, no I/O.
+    """Estimate the price of verifying one more token, and the draft tokens that a step can afford. Does no I/O.
 
-    given: the price that the operator set, as a share of a step; None: it is measured from the durations of
-    decode-only steps. default: the price before anything is measured.
+    given: the operator's price, as a share of a step; None: measure it from the durations of decode-only steps.
+    default: the price until it is measured.
     """
 
     def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
@@ -188,16 +186,16 @@ class StepCost:
     def observe(self, rows: int, drafted: int, seconds: float) -> None:
         """Note a step that verified one token of ``rows`` rows each and ``drafted`` draft tokens, in ``seconds``.
 
-        Steps with prompt tokens, and times in which the engine had nothing to do, are not to be given.
+        Leave out steps with prompt tokens and times in which the engine was idle.
         """
         self._waiting.append((rows, drafted, seconds))
         if len(self._waiting) >= min(_TOGETHER, 1 + self._steps // 16):
             self._take_in()
 
     def cost(self, rows: int) -> float:
-        """Return the present price in a batch of ``rows`` rows, as a share of a step.
+        """Return the current price in a batch of ``rows`` rows, as a share of a step.
 
-        A measured one is from LOWEST_COST to HIGHEST_COST.
+        A measured price lies between LOWEST_COST and HIGHEST_COST.
         """
         if self.given is not None:
             return self.given
@@ -207,10 +205,10 @@ class StepCost:
         return price
 
     def affordable_tokens(self, rows: int) -> float:
-        """Return how many draft tokens fit into a step of ``rows`` rows by STEP_MULTIPLE.
+        """Return how many draft tokens keep a step of ``rows`` rows within STEP_MULTIPLE.
 
-        A step of a seconds without drafts, to which a draft token adds b seconds, may hold d tokens where
-        a + b * d = STEP_MULTIPLE * a. By the price, b * rows / a, that is (STEP_MULTIPLE - 1) * rows / price.
+        If a step takes a seconds without drafts and b more for each draft token, d tokens fit if
+        a + b * d = STEP_MULTIPLE * a. The price is b * rows / a, so d = (STEP_MULTIPLE - 1) * rows / price.
         """
         if self.given is not None:
             return (STEP_MULTIPLE - 1.0) * rows / self.given
@@ -219,12 +217,12 @@ class StepCost:
     def tokens_within(self, rows: int, multiple: float) -> float:
         """Return how many draft tokens keep a step of ``rows`` rows within ``multiple`` times one without drafts.
 
-        That is ``multiple - 1`` tokens a row until it was measured what they take. From then on it is the tokens of a
-        usual step and what fits into the time left by a cautious slope. A usual deviation is left free, so that most
-        steps stay within the limit and not half of them. The cautious slope is a posterior mean too, but of a prior
-        by which a draft token is as dear as a row, plus a standard deviation of what is not known yet. A line says
-        little about what lies far beyond the measured steps (on CPUs the time grows faster): at most _GROWTH times the
-        most draft tokens measured are allowed.
+        Until draft tokens are measured, the result is ``multiple - 1`` tokens for each row. Then it is the tokens of a
+        usual step plus those that a cautious slope fits into the remaining time. One usual deviation stays free, so
+        that most steps keep the limit and not half of them. The cautious slope is a posterior mean, under a prior by
+        which a draft token costs as much as a row, plus its standard deviation. A line says little about steps far
+        beyond the measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft
+        tokens measured.
         """
         tokens = self._affordable.get((rows, multiple))
         if tokens is None:
@@ -232,7 +230,7 @@ class StepCost:
         return tokens
 
     def row_seconds(self, rows: int) -> float | None:
-        """Return the seconds that stand for one of ``rows`` rows in a step without drafts; None: not measured yet."""
+        """Return the seconds of a step of ``rows`` rows without drafts, divided by rows; None: not measured yet."""
         unit = self._units.get(rows)
         if unit is None:
             batch = self._nearest(rows)
@@ -242,11 +240,11 @@ class StepCost:
         return unit
 
     def stats(self) -> dict[str, Any]:
-        """Return the present estimate as JSON, for as many rows as the latest step had.
+        """Return the current estimate as JSON, for as many rows as the latest step had.
 
-        ``given``: the price that was set; ``cost``: the present one, as a share of a step; ``evidence``: 0 (all of it
-        is the default) to 1 (all of it was measured); ``rows``; ``ms_per_draft_token``; ``ms_per_step``: of a step
-        beside its draft tokens; ``steps``: how many were taken in.
+        ``given``: the operator's price; ``cost``: the current price, as a share of a step; ``evidence``: from 0 (the
+        default price) to 1 (a measured price); ``rows``; ``ms_per_draft_token``; ``ms_per_step``: without draft tokens;
+        ``steps``: the number of measured steps.
         """
         self._take_in()
         batch = self._nearest(self._rows)
@@ -274,7 +272,7 @@ class StepCost:
             if batch is None:
                 batch = self._batches[key] = _Batch(key)
             if rows + drafted > self._largest:
-                # The first step of a size pays for memory, and on GPUs for kernels, that later ones find there.
+                # The first step of a size also allocates memory and, on GPUs, loads kernels, which later steps reuse.
                 self._largest = rows + drafted
                 batch.most = max(batch.most, drafted)
                 continue
@@ -308,14 +306,14 @@ class StepCost:
         return max(tokens, (multiple - 1.0) * rows)
 
     def _slope(self, batch: _Batch) -> tuple[float, float]:
-        """Seconds that one more draft token takes, and how much of that is evidence (0 to 1)."""
+        """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
         guess = self._default * batch.seconds / batch.rows
-        # The guess may be wrong by as much again, and by more with many rows, where a token can cost anything up to 1.
+        # The guess may be wrong by its own size, and by more with many rows, where a token can cost anything up to 1.
         slope, evidence, _ = self._posterior(batch, guess, guess * batch.rows**0.5)
         return slope, evidence
 
     def _posterior(self, batch: _Batch, guess: float, deviation: float) -> tuple[float, float, float]:
-        """Return the slope, how much of it is evidence (0 to 1), and its standard deviation, by a normal prior."""
+        """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""
         dd = dt = 0.0
         for other in self._batches.values():
             level = other.levels.get(True)
@@ -325,7 +323,7 @@ class StepCost:
                 dd += alike * level.dd
                 dt += alike * level.dt
         noise = _DEVIATIONS * batch.usual.noise
-        # So much evidence, as a sum of squares of d, weighs as much as the guess:
+        # The guess weighs as much as measurements with this sum of squares of d.
         trust = (noise / deviation) ** 2
         return (dt + trust * guess) / (dd + trust), dd / (dd + trust), noise / (dd + trust) ** 0.5
 
@@ -338,11 +336,11 @@ class StepCost:
 
 
 def _alike(rows: int, other: int) -> float:
-    """Return how alike two numbers of rows are: 1 where they are equal."""
+    """Return the ratio of the smaller to the larger number of rows."""
     return min(rows, other) / max(rows, other)
 
 
 def _bucket(rows: int) -> int:
-    """Numbers of rows that are taken together: exact below 16, then to four significant bits."""
+    """Return the bucket of a number of rows: exact below 16, then rounded down to four significant bits."""
     shift = max(0, rows.bit_length() - 4)
     return rows >> shift << shift

@@ -1,4 +1,4 @@
-"""The public place of ``engine_options``: ``LLM(MODEL, **engine_options())`` drafts with agentspec."""
+"""Export ``engine_options``: ``LLM(MODEL, **engine_options())`` drafts with agentspec."""
 
 from agentspec.server_ext.vllm_adapter.launch import engine_options
 

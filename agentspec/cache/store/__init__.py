@@ -1,10 +1,10 @@
-"""Token logs: what was said is kept as records in a store, and suffix indexes are rebuilt from them.
+"""Keep finished turns and messages as records in a store, from which suffix indexes and sessions are restored.
 
 ``open_store(url)``          a Store: SQLite, Redis or memory
-``namespace(...)``           which log: model, tokenizer and tenant
+``namespace(...)``           the name of a log, from model, tokenizer and tenant
 ``encode``, ``decode``       records as checksummed, versioned bytes
 ``RecordReader``, ``Chain``  records from a log, and contexts from records
-``BackgroundWriter``, ``BackgroundLoader``  all that a decode path may touch: they never wait for a store
+``BackgroundWriter``, ``BackgroundLoader``  write and read in threads, so that a decode path never waits for a store
 """
 
 from agentspec.cache.store.base import Entry, Store, frame, model_name, namespace, tokenizer_fingerprint

@@ -1,4 +1,4 @@
-"""The interface of every store, and the names of the logs in it."""
+"""Define the interface of every store, and name the logs in it."""
 
 import hashlib
 import re
@@ -11,14 +11,14 @@ from agentspec.cache.identifiers import check_ids
 from agentspec.errors import ConfigurationError, InvalidInputError
 
 SCHEMA = "agentspec-log-1"
-"""Part of every namespace: a change of what records mean starts new logs."""
+"""Version of the records' meaning. Every namespace contains it, so a new version starts new logs."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored record with its place in the log.
+    """Hold one stored record and its place in the log.
 
     sequence: opaque cursor; within a namespace, string order is log order.
     """
@@ -29,27 +29,28 @@ class Entry:
 
 
 class Store(Protocol):
-    """Append-only token logs, one a namespace. Thread-safe. Every call may block, so none belongs on a decode path.
+    """Keep append-only logs of records, one for each namespace. Thread-safe.
 
-    Raises StoreUnavailableError where trying again later may help, StoreError where it will not.
+    Every call may block, so no decode path may make one. Calls raise StoreUnavailableError if a retry may help, else
+    StoreError.
     """
 
     def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Add ``(session, payload)`` pairs in this order, all or none. They are stored when the call returns."""
+        """Append ``(session, payload)`` pairs in this order, all or none. They are stored when the call returns."""
         ...
 
     def read(
         self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
     ) -> Iterator[Entry]:
-        """Return entries, oldest first, up to what was stored when the iteration began.
+        """Yield entries, oldest first, up to the last one stored when the iteration began.
 
-        session: only this session's. after: only those behind this cursor (an ``Entry.sequence``). newest: only the
-        last so many of these. Reads in pages, so a long log takes little memory.
+        session: yield only this session's entries. after: yield only entries behind this cursor (an
+        ``Entry.sequence``). newest: yield only the last so many of them. Pages keep the memory for a long log small.
         """
         ...
 
     def sessions(self, namespace: str) -> list[str]:
-        """Return the ids of the sessions with entries, sorted; "" stands for the entries of no session."""
+        """Return the sorted ids of all sessions with entries; "" stands for entries without a session."""
         ...
 
     def remove_session(self, namespace: str, session: str) -> int:
@@ -57,7 +58,7 @@ class Store(Protocol):
         ...
 
     def ping(self) -> None:
-        """Return if the store answers. Raises StoreUnavailableError or StoreError if not."""
+        """Check that the store answers. Raises StoreUnavailableError or StoreError if not."""
         ...
 
     def close(self) -> None:
@@ -68,9 +69,9 @@ class Store(Protocol):
 def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
     """Return the name of a log: 40 hexadecimal digits for a model, a tokenizer and the tenant of a server.
 
-    model: as ``model_name`` gives it. tokenizer: as ``tokenizer_fingerprint`` gives it; it identifies the vocabulary
-    itself, so that nobody drafts from tokens of another tokenizer. tenant: None differs from every named tenant; the
-    records then say whose they are (``TurnRecord.tenant``).
+    model: a result of ``model_name``. tokenizer: a result of ``tokenizer_fingerprint``, which identifies the
+    vocabulary, so that nobody drafts from another tokenizer's tokens. tenant: None differs from every named tenant;
+    each record then names its tenant (``TurnRecord.tenant``).
 
     Raises ConfigurationError for an empty model or tokenizer, InvalidSessionError for an unusable tenant.
     """
@@ -100,7 +101,7 @@ def tokenizer_fingerprint(name: str, revision: str | None) -> str:
 
 
 def frame(parts: Sequence[str | None]) -> bytes:
-    """Return ``parts`` as bytes that no other sequence gives: presence, length and UTF-8 of each."""
+    """Encode ``parts`` unambiguously as bytes: presence, length and UTF-8 of each."""
     framed = bytearray()
     for part in parts:
         if part is None:
@@ -129,5 +130,5 @@ def check_newest(newest: int | None) -> int | None:
 
 
 def bad_cursor(cursor: str) -> InvalidInputError:
-    """Return the error for an ``after`` that is no cursor."""
+    """Return the error for an ``after`` that is not a cursor."""
     return InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")

@@ -1,4 +1,4 @@
-"""When to leave a failing store alone, and when to try it again."""
+"""Decide when to stop calling a failing store, and when to try it again."""
 
 import time
 from collections.abc import Callable
@@ -8,13 +8,13 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """Decides whether a store may be called, from how its last calls went.
+    """Decide from the latest calls to a store whether it may be called now.
 
     closed: calls go through; after a failure the next one waits ``retry_delay`` seconds, doubled with each failure.
     open, after ``threshold`` failures in a row: no call goes through, for a pause that doubles from ``first_pause`` to
-    ``max_pause`` seconds. half-open, after the pause: one call is tried, and decides.
+    ``max_pause`` seconds. half-open, after the pause: one call goes through; its outcome closes or opens the breaker.
 
-    One thread drives it; others may read ``state``. clock: gives seconds.
+    One thread makes the calls; others may read ``state``. clock: returns the time in seconds.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> State:
-        """``closed``, ``open`` or ``half-open``."""
+        """Return ``closed``, ``open`` or ``half-open``."""
         return self._state
 
     def wait(self) -> float:
@@ -42,21 +42,21 @@ class CircuitBreaker:
         return max(0.0, self._until - self._clock())
 
     def allow(self) -> bool:
-        """Return whether a call may be made now. An open breaker whose pause is over lets one through."""
+        """Return whether a call may be made now. Once its pause is over, an open breaker lets one through."""
         if self._state == "open" and self.wait() == 0.0:
             self._state = "half-open"
             return True
         return self._state == "closed"
 
     def success(self) -> bool:
-        """Report a call that worked. Returns True if it ended an outage (the breaker was not closed)."""
+        """Note a call that worked. Returns True if it ended an outage (the breaker was not closed)."""
         recovered = self._state != "closed"
         self._state = "closed"
         self._failures, self._pause, self._until = 0, self._first_pause, 0.0
         return recovered
 
     def failure(self) -> bool:
-        """Report a call that failed. Returns True if an outage begins with it (the breaker was closed, and opens)."""
+        """Note a call that failed. Returns True if it begins an outage (the breaker was closed, and opens)."""
         was_closed = self._state == "closed"
         self._failures += 1
         if was_closed and self._failures < self._threshold:

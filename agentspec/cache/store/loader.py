@@ -1,4 +1,4 @@
-"""Reading stored records: one after the other, linked to contexts, and in the background for a running server."""
+"""Read stored records, link them to contexts, and load them in the background of a running server."""
 
 import logging
 import sys
@@ -16,17 +16,17 @@ from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableEr
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 64  # records handed over together, and entries of the preload between two looks at the requests
+_SLICE = 64  # records in a batch, and entries that the preload reads before it looks for requests
 _BATCH_BYTES = 1 << 20
 _MAX_CHAINS = 100_000
 _ALL = sys.maxsize
 
 
 class RecordReader:
-    """Decodes the entries of a store. One damaged record costs itself and nothing else.
+    """Decode the entries of a store, and skip those that cannot be used.
 
-    damaged, unknown: how many records were skipped because of their bytes, and because of their version or kind. The
-    first of either kind is logged.
+    damaged: records skipped because their bytes are corrupt. unknown: records skipped because of their version or
+    kind. The first of either kind is logged.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class RecordReader:
         after: str | None = None,
         newest: int | None = None,
     ) -> Iterator[tuple[Entry, Record | None]]:
-        """Read as Store.read does. Returns each entry with its record, or with None if that cannot be used."""
+        """Yield each entry of Store.read with its record, or with None if the record cannot be used."""
         for entry in store.read(namespace, session=session, after=after, newest=newest):
             yield entry, self._decode(entry)
 
@@ -69,14 +69,14 @@ class RecordReader:
 
 @dataclass(slots=True)
 class Chain:
-    """Links a session's records into a context that can be rebuilt, although some of its turns may be missing.
+    """Link a session's records into one context, even if some turns are missing.
 
-    A record repeats the first ``kept`` tokens of the turn before it. If that turn was not read (damaged, lost, or
-    older than what is read), the record still holds a piece of text without a hole: its own prompt tail and response.
-    It is then linked with ``kept`` 0, and the records after it with ``kept`` less what their context lacks in front.
+    A record repeats the first ``kept`` tokens of the turn before it. That turn may be missing: damaged, lost, or older
+    than the first one read. The record's own prompt tail and response are still contiguous, so it is linked with
+    ``kept`` 0. The records after it are linked with ``kept`` less the tokens that their context lacks in front.
 
-    cursor: sequence of the last entry seen. missing: how many tokens the context so far lacks in front; sys.maxsize
-    before the first record. length: tokens of the context so far.
+    cursor: sequence of the last entry seen. missing: tokens that the context so far lacks in front; sys.maxsize before
+    the first record. length: tokens of the context so far.
     """
 
     cursor: str | None = None
@@ -84,11 +84,11 @@ class Chain:
     length: int = 0
 
     def lose(self) -> None:
-        """Forget the context: a turn could not be read."""
+        """Forget the context, because a turn could not be read."""
         self.missing, self.length = _ALL, 0
 
     def link(self, record: TurnRecord) -> TurnRecord:
-        """Return the session's next record with a ``kept`` that fits the context so far."""
+        """Return the session's next record with ``kept`` adjusted to the context so far."""
         if record.gap:
             self.lose()
         kept = record.kept - self.missing
@@ -100,11 +100,11 @@ class Chain:
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Counts since the start.
+    """Count what the loader has done since the start.
 
-    delivered: records that ``poll`` returned. damaged, unknown: as in RecordReader. failed: reads that failed; they
-    are tried again where that may help. refused: requests turned away because too many were waiting. pending: sessions
-    requested and not yet delivered. state: the breaker's.
+    delivered: records that ``poll`` returned. damaged, unknown: records that RecordReader skipped. failed: reads that
+    failed; the loader retries them if that may help. refused: requests rejected because too many were waiting.
+    pending: sessions requested and not yet delivered. state: the breaker's.
     """
 
     delivered: int = 0
@@ -117,7 +117,7 @@ class LoaderStats:
     state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
-        """Return the counts as JSON."""
+        """Return the counts as a JSON-able dict."""
         return asdict(self)
 
 
@@ -140,7 +140,7 @@ _Job = _Request | _Preload
 
 @dataclass(slots=True)
 class _Batch:
-    """Records to hand over together; ``finishes`` is the job that ends with them."""
+    """Hold records to deliver together; ``finishes`` is the job that ends with them."""
 
     records: list[TurnRecord]
     size: int = 0
@@ -148,11 +148,11 @@ class _Batch:
 
 
 class BackgroundLoader:
-    """Reads sessions, and the newest part of a whole log, from a store in a thread of its own.
+    """Read sessions, and the newest part of a log, from a store in a thread.
 
-    No call blocks or raises because of the store. A session's records come in log order and each at most once, however
-    preload and requests overlap. Records written after the request for them are left out: they are of turns that this
-    process, or another replica, has run since. The caller closes the store, after this.
+    No call blocks or raises because of the store. A session's records come in log order and each at most once, even if
+    preload and requests overlap. Records written after the request are left out: this process or another replica has
+    run those turns since. Close the loader before the store.
     """
 
     def __init__(
@@ -176,17 +176,17 @@ class BackgroundLoader:
         self._forgotten: set[str] = set()
         self._preload: _Preload | None = None
         self._chains: OrderedDict[str, Chain] = OrderedDict()
-        self._batch = _Batch([])  # of the thread alone
+        self._batch = _Batch([])  # only the thread uses these
         self._ready: deque[_Batch] = deque()
         self._ready_bytes = 0
         self._counts = LoaderStats()
         self._closed = False
-        self._wake = threading.Condition(threading.Lock())  # held for moments only, never while the store is called
+        self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
         self._thread = threading.Thread(target=self._run, name="agentspec-store-loader", daemon=True)
         self._thread.start()
 
     def request(self, session: str) -> None:
-        """Ask for the session's records that were not delivered before. Repeating a pending request does nothing."""
+        """Request the session's records that were not delivered before. Repeating a pending request does nothing."""
         with self._wake:
             if session in self._pending or self._closed:
                 return
@@ -198,7 +198,7 @@ class BackgroundLoader:
             self._wake.notify()
 
     def preload(self, newest: int) -> None:
-        """Ask for the ``newest`` records of the log and what their sessions said before. Call it once, at the start."""
+        """Request the ``newest`` records of the log and the earlier ones of their sessions. Call once, at start."""
         check_newest(newest)
         with self._wake:
             if self._counts.preloading or self._closed:
@@ -208,7 +208,7 @@ class BackgroundLoader:
             self._wake.notify()
 
     def poll(self) -> list[list[TurnRecord]]:
-        """Return the batches read since the last call, in the order in which to restore them. Never waits."""
+        """Return the batches read since the last call. Restore them in this order. Never blocks."""
         if not self._ready:
             return []
         with self._wake:
@@ -221,27 +221,27 @@ class BackgroundLoader:
                     self._pending.discard(batch.finishes.session)
                 elif batch.finishes is not None:
                     self._counts.preloading = False
-            self._wake.notify()  # the thread may be waiting for room
+            self._wake.notify()  # wake the thread if it waits for room
         return [batch.records for batch in batches if batch.records]
 
     def is_pending(self, session: str | None) -> bool:
-        """Return whether ``poll`` may yet give records of a request for ``session``; None: of the preload."""
+        """Return whether ``poll`` may still return records for ``session``, or of the preload if it is None."""
         return self._counts.preloading if session is None else session in self._pending
 
     def forget(self, session: str) -> None:
-        """Let a later request deliver all records of the session again, because the cache has evicted it."""
+        """Forget what was delivered of an evicted session, so that the next request delivers all of it again."""
         with self._wake:
             self._forgotten.add(session)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Stop reading. What is ready can still be polled."""
+        """Stop reading. ``poll`` still returns the batches that are ready."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         self._thread.join(timeout)
 
     def stats(self) -> LoaderStats:
-        """Return the figures of this moment."""
+        """Return the current counts."""
         with self._wake:
             return replace(
                 self._counts,
@@ -255,7 +255,7 @@ class BackgroundLoader:
         while job := self._next_job():
             try:
                 finished = self._load(job)
-            except Exception as error:  # whatever a store may raise: this thread must live
+            except Exception as error:  # a store may raise anything, and the thread must survive it
                 self._put_off(job, error)
                 continue
             if self._breaker.success():
@@ -263,7 +263,7 @@ class BackgroundLoader:
             self._publish(job if finished else None)
 
     def _next_job(self) -> _Job | None:
-        """Wait for something to do and for the breaker. Requests go before the preload. Returns None when closed."""
+        """Wait for a job and for the breaker. Requests go before the preload. Returns None when closed."""
         with self._wake:
             while not self._closed:
                 if not (self._requests or self._preload):
@@ -275,7 +275,7 @@ class BackgroundLoader:
             return None
 
     def _load(self, job: _Job) -> bool:
-        """Deliver a session, or one slice of the preload. Returns whether the job is done."""
+        """Deliver a session or one slice of the preload. Returns whether the job is done."""
         if isinstance(job, _Request):
             self._load_session(job.session, job.asked)
             return True
@@ -286,7 +286,7 @@ class BackgroundLoader:
             seen += 1
             chain = self._chain(entry.session)
             if chain.cursor is None and isinstance(record, TurnRecord) and record.kept:
-                self._load_session(entry.session, job.asked)  # it goes on from turns older than the window
+                self._load_session(entry.session, job.asked)  # its first record continues turns older than the window
             elif chain.cursor is None or chain.cursor < entry.sequence:
                 self._deliver(chain, entry, record, job.asked)
             job.after, job.newest = entry.sequence, job.newest - 1
@@ -297,7 +297,7 @@ class BackgroundLoader:
         for entry, record in self._reader.read(self._store, self._namespace, session=session, after=chain.cursor):
             self._deliver(chain, entry, record, asked)
         if chain.cursor is None:
-            self._chains.pop(session, None)  # the store has nothing of it
+            self._chains.pop(session, None)  # the store has no record of this session
 
     def _deliver(self, chain: Chain, entry: Entry, record: Record | None, asked: float) -> None:
         chain.cursor = entry.sequence
@@ -322,7 +322,7 @@ class BackgroundLoader:
         return chain
 
     def _publish(self, finishes: _Job | None) -> None:
-        """Hand the batch to the caller. Waits while too much is ready and nobody polls."""
+        """Queue the batch for ``poll``. Waits while the queue is full."""
         if not self._batch.records and finishes is None:
             return
         batch, self._batch = self._batch, _Batch([])
@@ -335,7 +335,7 @@ class BackgroundLoader:
                 self._preload = None
 
     def _put_off(self, job: _Job, error: Exception) -> None:
-        """Keep a job for later if that may help. It then goes on behind the last entry that it has seen."""
+        """Queue a failed job again if a retry may help. It resumes behind the last entry that it has seen."""
         passing = isinstance(error, StoreUnavailableError)
         self._publish(None if passing else job)
         with self._wake:

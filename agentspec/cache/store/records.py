@@ -1,13 +1,13 @@
-"""What is stored, and its bytes: turns on the server's side, messages on the client's.
+"""Encode and decode stored records: turns on the server's side, messages on the client's.
 
 A payload is a msgpack map::
 
     {"v": 1, "kind": "turn" | "message", "crc": crc32, "meta": bytes, "data": bytes}
 
-``meta`` is itself msgpack (so that the checksum covers exact bytes), ``data`` is raw little-endian int32 token ids, or
-the msgpack of a message. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown
-keys of ``meta``, so that fields can be added. Anything else that changes gets a new version; readers skip versions and
-kinds that they do not know.
+``meta`` is itself msgpack, so that the checksum covers exact bytes. ``data`` is little-endian int32 token ids, or the
+msgpack of a message. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown keys
+of ``meta``, so that fields can be added. Any other change needs a new version. Readers skip versions and kinds that
+they do not know.
 """
 
 import struct
@@ -27,26 +27,26 @@ VERSION = 1
 _TURN = "turn"
 _MESSAGE = "message"
 _KEYS = {"v", "kind", "crc", "meta", "data"}
-_OPTIONAL = ("group", "tenant", "scope")  # fields of a turn that are left out of meta where they are None
-_OVERHEAD = 256  # bytes of a record in memory beside its tokens or message, roughly
-_local = threading.local()  # one packer a thread: making one takes ten times as long as packing
+_OPTIONAL = ("group", "tenant", "scope")  # meta omits these fields of a turn if they are None
+_OVERHEAD = 256  # approximate bytes of a record in memory without its tokens or message
+_local = threading.local()  # one packer for each thread, because making one takes ten times as long as packing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRecord:
-    """One finished turn of a session, with only what is new in it.
+    """Hold the new tokens of one finished turn of a session.
 
     The turn's prompt is ``previous_context[:kept] + prompt_tail``. The previous context is prompt and response of the
-    session's turn before. The arrays must not change once the record is handed on.
+    session's previous turn. The arrays must not change once the record is queued.
 
-    session: "" for a turn of no session, kept for its tenant's global index.
-    kept: how many tokens of the session's previous context this prompt repeats.
+    session: "" for a turn without a session, stored for its tenant's global index.
+    kept: tokens at the start of the session's previous context that this prompt repeats.
     prompt_tail, response: token ids, int32 [P] and [N].
     created: seconds since the epoch.
-    gap: a turn of this session was lost just before this one, so ``kept`` counts a context that is not in the log.
-    group: sessions of one group draft from each other's responses.
-    tenant: who shares the turn. None is a tenant too: that of requests without API key, cache salt and adapter.
-    scope: what the request drafted from. None: not known, because the record was written before scopes existed.
+    gap: the turn just before this one was lost, so ``kept`` refers to a context that is not in the log.
+    group: the group whose sessions draft from each other's responses.
+    tenant: the tenant that shares the turn. None is a tenant too: requests without API key, cache salt and adapter.
+    scope: what the request drafted from. None: unknown, because the record is older than scopes.
     """
 
     session: str
@@ -79,7 +79,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """One message of a session as the client saw it.
+    """Hold one message of a session as the client saw it.
 
     message: a JSON-able object. created: seconds since the epoch.
     """
@@ -98,7 +98,7 @@ Record = TurnRecord | MessageRecord
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as bytes: 4 a token and about 100 for a turn.
+    """Return a record as bytes: about 100 for a turn and 4 for each token.
 
     Raises InvalidInputError for what could not be read back: InvalidSessionError for an id, InvalidTokenError for
     arrays that are not one-dimensional int32 or hold negative ids.
@@ -119,10 +119,10 @@ def encode(record: Record) -> bytes:
 
 
 def decode(payload: bytes) -> Record:
-    """Return the record that ``payload`` holds; its arrays are read-only views.
+    """Return the record in ``payload``; its arrays are read-only views.
 
-    Raises CorruptRecordError if checksum or framing does not hold, RecordVersionError for a version or kind that this
-    release does not know. Nothing else, whatever the bytes.
+    Raises CorruptRecordError if checksum or framing is wrong, and RecordVersionError for a version or kind that this
+    release does not know. It raises no other error, whatever the bytes.
     """
     try:
         envelope = _unpack(payload)
@@ -207,7 +207,7 @@ def _message_bytes(message: object) -> bytes:
         raise InvalidInputError(f"message: an object expected, got {type(message).__name__}")
     try:
         data = _pack(message)
-        _unpack(data)  # msgpack packs some things that it refuses to read, such as integer keys
+        _unpack(data)  # msgpack packs some values that it refuses to read, such as integer keys
     except Exception as error:
         raise InvalidInputError(f"message: not a JSON-able object: {error}") from error
     return data
@@ -217,7 +217,7 @@ def _lowest(tokens: Int32Array) -> int:
     return int(np.minimum.reduce(tokens, initial=0))  # takes half as long as min()
 
 
-# Model output that was cut within a character holds lone surrogates, which must survive.
+# Model output that was cut within a character holds lone surrogates, which must be kept.
 def _pack(value: object) -> bytes:
     packer = getattr(_local, "packer", None)
     if packer is None:
@@ -246,7 +246,7 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _packed_size(value: Any) -> int:
-    """Return about the bytes that a JSON-able value takes when packed."""
+    """Estimate the bytes of a JSON-able value when packed."""
     if isinstance(value, str):
         return 5 + len(value)
     if isinstance(value, dict):

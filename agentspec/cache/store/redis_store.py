@@ -1,16 +1,15 @@
-"""A store on a Redis server, shared by several replicas.
+"""Store records on a Redis server that several replicas share.
 
-Keys, all with one hash tag, so that a cluster keeps a namespace on one node::
+All keys of a namespace have one hash tag, so that a cluster keeps them on one node::
 
     {prefix:namespace}:log          stream, one reference an entry: s = session
     {prefix:namespace}:s:SESSION    stream, one record an entry: p = payload; ids as in the log
     {prefix:namespace}:sessions     set of session ids
     {prefix:namespace}:w:WRITER     number of the last batch that this writer has appended; expires
 
-The log gives the order, and other replicas follow it. Payloads lie in their session's own key, so that removing a
-session really frees its memory. An append is one script, hence all or nothing; the script recognises a batch that is
-sent again because its answer was lost. The server's settings decide how durable a record is (``appendonly yes``
-survives the server's kill -9).
+Other replicas follow the log's order. Each session's payloads lie in a key of their own, so that removing a session
+frees its memory. One script does an append, so it is atomic. The script recognises a batch that is sent again because
+its answer was lost. The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9).
 """
 
 import threading
@@ -29,7 +28,7 @@ from agentspec.cache.store.base import Entry, bad_cursor, check_namespace, check
 from agentspec.errors import StoreError, StoreUnavailableError
 
 SOCKET_TIMEOUT = 0.25
-"""Seconds, to connect and to read."""
+"""Timeout of connecting and of reading, in seconds."""
 _PAGE = 128
 _WRITER_EXPIRY_MS = 3_600_000
 
@@ -45,7 +44,7 @@ redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
-# KEYS: log, sessions, the session's stream; ARGV: session, page. One page a call keeps each call short.
+# KEYS: log, sessions, the session's stream; ARGV: session, page. Each call handles one page, so that it stays short.
 _REMOVE = """
 local page = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', ARGV[2])
 for _, entry in ipairs(page) do
@@ -59,7 +58,7 @@ end
 return #page
 """
 
-# KEYS: one stream a session; ARGV: first and last id for each. Gives [id, payload, id, payload, ...].
+# KEYS: one stream for each session; ARGV: first and last id for each. Returns [id, payload, id, payload, ...].
 _GATHER = """
 local found = {}
 for i, key in ipairs(KEYS) do
@@ -71,16 +70,16 @@ end
 return found
 """
 
-# errors that end by themselves or by the operator's hand, while the URL is right
+# errors that pass by themselves or that the operator can repair, with a correct URL
 _PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 _Row = tuple[bytes, dict[bytes, bytes]]
 
 
 class RedisStore:
-    """A Store on a Redis server. The first call connects, so the server may start later.
+    """Implement Store on a Redis server. The first call connects, so the server may start later.
 
-    url: what redis-py takes. shown: how errors name it. secret: is removed from every message.
+    url: a URL for redis-py. shown: the URL as errors show it. secret: the password, removed from every message.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class RedisStore:
                 places[session] = len(keys)
             arguments += (places[session], session, payload)
         with self._append_lock:
-            # A batch whose answer was lost keeps its number, so that the server knows it if it has it.
+            # A batch whose answer was lost keeps its number, so that the server recognises it.
             if self._unsure != (namespace, batch):
                 self._number += 1
             self._unsure = (namespace, batch)
@@ -180,7 +179,7 @@ class RedisStore:
             low = b"(" + rows[-1][0]
 
     def _follow(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
-        """Return the records that a page of the log refers to, in one call: one range for each session in it."""
+        """Read the records that a page of the log refers to, in one call: one range for each session."""
         spans: dict[bytes, list[bytes]] = {}
         for number, fields in references:
             spans.setdefault(fields[b"s"], []).append(number)
@@ -217,7 +216,7 @@ class RedisStore:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise redis-py's errors as store errors, without the password: a server may quote the command it refused."""
+        """Raise redis-py's errors as store errors without the password, because servers quote commands they reject."""
         if self._closed:
             raise StoreError(f"{self._shown}: the store is closed")
         try:

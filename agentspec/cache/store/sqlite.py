@@ -1,8 +1,8 @@
-"""The embedded stores, on SQLite: one file, which several processes may share, or this process's memory.
+"""Store records in SQLite: in a file that several processes may share, or in this process's memory.
 
-A file has a write-ahead log with ``synchronous=NORMAL``: what an append has returned for survives the death of the
-process at any moment (kill -9). A power cut or kernel crash can take the last moments with it, never the file's
-consistency. Erased sessions are overwritten, in the log as well. The file must not lie on a network file system.
+A file has a write-ahead log with ``synchronous=NORMAL``. Once an append returns, its records survive the death of the
+process (kill -9). A power cut or kernel crash can lose the latest records but leaves the file consistent. Erased
+sessions are overwritten, in the log as well. The file must not lie on a network file system.
 """
 
 import os
@@ -17,15 +17,15 @@ from agentspec.cache.store.base import Entry, bad_cursor, check_namespace, check
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
 APPLICATION_ID = 0x41675370
-"""Marks the file as ours (PRAGMA application_id)."""
+"""Mark of agentspec's files (PRAGMA application_id)."""
 SCHEMA_VERSION = 1
-"""PRAGMA user_version."""
+"""Version of the schema (PRAGMA user_version)."""
 
 _BUSY_SECONDS = 5.0
 _PAGE = 64  # entries that a read takes at once
 _MAGIC = b"SQLite format 3\x00"
 
-# AUTOINCREMENT: numbers of erased entries are never used again, so cursors stay valid
+# AUTOINCREMENT never reuses the number of an erased entry, so cursors stay valid
 _SCHEMA = (
     "CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL,"
     " session TEXT NOT NULL, payload BLOB NOT NULL)",
@@ -35,9 +35,9 @@ _SCHEMA = (
 
 
 class _Database:
-    """A Store on two connections to one database: one writes and one reads, so neither waits for the other.
+    """Implement Store on two connections to a database: one writes, one reads, and neither waits for the other.
 
-    name: how errors call it.
+    name: the database as errors name it.
     """
 
     def __init__(self, name: str, writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
@@ -75,7 +75,7 @@ class _Database:
                 removed = connection.execute(
                     "DELETE FROM entries WHERE namespace = ? AND session = ?", (namespace, session)
                 ).rowcount
-            if removed:  # secure_delete has blanked the pages; this takes the old ones out of the write-ahead log
+            if removed:  # removes what secure_delete has blanked from the write-ahead log too
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return removed
 
@@ -93,7 +93,7 @@ class _Database:
                 connection.close()
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
-        """Keep within a limit, if there is one. Runs in the transaction of an append."""
+        """Delete entries beyond the limit, if there is one. Runs in the transaction of an append."""
 
     def _pages(self, where: str, values: list[str], after: int, newest: int | None) -> Iterator[Entry]:
         bounds = (
@@ -101,7 +101,7 @@ class _Database:
             " AND sequence > ? ORDER BY sequence DESC LIMIT ?)"
         )
         with self._read() as connection:
-            arguments = (*values, after, -1 if newest is None else newest)  # -1: no limit
+            arguments = (*values, after, -1 if newest is None else newest)  # -1 means no limit
             low, high = connection.execute(bounds, arguments).fetchone()
         if low is None:
             return
@@ -113,7 +113,7 @@ class _Database:
             with self._read() as connection:
                 rows = connection.execute(page, (*values, low, high)).fetchall()
             for sequence, session, payload in rows:
-                yield Entry(f"{sequence:020d}", session, payload)  # string order is numeric order
+                yield Entry(f"{sequence:020d}", session, payload)  # padded, so that string order is numeric order
             if len(rows) < _PAGE:
                 return
             low = rows[-1][0] + 1
@@ -135,10 +135,10 @@ class _Database:
 
 
 class SQLiteStore(_Database):
-    """A Store in one file.
+    """Implement Store in one file.
 
-    Raises StoreVersionError for a file of another schema version and StoreError for a file that is something else.
-    Such a file is left as it is.
+    Raises StoreVersionError for a file of another schema version and StoreError for a file of another program. It does
+    not change such a file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,9 +155,9 @@ class SQLiteStore(_Database):
 
 
 class MemoryStore(_Database):
-    """A Store in this process's memory, for tests and for servers that must not write.
+    """Implement Store in this process's memory, for tests and for servers that must not write.
 
-    Beyond ``max_bytes`` the oldest entries go.
+    It deletes the oldest entries beyond ``max_bytes``.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
@@ -204,7 +204,7 @@ def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Ite
 
 
 def _parse_cursor(cursor: str | None) -> int:
-    """Return the row number of ``cursor``; 0, which is before every row, for None."""
+    """Return the row number of ``cursor``, or 0 for None, which is before every row."""
     if cursor is None:
         return 0
     if not (cursor.isascii() and cursor.isdigit()):
@@ -213,9 +213,9 @@ def _parse_cursor(cursor: str | None) -> int:
 
 
 def _prepare_file(path: Path) -> None:
-    """Create the file and its folder, for their owner alone, or check a file that is there by its header.
+    """Create the file and its folder, readable by the owner only, or check the header of an existing file.
 
-    The check does not open the file as a database, because SQLite would then write to it, if only to its journals.
+    The check does not open the file as a database, because SQLite would then write to its journals at least.
     """
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
@@ -228,7 +228,7 @@ def _prepare_file(path: Path) -> None:
         return
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise _not_ours(path, "not an SQLite database")
-    # The file format has both numbers at these offsets. Ours are written before the file has a write-ahead log.
+    # SQLite's file format has both numbers at these offsets. They are written before the write-ahead log exists.
     _check_marks(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
 
 
@@ -254,7 +254,7 @@ def _connect(database: str) -> sqlite3.Connection:
 
 
 def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Write the schema into an empty file, under a lock: another process may have opened the same new file."""
+    """Write the schema into an empty file, under a lock because another process may have opened the same file."""
     with _transaction(connection, "EXCLUSIVE" if _is_empty(connection) else ""):
         if _is_empty(connection):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -272,7 +272,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
-    """Switch to the write-ahead log. SQLite answers "locked" at once here, whatever the timeout, so try again."""
+    """Switch to the write-ahead log. Retries, because here SQLite answers "locked" without waiting."""
     deadline = time.monotonic() + _BUSY_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Store URLs: which database they name, where the default one lies, and how to show them without the password."""
+"""Parse store URLs, find the default one, and show URLs without their password."""
 
 import os
 import re
@@ -14,7 +14,7 @@ FORMS = (
     "sqlite:///relative/path.db, sqlite:////absolute/path.db, sqlite:///~/path.db, "
     "redis://[user:password@]host[:port][/db][?prefix=NAME], rediss://… (TLS), unix:///path/to/socket[?db=N], memory://"
 )
-"""What a store URL may look like, for messages."""
+"""Supported forms of a store URL, for messages."""
 
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
 _OPTIONS = {"redis": frozenset({"prefix"}), "rediss": _TLS_OPTIONS | {"prefix"}, "unix": frozenset({"prefix", "db"})}
@@ -46,10 +46,10 @@ def open_store(url: str) -> Store:
 
 
 def redact(url: str) -> str:
-    """Return ``url`` fit to be shown, without user, password and query."""
+    """Return ``url`` without user, password and query, for messages."""
     if url.lower().startswith("sqlite:"):
         return url  # a path, in which @ and ? mean nothing
-    # Up to the last @ of all, so that a password with an unescaped / ? or @ in it goes as a whole.
+    # Cut up to the last @, so that a password with an unescaped / ? or @ is removed completely.
     before, found, after = url.rpartition("@")
     if found:
         scheme, slashes, _ = before.partition("//")
@@ -72,7 +72,7 @@ def _sqlite_path(url: str) -> Path:
         raise _refused(url, "the path holds a NUL character")
     try:
         return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # no such user's home
+    except RuntimeError as error:  # this user has no home folder
         raise _refused(url, str(error)) from None
 
 

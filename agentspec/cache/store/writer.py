@@ -1,4 +1,4 @@
-"""Writing records to the store in the background."""
+"""Write records to the store in the background."""
 
 import atexit
 import logging
@@ -14,18 +14,18 @@ from agentspec.errors import InvalidInputError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 20  # so that a batch passes well within a socket timeout
+_BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
-_MAX_GAPS = 100_000  # sessions remembered to have lost a turn; forgetting them costs some wrong drafts
+_MAX_GAPS = 100_000  # most sessions remembered as having lost a turn; forgetting one costs some wrong drafts
 
 
 @dataclass(slots=True)
 class WriterStats:
-    """Counts since the start. Every record put is in exactly one of persisted, dropped, refused and queued.
+    """Count records since the start. Each is in exactly one of persisted, dropped, refused and queued.
 
-    persisted: records that the store has acknowledged. dropped: records given up for want of room, or at close.
-    refused: records that could not be encoded, or that the store will never take. failed: appends that failed; their
-    records stay queued. state: the breaker's.
+    persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
+    close. refused: records that could not be encoded or that the store will never accept. failed: appends that failed;
+    their records stay queued. state: the breaker's.
     """
 
     persisted: int = 0
@@ -37,7 +37,7 @@ class WriterStats:
     state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
-        """Return the counts as JSON."""
+        """Return the counts as a JSON-able dict."""
         return asdict(self)
 
 
@@ -45,15 +45,15 @@ class WriterStats:
 class _Item:
     number: int
     record: Record
-    size: int  # bytes, counted once
+    size: int  # in bytes; computed once
 
 
 class BackgroundWriter:
-    """Appends records to a store from a thread of its own.
+    """Append records to a store in a thread.
 
-    ``put`` never blocks and never raises. While the store is away, records wait, up to ``max_entries`` and
-    ``max_bytes``; beyond that the oldest are dropped and counted. An outage is logged once, and so is its end.
-    The caller closes the store, after this.
+    ``put`` never blocks and never raises. While the store is unavailable, records wait, up to ``max_entries`` and
+    ``max_bytes``; beyond that the oldest are dropped and counted. An outage and its end are logged once each. Close
+    the writer before the store.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BackgroundWriter:
         self._gaps: set[str] = set()
         self._overflowing = self._hurry = self._refusal_logged = False
         self._deadline: float | None = None
-        lock = threading.Lock()  # held for moments only, never while the store is called
+        lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
         self._thread = threading.Thread(target=self._run, name="agentspec-store-writer", daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class BackgroundWriter:
                 self._work.notify()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all records put so far are written, dropped or refused. Returns False if ``timeout`` s pass."""
+        """Wait until all records put so far are written, dropped or refused. Returns False after ``timeout`` s."""
         with self._work:
             target = self._number
             self._hurry = True
@@ -110,7 +110,7 @@ class BackgroundWriter:
             return self._settled.wait_for(lambda: self._oldest() > target, timeout)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Write what is queued, for at most ``timeout`` seconds, and stop. The rest is counted as dropped."""
+        """Write queued records for at most ``timeout`` seconds, and stop. The rest counts as dropped."""
         with self._work:
             if self._deadline is None:
                 self._deadline = time.monotonic() + timeout
@@ -121,7 +121,7 @@ class BackgroundWriter:
         atexit.unregister(self.close)
 
     def stats(self) -> WriterStats:
-        """Return the figures of this moment."""
+        """Return the current counts."""
         with self._work:
             queued = len(self._queue) + len(self._in_flight)
             return replace(self._counts, queued=queued, queued_bytes=self._bytes, state=self._breaker.state)
@@ -138,7 +138,7 @@ class BackgroundWriter:
             logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
 
     def _next_batch(self) -> list[_Item]:
-        """Wait for records, for a batch of them, and for the breaker. Returns an empty batch to end the thread."""
+        """Wait for a batch of records and for the breaker. Returns an empty batch to end the thread."""
         with self._work:
             self._work.wait_for(lambda: self._queue or self._closing())
             self._work.wait_for(
@@ -164,8 +164,8 @@ class BackgroundWriter:
             if entries:
                 self._store.append(self._namespace, entries)
             else:
-                self._store.ping()  # the breaker needs an answer to close again
-        except Exception as error:  # whatever a store may raise: this thread must live
+                self._store.ping()  # only the result of a call closes the breaker
+        except Exception as error:  # a store may raise anything, and the thread must survive it
             self._keep(batch, before, error)
             return
         recovered = self._breaker.success()
@@ -182,7 +182,7 @@ class BackgroundWriter:
             )
 
     def _encode(self, record: Record, gaps: set[str]) -> tuple[str, bytes] | None:
-        """Return the record as an entry, or None if it cannot be one. ``gaps``: sessions that have just lost a turn."""
+        """Return the record as an entry, or None if it cannot be encoded. gaps: sessions that just lost a turn."""
         try:
             if isinstance(record, TurnRecord) and record.session in gaps:
                 record = replace(record, gap=True)
@@ -197,7 +197,7 @@ class BackgroundWriter:
         return record.session, payload
 
     def _keep(self, batch: list[_Item], gaps: set[str], error: Exception) -> None:
-        """Put a failed batch back. If the store will never take it, halve it until the record at fault is alone."""
+        """Queue a failed batch again. If the store will never accept it, halve it until the bad record is alone."""
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._counts.failed += 1
@@ -207,7 +207,7 @@ class BackgroundWriter:
                 self._gaps.add(batch[0].record.session)
                 self._leave(batch)
             else:
-                # Send the same records again, so that a store can recognise a batch that it already has.
+                # The retry sends the same records, so that a store can recognise a batch that it already has.
                 self._limit = len(batch) if passing else len(batch) // 2
                 self._queue.extendleft(reversed(batch))
                 self._in_flight.clear()

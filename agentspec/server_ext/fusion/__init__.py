@@ -1,10 +1,10 @@
-"""Join the suffix index and a draft model: for which rows the model runs, what its tokens are worth, what is drafted.
+"""Draft from the suffix index and a draft model together.
 
-``fusion``        one step: whom to ask, what to offer to the suffix index, what to learn
-``scheduler``     for which rows the model is worth its time
-``alternatives``  how one request's text may go on, by the suffix draft and by the model
-``calibrator``    how probable it is that a token is accepted, given both
-``draft_model``   what is asked of a draft model, and what it answers
+``fusion``        runs a step: asks both, merges their drafts, and learns from verified tokens
+``scheduler``     chooses the rows for which the model is worth its time
+``alternatives``  scores the suffix draft and the model's draft of one request
+``calibrator``    gives the probability that a token is accepted
+``draft_model``   the interface of a draft model
 
 Plain Python and numpy: neither torch nor vLLM.
 """

@@ -1,8 +1,8 @@
-"""Weigh the ways in which one request's text may go on, by the suffix draft and by the draft model.
+"""Score two alternative drafts of one request: the suffix draft and the draft model's.
 
-The suffix draft is one way; the draft model's own tokens, which leave it where the model would take another token, are
-the other. Both are lists of scored tokens. What may be offered to the suffix index, and what a verified token teaches,
-are read off them.
+The two may begin with the same tokens; they part at the first position where the model would take another token. Both
+are lists of scored tokens. From these lists come the drafts to offer to the suffix index, and what to learn from
+verified tokens.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, ScoredT
 from agentspec.server_ext.fusion.draft_model import ModelDraft
 
 Offer = list[tuple[int, float]]
-"""Tokens, each with the probability that it is accepted if those before it are."""
+"""Draft to offer: tokens, each with the probability that it is accepted if those before it are."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One row of a draft model's answer: lists [n] of ModelDraft's columns."""
+    """Hold one row of a draft model's answer: the columns of ModelDraft as lists [n]."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -29,7 +29,7 @@ class ModelRow:
 
     @classmethod
     def of(cls, draft: ModelDraft, row: int) -> "ModelRow":
-        """Return one row of an answer."""
+        """Return one row of a draft model's answer."""
         return cls(
             draft.tokens[row].tolist(),
             draft.probabilities[row].tolist(),
@@ -39,10 +39,10 @@ class ModelRow:
 
 
 class DraftAlternatives:
-    """The scored alternatives for one request whose text has ``length`` tokens.
+    """Hold the scored alternatives for one request whose text has ``length`` tokens.
 
-    shared: the tokens that both ways begin with. suffix: behind those, the suffix draft's tokens, each with the
-    model's where it would take another one there. model: behind the shared ones, the model's tokens.
+    shared: the tokens that both drafts begin with. suffix: the suffix draft's tokens behind them, each with the model's
+    token if that differs. model: the model's tokens behind the shared ones.
     """
 
     __slots__ = ("_calibrator", "length", "model", "shared", "suffix")
@@ -64,10 +64,10 @@ class DraftAlternatives:
         unforced: ModelRow | None,
         limit: int,
     ) -> "DraftAlternatives":
-        """Score both ways, at most ``limit`` tokens far.
+        """Score both drafts, at most ``limit`` tokens far.
 
-        draft: the suffix draft's tokens with their probabilities. forced: the model's row that was made to follow
-        them. unforced: the row in which it went its own way.
+        draft: the suffix draft's tokens with their probabilities. forced: the model's row that was forced to follow
+        them. unforced: the row in which the model chose its own tokens.
         """
         result = cls(calibrator, length)
         row = forced or unforced
@@ -88,10 +88,10 @@ class DraftAlternatives:
         return result
 
     def offers(self) -> list[Offer]:
-        """Return the drafts that may be worth more than the suffix draft as it is.
+        """Return the drafts that may be worth more than the current suffix draft.
 
-        They are the suffix draft with the probabilities of now, the model's draft, and the suffix draft up to a later
-        position where the model's token is the likelier one.
+        They are the suffix draft with its new probabilities, the model's draft, and the suffix draft up to the next
+        position where the model's token is more probable, which replaces the suffix draft's.
         """
         begin = [(scored.token, scored.probability) for scored in self.shared]
         result = []
@@ -107,7 +107,7 @@ class DraftAlternatives:
         return [offer for offer in result if offer]
 
     def learn(self, verified: Sequence[int]) -> None:
-        """Learn from the text as it went on, as far as it is known."""
+        """Learn from the verified tokens that followed."""
         begin = len(self.shared)
         if self._learn(self.shared, verified, 0) < begin:
             return
@@ -115,14 +115,14 @@ class DraftAlternatives:
             if at == len(verified):
                 break
             self._calibrator.learn(own, own.token == verified[at])
-            if other is not None and at > begin:  # the first of them heads the model's way
+            if other is not None and at > begin:  # the first of them is the first of `model`, learned below
                 self._calibrator.learn(other, other.token == verified[at])
             if own.token != verified[at]:
                 break
         self._learn(self.model, verified, begin)
 
     def _learn(self, way: Sequence[ScoredToken], verified: Sequence[int], begin: int) -> int:
-        """Learn from the tokens up to the first that is wrong. Return how many were right."""
+        """Learn from the tokens up to the first wrong one. Return how many were right."""
         right = 0
         for scored, token in zip(way, verified[begin:], strict=False):
             self._calibrator.learn(scored, scored.token == token)
@@ -132,7 +132,7 @@ class DraftAlternatives:
         return right
 
     def _share(self, draft: Sequence[tuple[int, float]], row: ModelRow, limit: int) -> int:
-        """Score what both would take. Return the position where that ends."""
+        """Score the tokens that both drafts begin with. Return the position behind them."""
         for at, (token, probability) in enumerate(draft[:limit]):
             if row.top[at] != token:
                 return at
@@ -140,7 +140,7 @@ class DraftAlternatives:
         return min(limit, len(draft))
 
     def _part(self, draft: Sequence[tuple[int, float]], row: ModelRow, at: int) -> None:
-        """Score the position where the model would take another token than the suffix draft."""
+        """Score both tokens of the first position where the model would take another token."""
         token, probability = draft[at]
         top = row.top_probabilities[at]
         known = row.probabilities[at] if row.tokens[at] == token else None
@@ -149,7 +149,7 @@ class DraftAlternatives:
         self.model.append(rival)
 
     def _follow(self, draft: Sequence[tuple[int, float]], forced: ModelRow, begin: int, limit: int) -> None:
-        """Score the rest of the suffix draft, and the model's tokens behind it, from the row that followed it."""
+        """Score the rest of the suffix draft and the model's tokens behind it, by the model's forced row."""
         for at, (token, probability) in enumerate(draft[begin:limit], begin):
             top = forced.top_probabilities[at]
             if forced.top[at] == token:
@@ -160,12 +160,12 @@ class DraftAlternatives:
         self.suffix += [(scored, None) for scored in self._own(forced, max(begin, len(draft)), limit)]
 
     def _own(self, row: ModelRow, begin: int, limit: int) -> list[ScoredToken]:
-        """Score the model's tokens where the suffix draft says nothing."""
+        """Score the model's tokens at positions without a suffix draft."""
         return [self._calibrator.own(row.tokens[at], at, row.probabilities[at]) for at in range(begin, limit)]
 
 
 def pack(offers: Sequence[Offer], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Return offers as SuffixCache takes them: tokens [n, width], probabilities [n, width], lengths [n]."""
+    """Pack offers into arrays for `SuffixCache.offer`: tokens [n, width], probabilities [n, width], lengths [n]."""
     tokens = np.zeros((len(offers), width), dtype=np.int32)
     probabilities = np.zeros((len(offers), width), dtype=np.float64)
     for row, offer in enumerate(offers):

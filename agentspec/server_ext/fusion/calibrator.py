@@ -1,19 +1,18 @@
-"""Say how probable it is that a token is accepted, given what the draft model and the suffix index make of it.
+"""Estimate the probability that a token is accepted from those of the draft model and the suffix index.
 
-The suffix index's probabilities are calibrated by themselves. A draft model's are not: they are those of a small model,
-read after tokens that were guessed. Four situations are told apart, and in each the probability is learned from what
-verification reveals:
+The suffix index's probabilities are calibrated already. A draft model's are not: it is a small model, and it reads
+drafted tokens. In each of four situations, the calibrator learns the probability from verified tokens:
 
-``OWN``      the model's token where the suffix draft says nothing: counted by position and by bins of the log-odds of
+``OWN``      the model's token at a position without a suffix draft: counted by position and by bins of the log-odds of
              the model's probability, starting from that probability
-``AGREED``   the model and the suffix draft have the same token
-``RIVAL``    the model's token where the suffix draft has another one
-``JUDGED``   the suffix draft's token where the model would take another one
+``AGREED``   the token that the model and the suffix draft share
+``RIVAL``    the model's token if the suffix draft has another one
+``JUDGED``   the suffix draft's token if the model would take another one
 
 The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
-with a bias for each of the first positions. Their inputs are chosen such that a model that knows nothing changes
-nothing, and they start out near what two independent opinions amount to: the log-odds of the token's own opinion, and
-log(1 - p) of the other one's, which is 0 where it sees nothing else coming.
+with a bias for each of the first positions. Their inputs are the log-odds of the token's own probability, and
+log(1 - p) of the other token's probability p, which is 0 if p is. So an uninformed model changes nothing. The first
+weights combine the two as independent evidence.
 """
 
 import math
@@ -22,10 +21,10 @@ from dataclasses import dataclass
 OWN, AGREED, RIVAL, JUDGED = range(4)
 
 _LIMIT = 6.0
-"""Log-odds beyond this are as good as certain."""
+"""Largest absolute log-odds; anything beyond counts as certain."""
 _BINS = 13
 _PRIOR = 6.0
-"""Observations that the model's own probability counts for."""
+"""Weight of the model's own probability, in observations."""
 _MEMORY = 1_000.0
 """Observations in a bin after which the older ones count half."""
 _POSITIONS = 3
@@ -36,21 +35,21 @@ _RATE, _SMOOTH = 0.15, 1.0
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its probability to be accepted, and what is needed to learn from its fate."""
+    """Hold a token, the probability that it is accepted, and the inputs to learn from its verification."""
 
     token: int
     probability: float
     kind: int
     position: int
     evidence: tuple[float, ...]
-    """OWN: the model's probability; else the inputs of the regression"""
+    """OWN: the model's probability; otherwise: the inputs of the regression"""
 
 
 class AcceptanceCalibrator:
-    """Score tokens, and learn from what verification reveals. Plain arithmetic."""
+    """Score tokens, and learn from verified tokens. Plain arithmetic."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[int, int], list[float]] = {}  # accepted, seen
+        self._bins: dict[tuple[int, int], list[float]] = {}  # counts of tokens accepted and seen
         bias = [0.0] * _POSITIONS
         self._weights = {
             AGREED: [*bias, 1.0, -0.5],
@@ -62,28 +61,28 @@ class AcceptanceCalibrator:
         self.accepted = [0, 0, 0, 0]
 
     def own(self, token: int, position: int, model: float) -> ScoredToken:
-        """Score the model's token where the suffix draft says nothing. model: the model's probability of it."""
+        """Score the model's token at a position without a suffix draft. model: the model's probability of it."""
         accepted, seen = self._bins.get(_bin(position, model), (0.0, 0.0))
         return ScoredToken(token, (accepted + _PRIOR * model) / (seen + _PRIOR), OWN, position, (model,))
 
     def agreed(self, token: int, position: int, suffix: float, model: float) -> ScoredToken:
-        """Score a token that both have. suffix, model: the probabilities that they give it."""
+        """Score a token that both drafts share. suffix, model: its probabilities."""
         return self._weigh(token, AGREED, position, (log_odds(suffix), _log(1.0 - model)))
 
     def rival(self, token: int, position: int, model: float, suffix: float) -> ScoredToken:
-        """Score the model's token. suffix: the probability of the suffix draft's token, another one."""
+        """Score the model's token where the suffix draft has another. suffix: that token's probability."""
         return self._weigh(token, RIVAL, position, (log_odds(model), _log(1.0 - suffix)))
 
     def judged(self, token: int, position: int, suffix: float, model: float | None, top: float) -> ScoredToken:
         """Score the suffix draft's token where the model would take another one.
 
-        model: the model's probability of this token, None where it is not known. top: of its own token.
+        model: the model's probability of this token, None if unknown. top: the probability of the model's own token.
         """
         behind = -1.0 if model is None else _log(model / max(top, _TINY))
         return self._weigh(token, JUDGED, position, (log_odds(suffix), _log(1.0 - top), behind))
 
     def learn(self, scored: ScoredToken, accepted: bool) -> None:
-        """Note that the token was, or was not, what the target wrote."""
+        """Learn whether the target accepted the token."""
         self.seen[scored.kind] += 1
         self.accepted[scored.kind] += accepted
         if scored.kind == OWN:
@@ -102,7 +101,7 @@ class AcceptanceCalibrator:
             weights[i] += _RATE * step / math.sqrt(squares[i] + _SMOOTH)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Return how often a token of each kind was seen, and right, as JSON."""
+        """Return how many tokens of each kind were seen and accepted, as JSON."""
         names = ("own", "agreed", "rival", "judged")
         return {name: {"seen": self.seen[kind], "right": self.accepted[kind]} for kind, name in enumerate(names)}
 
@@ -116,7 +115,7 @@ class AcceptanceCalibrator:
 
 
 def log_odds(probability: float) -> float:
-    """Return log(p / (1 - p)), kept within what can be told apart."""
+    """Return log(p / (1 - p)), clipped to +-_LIMIT."""
     if probability <= 0.0:
         return -_LIMIT
     if probability >= 1.0:
@@ -125,7 +124,7 @@ def log_odds(probability: float) -> float:
 
 
 def _log(ratio: float) -> float:
-    """Return the log of a number up to 1, kept within what can be told apart."""
+    """Return the log of a number up to 1, clipped from below."""
     return max(-_LIMIT, math.log(max(ratio, _TINY)))
 
 

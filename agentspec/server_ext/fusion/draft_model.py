@@ -1,4 +1,4 @@
-"""Say what fusion asks of a draft model, and what it is told: plain arrays, whatever the model is."""
+"""Define the interface between fusion and a draft model, in plain arrays."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,30 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE = -1
-"""In a proposal: the model takes its own token here."""
+"""Entry of a proposal at which the model takes its own token."""
 
 Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """A draft model's answer for R of its rows, on the host."""
+    """Hold a draft model's answer for R rows, on the host."""
 
     tokens: Int64
-    """[R, n]: the proposal's token where there was one, else the model's"""
+    """[R, n]: the proposal's token if there was one, else the model's"""
     probabilities: NDArray[np.float32]
     """[R, n]: the model's probability of that token"""
     top: Int64
-    """[R, n]: the model's likeliest token, given the tokens taken before it"""
+    """[R, n]: the model's most probable token, given the tokens taken before it"""
     top_probabilities: NDArray[np.float32]
     """[R, n]"""
 
 
 class StepModel(Protocol):
-    """A draft model as it can be asked in one step, once.
+    """Run a draft model for one step, at most once.
 
-    ``positions``: n, the tokens it drafts. ``overlaps``: whether it works beside the host, so that it is worth
-    launching before the suffix index is asked.
+    ``positions``: n, the tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that launching it
+    before the suffix index drafts saves time.
     """
 
     @property
@@ -40,9 +40,9 @@ class StepModel(Protocol):
     def overlaps(self) -> bool: ...
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
-        """Begin to draft. The answer is waited for by calling the result.
+        """Start drafting. Returns a function that waits for the answer and returns it.
 
-        rows: [R] the engine's batch rows, which may repeat. proposals: int64 [R, n], tokens that the model is to take
-        and score, FREE from where on it goes its own way. Raises whatever the model raises, here or in the result.
+        rows: [R] rows of the engine's batch, which may repeat. proposals: int64 [R, n], tokens that the model has to
+        take and score, then FREE. Both the call and the returned function may raise the model's errors.
         """
         ...

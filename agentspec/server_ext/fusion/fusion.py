@@ -1,9 +1,8 @@
-"""DraftFusion drafts one step from the suffix index and, where that is worth its time, from a draft model.
+"""Draft one step from the suffix index and, if that is worth its time, from a draft model.
 
-On a machine where the model runs on the host, the suffix index is asked first, and the model only where it leaves
-something to gain. A model on a GPU works beside the host: it is launched first, for the rows that the last step makes
-look worth it, and the suffix index is asked meanwhile. Then the model is not made to follow the suffix draft, which is
-not known yet.
+If the model runs on the host, the suffix index drafts first, and the model runs only for rows with something to gain. A
+model on a GPU runs in parallel to the host. It is launched first, for rows chosen by the last step, and the suffix
+index drafts meanwhile. Such a model cannot score the suffix draft, which does not exist yet when it starts.
 """
 
 import logging
@@ -32,7 +31,7 @@ _MODEL_FAILURES = 5
 
 @dataclass(frozen=True, slots=True)
 class FusedDrafts:
-    """The drafts of a step, and how many seconds of it the draft model took."""
+    """Hold the drafts of a step, and the seconds that the draft model took for them."""
 
     drafts: StepDrafts
     seconds: float = 0.0
@@ -40,10 +39,10 @@ class FusedDrafts:
 
 @dataclass(slots=True)
 class _Question:
-    """What the model is asked in a step.
+    """Hold a launched run of the model.
 
-    For the step's row ``rows[j]`` the model's row ``forced[j]`` follows the suffix draft and ``unforced[j]`` goes its
-    own way; -1: there is none. seconds: spent on asking.
+    For the step's row ``rows[j]``, the model's row ``forced[j]`` follows the suffix draft and ``unforced[j]`` takes the
+    model's own tokens; -1: there is none. seconds: time that the launch took.
     """
 
     rows: list[int]
@@ -54,10 +53,10 @@ class _Question:
 
 
 class DraftFusion:
-    """Draft from ``cache`` and a draft model together. The model may fail: that costs its drafts, and is counted.
+    """Draft from ``cache`` and a draft model together. If the model fails, only its drafts are lost.
 
-    on_error: told of each error of the model. score_suffix_drafts: let the model score the suffix drafts, so that they
-    are changed, cut or dropped; without that it only offers its own.
+    on_error: called with each error of the model. score_suffix_drafts: let the model score the suffix drafts, which
+    changes, cuts or drops them; False: the model only drafts tokens.
     """
 
     def __init__(
@@ -78,14 +77,14 @@ class DraftFusion:
 
     @property
     def disabled(self) -> bool:
-        """Whether the model failed too often to be asked again."""
+        """Return whether the model has failed too often and no longer runs."""
         return self._failures >= _MODEL_FAILURES
 
     def draft(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> FusedDrafts:
-        """Return the drafts of a step's rows. Raises what the cache raises, and nothing of the model's.
+        """Return the drafts of a step's rows. Raises the cache's errors, but not the model's.
 
-        cost: of verifying one more token, as a share of a step. unit: seconds that stand for one row of a step, None
-        where that is not known yet.
+        cost: price of verifying one more token, as a share of a decode step. unit: seconds of a step without drafts
+        for each of its rows; None: not measured yet.
         """
         question = self._guarded(lambda: self._begin(rows, model, cost, unit))
         drafts = self._cache.step(
@@ -101,7 +100,7 @@ class DraftFusion:
         return FusedDrafts(drafts) if fused is None else fused
 
     def stats(self) -> dict[str, Any]:
-        """Return runs and rows of the model, its time, what it gains and how its tokens fare, as JSON."""
+        """Return the model's runs, rows, time and gains, and how its tokens fare, as JSON."""
         return {
             "runs": self.runs,
             "rows": self.rows,
@@ -112,7 +111,7 @@ class DraftFusion:
         }
 
     def _guarded(self, call: Callable[[], T]) -> T | None:
-        """Return what ``call`` returns; None if it failed, or if the model has failed too often."""
+        """Return the result of ``call``; None if it fails or if the model has failed too often."""
         if self.disabled:
             return None
         try:
@@ -125,7 +124,7 @@ class DraftFusion:
             return None
 
     def _begin(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> _Question | None:
-        """Learn what this step reveals, and launch a model that works beside the host."""
+        """Learn from this step's verified tokens, and launch the model if it runs in parallel to the host."""
         for i, state in enumerate(rows.states):
             if state.alternatives is not None:
                 waiting, state.alternatives = state.alternatives, None
@@ -147,7 +146,7 @@ class DraftFusion:
         cost: float,
         unit: float | None,
     ) -> FusedDrafts:
-        """Let the model improve the suffix drafts, where it was asked or is worth being asked."""
+        """Improve the suffix drafts by the model, if it was launched or is worth running."""
         expected = drafts.expected()
         tokens = drafts.lists()
         if model.overlaps:
@@ -167,7 +166,7 @@ class DraftFusion:
         return self._hear(rows, drafts, expected, question, model.positions, cost)
 
     def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
-        """Launch the model for the chosen rows. drafts: of all rows, for the model to follow and score."""
+        """Launch the model for the chosen rows. drafts: suffix drafts of all rows, to follow and score; or None."""
         begin = time.perf_counter()
         engine_rows: list[int] = []
         proposals: list[list[int]] = []
@@ -196,7 +195,7 @@ class DraftFusion:
         width: int,
         cost: float,
     ) -> FusedDrafts:
-        """Wait for the answer, offer its alternatives to the suffix index, and learn what that has brought."""
+        """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained."""
         begin = time.perf_counter()
         answer = question.answer()
         bounds, tokens, probabilities = (
@@ -235,10 +234,10 @@ class DraftFusion:
     def _offer(
         self, rows: DraftRows, drafts: StepDrafts, offers: list[Offer], offered: list[int], width: int, cost: float
     ) -> StepDrafts:
-        """Let the suffix index take what pays. Return all drafts as they then are."""
+        """Offer the drafts to the suffix index. Return the resulting drafts of all rows."""
         ids = [rows.states[i].request_id for i in offered]
         taken = self._cache.offer(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=cost)
-        latest = {i: at for at, i in enumerate(offered)}  # a row's last answer is its draft
+        latest = {i: at for at, i in enumerate(offered)}  # the last result for a row is its draft
         before, after = list(pairwise(drafts.offsets.tolist())), list(pairwise(taken.offsets.tolist()))
         parts = [
             (taken, latest[i], slice(*after[latest[i]])) if i in latest else (drafts, i, slice(*before[i]))

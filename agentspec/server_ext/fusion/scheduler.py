@@ -1,13 +1,13 @@
-"""Decide for which rows of a step the draft model is worth its time.
+"""Choose the rows of a step for which the draft model is worth its time.
 
-A draft is worth what the core says (``draft_value``): the tokens that its step brings per unit of work, where a unit is
-the time that stands for one row in a step without drafts. Running the model on a row makes the draft there better. The
-tokens by which it does so, its gain, are learned from the rows on which it ran, by how much the suffix draft promised
-there and by request. The model runs on those rows whose gains together exceed what a step brings in the time that the
-model takes. With drafts that no longer pay, as in large batches, there is nothing to gain, and it rests.
+The core values a draft (``draft_value``) by the tokens that its step yields per unit of work. A unit is the time of a
+step without drafts, divided by its rows. Running the model on a row improves its draft by some tokens, the gain. The
+scheduler learns gains from the rows on which the model ran, by request and by the expected tokens of the suffix draft.
+The model runs on rows whose gains together exceed the tokens that a step yields in the time that the model takes. If
+drafts do not pay, as in large batches, there is no gain, and the model does not run.
 
-Gains are seen only where the model runs. A small share of the time therefore goes to trials on all rows, so that a
-model that was useless for a while is found out to be useful again.
+Gains are measured only where the model runs. So a small share of the time goes to trials on all rows, which show when
+a model that was useless for a while becomes useful again.
 """
 
 from collections.abc import Sequence
@@ -17,57 +17,57 @@ from agentspec.cache.suffix_cache import draft_value
 from agentspec.server_ext.step import RequestState, RunningMean
 
 _TRIAL_SHARE = 0.01
-"""Share of the time that trials may take."""
+"""Largest share of the time that trials take."""
 _BOUNDS = (0.0, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0, 8.0)
-"""Expected tokens of the suffix draft that are told apart."""
+"""Bounds of the bins of gains, in expected tokens of the suffix draft."""
 _FIRST_GAIN, _FIRST_WEIGHT = 1.0, 4.0
-"""A gain that is hoped for in the beginning, for so many observations; less where the suffix draft promises much."""
+"""Initial gain in tokens and its weight in observations; the gain is smaller if the suffix draft promises much."""
 _MEMORY = 256
-"""Rows that the mean gains look back."""
+"""Number of latest rows that the mean gains cover."""
 _REQUEST_PRIOR, _REQUEST_MEMORY = 6.0, 48
 _TIME_MEMORY = 32
-"""Runs that the mean times look back."""
+"""Number of latest runs that the mean times cover."""
 _SETTLING = 4
-"""First runs with a number of rows, the quickest of which counts."""
+"""Number of first runs with some number of rows; only the quickest of them counts."""
 _OUTLIER = 3.0
-"""A run that took so many times as long as usual counts as that long: a pause is no property of the model."""
+"""Longest time that a run counts as, in multiples of the usual time, because pauses say nothing about the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a step brings as things stand. rate: tokens a unit of work. unit: its seconds; None: not measured yet."""
+    """Hold what a step currently yields. rate: tokens per unit of work. unit: its seconds; None: not measured yet."""
 
     rate: float
     unit: float | None
 
 
 def gained_tokens(before: tuple[float, int], after: tuple[float, int], cost: float) -> float:
-    """Return by how many tokens a row's step brings more than the draft before would have brought in the same time.
+    """Return how many tokens more a row yields with the new draft than with the old one in the same time.
 
-    before, after: (expected tokens, drafted tokens) of the row's draft. cost: of verifying one more token.
+    before, after: (expected tokens, drafted tokens) of the row's draft. cost: price of verifying one more token.
     """
     return (1.0 + after[0]) * (1.0 - draft_value(*before, cost) / draft_value(*after, cost))
 
 
 class ModelTime:
-    """Say how long the draft model takes for some number of rows, in seconds."""
+    """Estimate how long the draft model takes for some number of rows, in seconds."""
 
     def __init__(self) -> None:
         self._means: dict[int, RunningMean] = {}
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Note a run."""
+        """Add the time of a run."""
         mean = self._means.get(rows)
         if mean is None:
             known = self.seconds(rows)
             self._means[rows] = RunningMean(seconds if known is None else min(seconds, _OUTLIER * known), 1.0)
-        elif mean.count < _SETTLING:  # the first runs find nothing ready
+        elif mean.count < _SETTLING:  # the first runs are slow, because they compile and allocate
             mean.value, mean.count = min(seconds, mean.value), mean.count + 1
         else:
             mean.add(min(seconds, _OUTLIER * mean.value), _TIME_MEMORY)
 
     def seconds(self, rows: int) -> float | None:
-        """Return the usual time; between numbers of rows that were seen by a straight line, None where none was."""
+        """Return the usual time, interpolated between the numbers of rows seen; None before the first run."""
         if not self._means:
             return None
         mean = self._means.get(rows)
@@ -83,7 +83,7 @@ class ModelTime:
 
 
 class DraftModelScheduler:
-    """Choose the rows for which the draft model runs, and learn what that brings. Plain arithmetic, no I/O."""
+    """Choose the rows for which the draft model runs, and learn its gains. Plain arithmetic, no I/O."""
 
     def __init__(self) -> None:
         self.time = ModelTime()
@@ -96,15 +96,15 @@ class DraftModelScheduler:
     ) -> list[int]:
         """Return the rows worth running the model for, in their order.
 
-        promised: expected tokens of the suffix draft, by row. widths: how many of the model's rows a row takes, 0 for
-        one that may have no draft.
+        promised: expected tokens of each row's suffix draft. widths: rows of the model that each row takes, 0 if it
+        may not have a draft.
         """
         able = [i for i, width in enumerate(widths) if width > 0]
         if not able:
             return []
         everything = self.time.seconds(sum(widths))
         if pace.unit is None or everything is None:
-            return able  # nothing is known yet
+            return able  # run on all rows while nothing is known
         tokens_a_second = pace.rate / pace.unit
         gains = sorted(((self.gain(states[i], promised[i]), i) for i in able), reverse=True)
         best, total, width, count = 0.0, 0.0, 0, 0
@@ -126,18 +126,18 @@ class DraftModelScheduler:
         return able
 
     def gain(self, state: RequestState, promised: float) -> float:
-        """Return the tokens that running the model on a row of this request should add."""
+        """Return the gain to expect from running the model on a row of this request, in tokens."""
         own = state.model_gain
         return self._gains[_bucket(promised)].value + own.value * own.count / (own.count + _REQUEST_PRIOR)
 
     def learn(self, state: RequestState, promised: float, gain: float) -> None:
-        """Note that running the model on a row of this request has added so many tokens."""
+        """Note the gain of running the model on a row of this request, in tokens."""
         mean = self._gains[_bucket(promised)]
         state.model_gain.add(gain - mean.value, _REQUEST_MEMORY)
         mean.add(gain, _MEMORY)
 
     def stats(self) -> dict[str, object]:
-        """Return the mean gains by what the suffix drafts promise, in tokens, and the number of trials, as JSON."""
+        """Return the mean gains in tokens, by the suffix draft's expected tokens, and the trials, as JSON."""
         return {
             "trials": self.trials,
             "gains": [

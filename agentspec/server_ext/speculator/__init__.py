@@ -1,11 +1,11 @@
-"""Draft models that read the target's hidden state: MLP and LSTM speculators. Torch alone: no vLLM, no compiled core.
+"""Run draft models that read the target's hidden state: MLP and LSTM speculators. Needs torch alone.
 
 ``config``      the shape of a speculator, from every published spelling of config.json
-``models``      the MLP and the LSTM, and the layers that they are made of
+``models``      the MLP and the LSTM, and their layers
 ``checkpoint``  load from a folder or a hub, and save, in the published layouts
-``selection``   from a head's logits to tokens, in parts that kernels and tensor-parallel ranks compute
+``selection``   chooses tokens by a head's logits, in parts that kernels and tensor-parallel ranks compute
 ``draft_loop``  n greedy steps for a batch, without a synchronisation
-``vocabulary``  a head reduced to the tokens that matter (needs numpy, and the store for counting)
+``vocabulary``  reduces a head to frequent tokens (needs numpy, and the store for counting)
 ``gpu``         weights in 8 bits; fused kernels and CUDA graphs, compared with plain torch before they are used
 """
 

@@ -1,7 +1,7 @@
-"""Checkpoints of speculators: find the folder, read the files, map published names to ours, and save.
+"""Load and save checkpoints of speculators, and map published tensor names to agentspec's.
 
-Tied weights stand in a published file under one name for each position, or under one name alone. ``save_speculator``
-writes all of them, since ArcticInference asks for all; ``load_speculator`` takes the first that is there.
+A published file has tied weights under one name for each position, or under one name alone. ``save_speculator``
+writes all names, because ArcticInference needs them all; ``load_speculator`` reads the first one that exists.
 """
 
 import json
@@ -21,11 +21,11 @@ from agentspec.server_ext.speculator.config import SpeculatorConfig
 from agentspec.server_ext.speculator.models import Speculator, build_speculator
 
 Tensors = dict[str, Callable[[], Tensor]]
-"""Stored tensors by name, each read when it is called."""
+"""Stored tensors by name, as functions that read them."""
 Names = tuple[str, ...]
-"""The published names of one tensor."""
+"""Published names of one tensor."""
 Layout = dict[str, tuple[Names, ...]]
-"""For each of our parameters the published tensors that it stacks along dimension 0; most parameters are one."""
+"""Published tensors of each parameter, stacked along dimension 0. Most parameters have one."""
 
 DRAFT_VOCABULARY = "draft_vocabulary"
 _GATES = ("forget", "input", "output", "cell")
@@ -42,8 +42,8 @@ def load_speculator(
 ) -> Speculator:
     """Load a published or saved speculator, ready to draft (eval mode, no gradients).
 
-    hidden_size, vocab_size: the target's; None: not checked. dtype: of all weights; None: as the head was saved.
-    device: None: the CPU. Raises SpeculatorError that names the field, tensor or file and the remedy.
+    hidden_size, vocab_size: the target's sizes to check; None: no check. dtype: data type of all weights; None: that of
+    the stored head. device: None: the CPU. Raises SpeculatorError that names field, tensor or file, and the remedy.
     """
     folder = find_folder(path_or_hub_id)
     try:
@@ -51,7 +51,7 @@ def load_speculator(
     except SpeculatorError as error:
         raise SpeculatorError(f"speculator {path_or_hub_id}: {error}") from None
     _check_target(config, hidden_size, vocab_size, name=str(path_or_hub_id))
-    with torch.device("meta"):  # only the shapes are needed: the weights come from the file
+    with torch.device("meta"):  # only the shapes are needed, because the weights come from the file
         speculator = build_speculator(config)
     shapes = {name: list(value.shape) for name, value in speculator.state_dict().items()}
     stored = {_plain_name(name, config): read for name, read in _read_tensors(folder).items()}
@@ -72,10 +72,10 @@ def load_speculator(
 
 
 def save_speculator(speculator: Speculator, folder: str | Path) -> None:
-    """Write config.json and pytorch_model.bin as ArcticInference and ``load_speculator`` read them.
+    """Write config.json and pytorch_model.bin for ArcticInference and ``load_speculator``.
 
-    Tied weights are stored once under all their names. Beside a reduced head goes its ``draft_vocabulary``
-    (int64 [V']), which only ``load_speculator`` knows. Files that exist are replaced once the new ones are complete.
+    Tied weights are stored once under all their names. A reduced head is stored with its ``draft_vocabulary``
+    (int64 [V']), which only ``load_speculator`` reads. Existing files are replaced once the new ones are complete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def save_speculator(speculator: Speculator, folder: str | Path) -> None:
 
 
 def find_folder(path_or_id: str | Path) -> Path:
-    """Return a checkpoint's folder: as given, or the local copy of a hub repository, downloaded where it is missing.
+    """Return a checkpoint's folder: the given one, or the local copy of a hub repository, downloaded if missing.
 
     Raises SpeculatorError with the remedy.
     """
@@ -148,7 +148,7 @@ def _download(name: str) -> Path:
         ) from error
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):  # many repositories hold the weights in both forms: load one
+        if not any(folder.glob("*.safetensors")):  # many repositories hold the weights in both formats
             folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
     except Exception as error:  # the hub's client raises whatever its transports do
         raise SpeculatorError(
@@ -159,9 +159,9 @@ def _download(name: str) -> Path:
 
 
 def _read_tensors(folder: Path) -> Tensors:
-    """Return the tensors of all weight files by their stored names; of safetensors where there are any, else of .bin.
+    """Return the tensors of all weight files by their stored names, from safetensors if there are any, else from .bin.
 
-    Nothing but tensors is unpickled. Raises SpeculatorError that names the file and the remedy.
+    Only tensors are unpickled. Raises SpeculatorError that names the file and the remedy.
     """
     read, index = _safetensors, folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
@@ -247,13 +247,13 @@ def _vocabulary(stored: Tensors, config: SpeculatorConfig, folder: Path) -> Tens
 
 
 def _plain_name(stored: str, config: SpeculatorConfig) -> str:
-    """Return a stored name as `_layout` has it: without IBM's prefix, and without the number of an only layer."""
+    """Return a stored name in the form of `_layout`: without IBM's prefix, and without the number of a single layer."""
     name = stored.removeprefix("speculator.")
     return _FIRST_LAYER.sub(r"\1.\2.\3", name) if config.kind == "mlp" and config.flat else name
 
 
 def _layout(config: SpeculatorConfig) -> Layout:
-    """Return every parameter of a speculator of this config with its published names."""
+    """Return the published names of every parameter of a speculator with this config."""
     names = _lstm_layout(config) if config.kind == "lstm" else _mlp_layout(config)
     for at, positions in _shared(config, config.weight_sets):
         names[f"heads.{at}.weight"] = (tuple(f"head.{k}.weight" for k in positions),)
@@ -274,7 +274,7 @@ def _lstm_layout(config: SpeculatorConfig) -> Layout:
 
 
 def _mlp_layout(config: SpeculatorConfig) -> Layout:
-    """Where a part has several layers, published names count its modules, activations included, as Sequential does."""
+    """Return the names of an MLP's tensors. With several layers they number all modules, GELUs included."""
     names: Layout = {}
 
     def add(ours: str, theirs: str, positions: range, module: int, *parts: str) -> None:
@@ -300,5 +300,5 @@ def _mlp_layout(config: SpeculatorConfig) -> Layout:
 
 
 def _shared(config: SpeculatorConfig, sets: int) -> list[tuple[int, range]]:
-    """Return each of so many sets of weights with the positions that use it; the last set serves the rest."""
+    """Return the index of each set of weights and the positions that use it; the last set serves all others."""
     return [(at, range(at, config.n_predict if at == sets - 1 else at + 1)) for at in range(sets)]

@@ -1,8 +1,8 @@
-"""The shape of a speculator, read from config.json in every published spelling.
+"""Read a speculator's shape from config.json, in every published spelling.
 
-Two families of files exist. IBM's accelerators and Arctic's MLP write the target's hidden size as ``emb_dim`` and the
-speculator's width as ``inner_dim`` (0: the same). Arctic's LSTM project writes ``input_hidden_dim``, and widths as
-strings, in which dots separate the layers of a deep ``sum_rnn``: ``"4096.4096"``.
+There are two families of files. IBM's accelerators and Arctic's MLP write the target's hidden size as ``emb_dim`` and
+the speculator's width as ``inner_dim`` (0: the hidden size). Arctic's LSTM project writes ``input_hidden_dim``, and
+widths as strings, in which dots separate the layers of a deep ``sum_rnn``: ``"4096.4096"``.
 """
 
 import math
@@ -25,7 +25,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorConfig:
-    """The shape of a speculator. Raises SpeculatorError that names the field for an impossible one."""
+    """Describe a speculator's shape. Raises SpeculatorError that names the field for an impossible shape."""
 
     kind: Kind
     hidden_size: int
@@ -37,30 +37,30 @@ class SpeculatorConfig:
     vocab_size: int
     """V: the target's vocabulary."""
     emb_size: int = 0
-    """Width of the token embedding; must be that of the first inner layer. 0: filled in."""
+    """Width of the token embedding; must equal the first inner layer's. 0: set to it."""
     proj_size: int = 0
-    """Width of the projected state; the same rule."""
+    """Width of the projected state; must equal the first inner layer's. 0: set to it."""
     tie_weights: bool = True
-    """All positions share one set of weights, but for the first projection, which reads H."""
+    """True if all positions share one set of weights, except the first projection, which reads H."""
     tie_lstm_embs: bool = True
-    """LSTM: the four gates share one embedding."""
+    """LSTM: True if the four gates share one embedding."""
     scale_input: bool = False
-    """Normalise the target's hidden state first."""
+    """True if the speculator first normalises the target's hidden state."""
     emb_layers: int = 1
-    """MLP: layers of an embedding, the table included."""
+    """MLP: number of layers of an embedding, including the table."""
     proj_layers: int = 1
-    """MLP: layers of a projection."""
+    """MLP: number of layers of a projection."""
     inner_sizes: tuple[int, ...] = ()
-    """MLP: widths of the layers after the sum, the last of them ``inner_size``; empty: that one."""
+    """MLP: widths of the layers after the sum, the last of them ``inner_size``; empty: one layer of ``inner_size``."""
     draft_vocab_size: int = 0
     """V': rows of a head that is reduced to a draft vocabulary; 0: the head has all V rows."""
     base_model: str = ""
-    """Name of the target that it was trained for: for messages and for other programs."""
+    """Name of the target that the speculator was trained for, for messages and for other programs."""
     base_model_archs: tuple[str, ...] = ()
-    """The target's ``architectures``; ArcticInference refuses a speculator that does not name them."""
+    """The target's ``architectures``; ArcticInference rejects a speculator without them."""
 
     def __post_init__(self) -> None:
-        fill = object.__setattr__  # a frozen dataclass can only be filled in so
+        fill = object.__setattr__  # a frozen dataclass rejects plain assignment
         if not self.inner_sizes:
             fill(self, "inner_sizes", (self.inner_size,))
         for field in ("emb_size", "proj_size"):
@@ -80,12 +80,12 @@ class SpeculatorConfig:
 
     @property
     def head_rows(self) -> int:
-        """Return the rows of a head: V', or V where it is whole."""
+        """Return the rows of a head: V' if it is reduced, else V."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
     def flat(self) -> bool:
-        """Say whether every part has one layer; only some ``sum_rnn`` have more."""
+        """Return whether every part has one layer; only some ``sum_rnn`` have more."""
         return self.emb_layers == self.proj_layers == len(self.inner_sizes) == 1
 
     def weights_at(self, k: int) -> int:
@@ -112,7 +112,7 @@ class SpeculatorConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SpeculatorConfig":
-        """Read a checkpoint's config.json. Raises SpeculatorError that names the field and what it may be."""
+        """Read a checkpoint's config.json. Raises SpeculatorError that names the field and its allowed values."""
         architecture = _architecture(values)
         kind = _kind(values, architecture)
         if "input_hidden_dim" in values and "method" in values:

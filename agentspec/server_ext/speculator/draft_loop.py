@@ -1,4 +1,4 @@
-"""DraftLoop: n greedy steps of a speculator for a whole batch, without a synchronisation."""
+"""Run n greedy steps of a speculator for a whole batch, without a synchronisation."""
 
 import logging
 from collections.abc import Callable
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class GreedySteps:
-    """The n steps of a draft, with one set of operations.
+    """Run the n steps of a draft, with one set of operations.
 
-    Launches the same work whatever the values of its inputs are and waits for nothing, so that it can be recorded.
-    vocabulary: int64 [V'], the target's token of each row of the head; None: row i is token i. ranks: who shares the
-    head, of which the speculator then has this rank's rows.
+    The steps launch the same work for all values of their inputs and never synchronise, so they can be recorded.
+    vocabulary: int64 [V'], the target's token of each row of the head; None: row i is token i. ranks: the processes
+    that share the head; the speculator then has this rank's rows.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class GreedySteps:
         return parts if self._ranks is None else self._ranks.gather(self._operations.merge(parts, self._first))
 
     def _rows(self, given: Tensor) -> Tensor:
-        """Return the head's rows of the given tokens, counted from this rank's first; outside of it for all others."""
+        """Return the head's rows of the given tokens, counted from this rank's first row; out of range for others."""
         if self._row_of is not None:
             given = torch.where(given < 0, given, self._row_of[given.clamp(min=0)])
         return given - self._first if self._first else given
 
 
 class DraftLoop:
-    """Drafts with a speculator and scores the tokens that others propose, in one go.
+    """Draft with a speculator and score tokens that others propose, in one run.
 
-    The loop takes the speculator over: FP8 and ranks replace its layers and free the former weights.
+    The loop owns the speculator: FP8 and ranks replace its layers and free the former weights.
 
-    positions: how many tokens to draft; None: the speculator's ``n_predict``, which is the most. fp8_head,
-    fp8_projections: weights in 8 bits (`gpu.fp8`). parallel: the ranks that share the head. optimizations: what
-    `warm_up` switches on if it passes its self-check; None: what the device offers.
-    Raises SpeculatorError for more positions than there are and for a head that cannot be shared so.
+    positions: number of tokens to draft, at most the speculator's ``n_predict``, which None stands for. fp8_head,
+    fp8_projections: use FP8 weights (`gpu.fp8`). parallel: the ranks that share the head. optimizations: those that
+    `warm_up` switches on if they pass their self-check; None: all that the device offers.
+    Raises SpeculatorError for too many positions and for a head that these ranks cannot share.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class DraftLoop:
         self._steps = self._with(PLAIN)
         self._recorded: PaddedLoop | None = None
         self.uses_kernels = False
-        """Whether `warm_up` has switched the fused kernels on."""
+        """True once `warm_up` has switched the fused kernels on."""
 
     @property
     def uses_graphs(self) -> bool:
-        """Say whether `warm_up` has recorded graphs."""
+        """Return whether `warm_up` has recorded graphs."""
         return self._recorded is not None
 
     def inputs(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs of so many rows, of the shapes, dtypes and device that the loop takes; nothing is proposed."""
+        """Return empty inputs for some number of rows, with the loop's shapes, dtypes and device, and no proposals."""
         some = next(self.speculator.parameters())
         return (
             torch.zeros(batch, self.speculator.config.hidden_size, dtype=some.dtype, device=some.device),
@@ -138,16 +138,16 @@ class DraftLoop:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not followed
     def warm_up(self) -> None:
-        """Switch on the optimisations that draft as plain torch does; each of the others costs one warning.
+        """Switch on the optimisations that draft as plain torch does, and warn once about each other one.
 
-        Compiles kernels and records graphs, which takes seconds: call it before a server takes requests, on all ranks
-        alike. Until then, and wherever a check fails, the loop runs in plain torch.
+        Compiling kernels and recording graphs takes seconds, so call it before a server takes requests, on all ranks.
+        Before that, and for each failed check, the loop runs in plain torch.
         """
         if self._optimizations.kernels is not None:
             load = self._optimizations.kernels
             fused = self._switch_on("fused kernels", "plain torch", lambda: self._fuse(load))
             self._steps, self.uses_kernels = fused or self._steps, fused is not None
-        for batch in (*SIZES, SIZES[-1] + 1):  # above the last size other code runs
+        for batch in (*SIZES, SIZES[-1] + 1):  # larger batches run without kernels
             self._steps(*self.inputs(batch))
         if self._optimizations.recorder is not None:
             self._recorded = self._record(self._optimizations.recorder)
@@ -157,9 +157,9 @@ class DraftLoop:
         """Draft for B rows.
 
         hidden [B, H]: the target's hidden state after its final norm, at the position that produced the newest token.
-        tokens int64 [B]: the newest token. proposal int64 [B, n]: tokens to take and score where they are not FREE;
-        None: all of them are. Ids beyond the vocabulary count as its last, because a wrong draft is better than a
-        fault on the device. The result holds until the next call.
+        tokens int64 [B]: the newest token. proposal int64 [B, n]: tokens to take and score, or FREE; None: all FREE.
+        Ids beyond the vocabulary count as its last token, because a wrong draft is better than a fault on the device.
+        The result is valid until the next call.
         """
         batch = len(hidden)
         if not batch:
@@ -175,11 +175,11 @@ class DraftLoop:
         return GreedySteps(self.speculator, operations, self.positions, self.speculator.draft_vocabulary, self._ranks)
 
     def _fuse(self, load: Callable[[], Operations]) -> GreedySteps:
-        """Return the steps with fused kernels, compared with plain torch. Raises what goes wrong."""
+        """Return the steps with fused kernels after comparing them with plain torch. Raises any error."""
         operations, vocabulary, alone = load(), self.speculator.draft_vocabulary, None
         if self._ranks is not None:
-            # Compare only this rank's rows, as if they were a reduced head: where one rank fails, the others must not
-            # wait for what it would have sent.
+            # Compare only this rank's rows, as if they were a reduced head. Then no rank waits for the part of a rank
+            # that has failed.
             rows = self._ranks.rows(self.speculator.config.head_rows)
             whole = torch.arange(rows.stop, device=self._device) if vocabulary is None else vocabulary
             vocabulary, alone = whole[rows.start : rows.stop], Ranks(0, 1, lambda part: part.unsqueeze(0))
@@ -190,10 +190,10 @@ class DraftLoop:
         return self._with(operations)
 
     def _record(self, load: Callable[[], Recorder]) -> PaddedLoop | None:
-        """Return the recorded loop, compared with the unrecorded one; None where something fails.
+        """Return the recorded loop after comparing it with the unrecorded one; None if that fails.
 
-        The ranks agree after each of its parts, so that none waits for what another, whose recording failed, never
-        sends. Recording itself sends nothing.
+        The ranks agree after each stage, so that none waits for data from a rank whose recording failed. Recording
+        itself sends nothing.
         """
         what, instead = "CUDA graphs", "single launches"
         loop = self._switch_on(what, instead, lambda: self._prepared(load()))
@@ -211,11 +211,11 @@ class DraftLoop:
         return loop
 
     def _switch_on(self, what: str, instead: str, build: Callable[[], T]) -> T | None:
-        """Return what is built; where that raises, here or on another rank, warn once and return None."""
+        """Return the built object. If building it raises, here or on another rank, warn once and return None."""
         built, problem = None, None
         try:
             built = build()
-        except Exception as error:  # Triton, CUDA and their drivers raise whatever they like
+        except Exception as error:  # Triton, CUDA and their drivers may raise anything
             problem = first_line(error)
         agreed = problem is None if self._ranks is None else self._ranks.agree(problem is None, self._device)
         if not agreed:
@@ -225,7 +225,7 @@ class DraftLoop:
 
 
 def _rows_of_tokens(vocabulary: Tensor, size: int) -> Tensor:
-    """Return int64 [V]: the row of a reduced head that stands for a token, -1 for none."""
+    """Return int64 [V]: each token's row in a reduced head, or -1."""
     rows = torch.full((size,), -1, dtype=torch.int64, device=vocabulary.device)
     rows[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
     return rows

@@ -1,7 +1,7 @@
-"""MLP and LSTM speculators: draft models on top of the target's hidden state, in plain torch.
+"""Define MLP and LSTM speculators in plain torch: draft models that read the target's hidden state.
 
-Both carry a state from position to position; a head reads it. The formulas are those of arXiv:2404.19124 (MLP) and of
-ArcticTraining (LSTM).
+Both pass a state from position to position, and a head reads it. The formulas are those of arXiv:2404.19124 (MLP) and
+of ArcticTraining (LSTM).
 """
 
 import math
@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 
 class Norm(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """LN(x) = w * x / sqrt(mean(x^2) + 1e-6) + b: by root mean square, not centred. x [..., I]."""
+    """Compute LN(x) = w * x / sqrt(mean(x^2) + 1e-6) + b: by root mean square, not centred. x [..., I]."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Norm(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class SumNormGelu(nn.Module):  # type: ignore[misc]
-    """GELU(LN(projected + alpha * embedded)), both [B, I]: one step of an MLP speculator."""
+    """Compute GELU(LN(projected + alpha * embedded)), both [B, I]: one step of an MLP speculator."""
 
     def __init__(self, size: int, alpha: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SumNormGelu(nn.Module):  # type: ignore[misc]
 
 
 class LSTMCell(nn.Module):  # type: ignore[misc]
-    """The gates of an LSTM speculator (``sum_lstm`` in ArcticTraining).
+    """Compute the gates of an LSTM speculator (``sum_lstm`` in ArcticTraining).
 
     With a = projected + alpha * embedded, in the order forget, input, output, cell::
 
@@ -66,7 +66,7 @@ class LSTMCell(nn.Module):  # type: ignore[misc]
 
 
 class State(NamedTuple):
-    """What one position hands to the next."""
+    """Hold the state that one position passes to the next."""
 
     hidden: Tensor
     """[B, H] before the first position, [B, I] after it."""
@@ -75,7 +75,7 @@ class State(NamedTuple):
 
 
 class Speculator(nn.Module, ABC):  # type: ignore[misc]
-    """A draft model on top of the target's hidden state.
+    """Draft from the target's hidden state.
 
     ``heads``: one Linear [V', I] where weights are tied, else n. ``draft_vocabulary``: int64 [V'], the target's token
     that each row of a reduced head stands for, or None where the head has all V rows.
@@ -131,7 +131,7 @@ class Speculator(nn.Module, ABC):  # type: ignore[misc]
 
 
 class MLPSpeculator(Speculator):
-    """h_k = GELU(LN_k(P_k h_{k-1} + alpha E_k[t_k])), logits = W_k h_k: IBM's, Arctic's, and ``sum_rnn``.
+    """Compute h_k = GELU(LN_k(P_k h_{k-1} + alpha E_k[t_k])), logits = W_k h_k: IBM's, Arctic's, and ``sum_rnn``.
 
     ``embeddings``, ``projections``, ``mixes``, ``tails``: one for each set of weights. A ``sum_rnn`` may have several
     layers in each of them; IBM's and Arctic's MLP have one, and their tails are empty.
@@ -158,7 +158,7 @@ class MLPSpeculator(Speculator):
 
 
 class LSTMSpeculator(Speculator):
-    """a = P h + alpha [z; z; z; z] with z = E[token], then an LSTM cell with norms; one set of weights (``sum_lstm``).
+    """Compute a = P h + alpha [z; z; z; z], z = E[token], then an LSTM cell; one set of weights (``sum_lstm``).
 
     ``projections``: Linear [4I, H] for the first position and [4I, I] for the others, the gates stacked in the order
     forget, input, output, cell. ``embeddings``: one, or four in that order where they are not tied.
@@ -192,7 +192,7 @@ def build_speculator(config: SpeculatorConfig) -> Speculator:
 
 
 def _stack(first: nn.Module, size: int, layers: int) -> nn.Sequential:
-    """Return ``first`` with ``layers`` - 1 times norm, GELU and linear layer behind it, all of width ``size``."""
+    """Return ``first`` followed by ``layers`` - 1 times norm, GELU and linear layer, all of width ``size``."""
     behind = ((Norm(size), nn.GELU(), nn.Linear(size, size, bias=False)) for _ in range(layers - 1))
     return nn.Sequential(first, *(module for modules in behind for module in modules))
 

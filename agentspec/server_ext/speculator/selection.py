@@ -1,4 +1,4 @@
-"""From a head's logits to tokens, where the vocabulary is scored in parts: blocks of a kernel, or ranks of a server.
+"""Choose tokens by a head's logits, computed in parts of the vocabulary: blocks of a kernel, or ranks of a server.
 
 A part is float32 [4] for each row of a batch: its best logit, the index of that logit, the log-sum-exp of its logits,
 and the logit of a given token (-inf where the token is not in this part). This is enough to choose greedily and to
@@ -20,30 +20,30 @@ from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator.models import Speculator
 
 FREE = -1
-"""In a proposal: the speculator takes its own token here."""
+"""Entry of a proposal at which the speculator takes its own token."""
 MAX_HEAD_ROWS = 1 << 24
 _ALIGNMENT = 16
-"""A rank's slice is a multiple of so many rows, as FP8 products need it."""
+"""Number that divides the rows of a rank's slice, as FP8 products need."""
 
 
 class DraftedTokens(NamedTuple):
-    """What a draft loop returns, on the speculator's device; token ids are the target's."""
+    """Hold a draft loop's result, on the speculator's device; token ids are the target's."""
 
     tokens: Tensor
-    """int64 [B, n]: the proposal's token where there is one, else the speculator's."""
+    """int64 [B, n]: the proposal's token if there is one, else the speculator's."""
     probabilities: Tensor
     """float32 [B, n]: the speculator's probability of that token (0 for one outside a reduced head)."""
     top: Tensor
-    """int64 [B, n]: the speculator's likeliest token, given the tokens taken before it."""
+    """int64 [B, n]: the speculator's most probable token, given the tokens taken before it."""
     top_probabilities: Tensor
-    """float32 [B, n]."""
+    """float32 [B, n]: the speculator's probability of its most probable token."""
 
 
 class Operations(NamedTuple):
-    """The operations of a draft step that exist twice: in plain torch (`PLAIN`), and as fused kernels."""
+    """Hold the operations of a draft step that exist twice: in plain torch (`PLAIN`), and as fused kernels."""
 
     prepare: Callable[[Speculator], Speculator]
-    """Return a speculator with the same weights whose layers are of this kind; the given one stays as it is."""
+    """Return a speculator with the same weights whose layers are of this kind; the given one is not changed."""
     score: Callable[[nn.Module, Tensor, Tensor], Tensor]
     """head, x [B, I], wanted int64 [B] -> parts float32 [P, B, 4]."""
     merge: Callable[[Tensor, int], Tensor]
@@ -53,7 +53,7 @@ class Operations(NamedTuple):
 
 
 def part_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return logits [B, R] as a single part, float32 [1, B, 4]. wanted int64 [B]: a row of the head, or none of it."""
+    """Return logits [B, R] as one part, float32 [1, B, 4]. wanted int64 [B]: a row of the head, or out of range."""
     logits = logits.float()
     rows = logits.shape[-1]
     best, index = logits.max(dim=-1)
@@ -95,7 +95,7 @@ PLAIN = Operations(lambda speculator: speculator, score, merge, choose)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that share a head. gather: float32 [B, 4] of this rank -> [size, B, 4] of all, in rank order."""
+    """Hold the ranks that share a head. gather: float32 [B, 4] of this rank -> [size, B, 4] of all, in rank order."""
 
     rank: int
     size: int
@@ -119,7 +119,7 @@ class Ranks:
         return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
 
     def agree(self, verdict: bool, device: torch.device) -> bool:
-        """Return whether all ranks say true. Every rank must ask at the same point."""
+        """Return whether all ranks pass true. Every rank must call it at the same point."""
         said = torch.full((1, 4), float(verdict), device=device)
         return bool(self.gather(said).min() > 0.0)
 
@@ -127,7 +127,7 @@ class Ranks:
 def shard_heads(speculator: Speculator, ranks: Ranks) -> None:
     """Keep only this rank's rows of each head.
 
-    Raises SpeculatorError, on every rank, where the vocabulary is too small for so many ranks.
+    Raises SpeculatorError, on every rank, if the vocabulary is too small for so many ranks.
     """
     total = speculator.config.head_rows
     if not Ranks(ranks.size - 1, ranks.size, ranks.gather).rows(total):

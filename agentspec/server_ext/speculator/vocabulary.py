@@ -1,8 +1,8 @@
-"""A draft vocabulary: a head that keeps only the rows of the tokens that a tenant's answers are made of.
+"""Reduce a speculator's head to a draft vocabulary: the tokens that are frequent in a tenant's responses.
 
-The head is most of what a draft reads from memory (V x I weights a position), and a few ten thousand tokens are nearly
-all that one tenant's model says (FR-Spec, arXiv:2502.14856, keeps the most frequent ones of a general corpus). The
-draft model never drafts a token outside; verification and the suffix index are not touched by it.
+Most of what a draft reads from memory is the head (V x I weights for each position), and a few ten thousand tokens make
+up nearly all of one tenant's responses (FR-Spec, arXiv:2502.14856, keeps the most frequent ones of a general corpus).
+The draft model then drafts no other token. Verification and the suffix index do not change.
 
 Count the tokens of a stored corpus, choose the vocabulary by these counts, and prune the head to it.
 """
@@ -24,18 +24,18 @@ from agentspec.server_ext.speculator.models import Speculator, build_speculator
 Counts = NDArray[np.int64]
 
 _COUNTED_TOGETHER = 1 << 18
-"""Tokens counted in one call: each makes an array as long as the vocabulary."""
+"""Tokens counted in one call, because each call makes an array as long as the vocabulary."""
 _HELD_OUT = 10
-"""One session in so many is held out."""
+"""Number of sessions of which one is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """How often each token occurs in some sessions of a log, both int64 [V]."""
+    """Count how often each token occurs in some sessions of a log, both int64 [V]."""
 
     responses: Counts
     prompts: Counts
-    """Counted in what each prompt added to its session."""
+    """Counts in the new part of each prompt, which the session did not contain before."""
 
     def __add__(self, other: "TokenCounts") -> "TokenCounts":
         return TokenCounts(self.responses + other.responses, self.prompts + other.prompts)
@@ -55,7 +55,7 @@ def count_tokens(
     for entry, record in RecordReader().read(store, namespace):
         if isinstance(record, TurnRecord):
             turns += 1
-            # A session's turns stay together, because they repeat each other; a turn without a session is on its own.
+            # A session's turns stay together, because they repeat each other.
             is_held_out = zlib.crc32((record.session or entry.sequence).encode()) % _HELD_OUT == 0
             responses, prompts = counters[is_held_out]
             responses.add(record.response)

@@ -1,11 +1,11 @@
-"""What makes a draft loop fast on a GPU. None of it changes what is drafted, and none of it is needed to draft.
+"""Make a draft loop fast on a GPU. The loop runs without any of this, and drafts the same.
 
 ``fp8``         weights in 8 bits, for any device
 ``fused``       modules and functions that launch the Triton kernels of ``kernels``
 ``graphs``      the whole loop recorded as CUDA graphs
 ``self_check``  both compared with plain torch before they are used
 
-`Optimizations` is the one place where kernels and graphs are chosen: the device offers them, the self-check decides.
+`Optimizations` alone chooses kernels and graphs: the device offers them, and the self-check decides.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from agentspec.server_ext.speculator.selection import Operations
 
 @dataclass(frozen=True, slots=True)
 class Optimizations:
-    """What a draft loop tries to switch on when it warms up; None: it does without.
+    """Hold what a draft loop tries to switch on when it warms up; None: nothing.
 
-    Both are called in ``DraftLoop.warm_up``, and what they raise costs a warning. Tests and benchmarks give their own.
+    ``DraftLoop.warm_up`` calls both and turns their errors into warnings. Tests and benchmarks pass their own.
     """
 
     kernels: Callable[[], Operations] | None = None
@@ -31,12 +31,12 @@ class Optimizations:
 
     @classmethod
     def of(cls, device: torch.device) -> Optimizations:
-        """Return what a device offers: kernels and graphs on a CUDA device, neither elsewhere."""
+        """Return the optimisations for a device: kernels and graphs on a CUDA device, neither elsewhere."""
         return cls(fused_kernels, CudaRecorder) if device.type == "cuda" else cls()
 
 
 def fused_kernels() -> Operations:
-    """Return the operations on Triton kernels. Raises ImportError where Triton is missing."""
+    """Return the operations on Triton kernels. Raises ImportError if Triton is missing."""
     from agentspec.server_ext.speculator.gpu.fused import FUSED
 
     return FUSED

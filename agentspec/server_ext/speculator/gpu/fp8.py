@@ -1,6 +1,6 @@
-"""Linear layers with 8-bit floating-point weights: half the bytes of bfloat16, and a draft is as long as it reads.
+"""Store linear layers in 8-bit floating point: half the bytes of bfloat16, and reading takes most of a draft's time.
 
-Weights are E4M3 with one scale a tensor, inputs E4M3 with one scale a row, found on the fly: x = q * s, where
+Weights are E4M3 with one scale a tensor, inputs E4M3 with one scale a row, computed for each input: x = q * s, where
 s = max|x| / 448 makes the largest value E4M3's largest (Micikevicius et al., FP8 Formats for Deep Learning,
 arXiv:2209.05433). Scaling each row by itself costs nothing and keeps the draft of a request independent of the
 others in its batch.
@@ -15,12 +15,12 @@ from agentspec.server_ext.speculator.models import Speculator
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST = 1e-12
-"""Rows with a smaller maximum are scaled by this, so that zeros stay zeros."""
+"""Smallest maximum of a row for its scale, so that zeros stay zeros."""
 
 _ALIGNMENT = 16
-"""Rows and columns of a native FP8 product come in multiples of so many."""
+"""Number that divides the rows and columns of a native FP8 product."""
 _ROWS_AT_ONCE = 8192
-"""Rows quantized together: a whole head in float32 would take four times its memory."""
+"""Rows quantized together, because a whole head in float32 would take four times its memory."""
 _NATIVE_FROM = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; then Hopper)."""
 
@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A linear layer without bias, its weight in E4M3: inputs [B, K] -> [B, N] in the input's dtype.
+    """Multiply by an E4M3 weight, without bias: inputs [B, K] -> [B, N] in the input's dtype.
 
     GPUs with FP8 tensor cores multiply 8-bit numbers. Elsewhere the same numbers are multiplied in a wider type, so
     the result is the same up to the order of summation.
@@ -80,7 +80,7 @@ class Fp8Linear(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Say whether the device is a GPU with tensor cores for this FP8 (AMD's has another bias)."""
+    """Return whether the device is a GPU with tensor cores for this FP8 (AMD's has another bias)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return bool(torch.cuda.get_device_capability(device) >= _NATIVE_FROM)
@@ -89,7 +89,7 @@ def has_fp8(device: torch.device) -> bool:
 def use_fp8(speculator: Speculator, *, heads: bool, projections: bool) -> None:
     """Replace heads or projections by FP8 ones.
 
-    Their wider weights are freed, unless something else holds them too (an embedding tied to the head).
+    The former weights are freed unless something else holds them too (an embedding tied to the head).
     """
     if heads:
         _replace_linears(speculator.heads)

@@ -1,4 +1,4 @@
-"""The operations of a draft step on Triton kernels: five launches a position instead of some thirty.
+"""Run the operations of a draft step on Triton kernels: five launches a position instead of some thirty.
 
 Drafting a token takes as long as reading the draft model's weights takes. What lies between two matrix products
 (normalisation, gates, activation, quantization, the choice of a token) moves few bytes, but each of its launches leaves
@@ -24,21 +24,21 @@ from agentspec.server_ext.speculator.models import EPSILON, LSTMCell, Speculator
 from agentspec.server_ext.speculator.selection import DraftedTokens, Operations
 
 MOST_ROWS = 64
-"""Most inputs that the products here take. With more they compute longer than they read, and libraries do better."""
+"""Most inputs of these products. With more, computing takes longer than reading, and libraries are faster."""
 
 _LEAST_ROWS = 16
 """Least width of a tensor core's right operand in Triton."""
 _BLOCK_BYTES = 128
-"""Bytes of a weight's row that are read together: a line of the cache."""
+"""Bytes of a weight's row that are read together: a cache line."""
 _HEAD_BLOCK, _LINEAR_BLOCK = 128, 64
 """Rows of the weight that a program multiplies. A head has hundreds of such blocks; of a projection the smaller ones
 leave no multiprocessor without work."""
 _STAGES = 4
-"""Pieces of the weight under way at once: with 8 to 16 KiB each, enough to keep the memory busy."""
+"""Pieces of the weight in flight at once: with 8 to 16 KiB each, enough to keep the memory busy."""
 
 
 class QuantizedState:
-    """The newest state in E4M3, as the cell that computed it left it for the products that read it next."""
+    """Hold the newest state in E4M3. The cell that computes it stores it for the products that read it next."""
 
     __slots__ = ("_hidden", "_quantized")
 
@@ -62,7 +62,7 @@ class QuantizedState:
 
 
 class FusedLSTMCell(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`models.LSTMCell` in one launch. state: where to note the new state in E4M3; None: nothing reads it so."""
+    """Run `models.LSTMCell` in one launch. state: holder of the new state in E4M3; None: no product reads E4M3."""
 
     def __init__(self, cell: LSTMCell, state: QuantizedState | None) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FusedLSTMCell(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class FusedSumNormGelu(nn.Module):  # type: ignore[misc]
-    """`models.SumNormGelu` in one launch. state: as in FusedLSTMCell."""
+    """Run `models.SumNormGelu` in one launch. state: see FusedLSTMCell."""
 
     def __init__(self, mix: SumNormGelu, state: QuantizedState | None) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class FusedSumNormGelu(nn.Module):  # type: ignore[misc]
 
 
 class FusedFp8Linear(nn.Module):  # type: ignore[misc]
-    """`fp8.Fp8Linear` for few rows in at most two launches: E4M3 as the tensor cores take it, nothing padded."""
+    """Run `fp8.Fp8Linear` for few rows in at most two launches, on E4M3 tensor cores and without padding."""
 
     def __init__(self, linear: Fp8Linear, state: QuantizedState) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class FusedFp8Linear(nn.Module):  # type: ignore[misc]
 def fuse(speculator: Speculator) -> Speculator:
     """Return a speculator with the same weights whose cells are fused, and its FP8 layers where tensor cores take them.
 
-    Wider products stay the library's. Raises SpeculatorError where Triton has nothing to run on.
+    The library still computes wider products. Raises SpeculatorError if Triton has no device to run on.
     """
     device = next(speculator.parameters()).device
     interpreted = triton.knobs.runtime.interpret

@@ -1,4 +1,4 @@
-"""The Triton kernels that `fused` launches. All arithmetic is float32.
+"""Define the Triton kernels that `fused` launches. All arithmetic is float32.
 
 Matrices are contiguous. ``inner`` is the length of their rows, ``BLOCK`` the next power of two; lanes beyond read 0.
 """
@@ -26,7 +26,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _normalize(x, weight, bias, columns, inside, inner, eps):
-    """w * x / sqrt(mean(x^2) + eps) + b, where x is 0 outside."""
+    """Return w * x / sqrt(mean(x^2) + eps) + b; x is 0 outside the row."""
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / inner + eps)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -35,14 +35,14 @@ def _normalize(x, weight, bias, columns, inside, inner, eps):
 
 @triton.jit
 def _sum(projected, embedded, columns, inside, alpha):
-    """A row of a projection and alpha times one of embeddings; 0 outside."""
+    """Return a row of a projection plus alpha times a row of embeddings; 0 outside the row."""
     a = tl.load(projected + columns, mask=inside, other=0.0).to(tl.float32)
     return a + alpha * tl.load(embedded + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_quantized(x, quantized, scales, row, columns, inside, inner):
-    """A row as E4M3 with its scale: x = quantized * scale. x is 0 outside."""
+    """Store a row as E4M3 with its scale: x = quantized * scale. x is 0 outside the row."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=0), _SMALLEST) / _E4M3_MAX
     tl.store(quantized + row * inner + columns, (x / scale).to(quantized.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
@@ -53,7 +53,7 @@ def lstm_kernel(
     projected, embedded, cell, cell_weight, cell_bias, state_weight, state_bias, hidden, next_cell, quantized, scales,
     inner, alpha, eps, TIED: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`models.LSTMCell`, a row a program, with the new state quantized as well."""
+    """Compute `models.LSTMCell`, one row per program, and quantize the new state too."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < inner
@@ -85,7 +85,7 @@ def mlp_kernel(
     projected, embedded, weight, bias, hidden, quantized, scales,
     inner, alpha, eps, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`models.SumNormGelu`, a row a program, with the new state quantized as well."""
+    """Compute `models.SumNormGelu`, one row per program, and quantize the new state too."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < inner
@@ -98,7 +98,7 @@ def mlp_kernel(
 
 @triton.jit
 def quantize_kernel(x, quantized, scales, inner, BLOCK: tl.constexpr):
-    """`fp8.quantize_rows`, a row a program."""
+    """Compute `fp8.quantize_rows`, one row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < inner
@@ -111,10 +111,10 @@ def _product(
     inputs, weight, row_scales, weight_scale, v, b, outputs, rows, inner,
     SCALED: tl.constexpr, EVEN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_V, BLOCK_B]: rows v of the weight times inputs b. The weight is the left operand, so that its
+    """Return float32 [BLOCK_V, BLOCK_B]: rows v of the weight times inputs b. The weight is the left operand, so its
     rows fill the tensor core's wide side and the few inputs the narrow one."""
     k = tl.arange(0, BLOCK_K)
-    # Rows past the end read the last one instead of being masked: the loads stay wide, and the result is not used.
+    # Rows past the end read the last row instead of being masked, so that loads stay wide. Their result is not used.
     weights = weight + tl.minimum(v, outputs - 1).to(tl.int64)[:, None] * inner + k[None, :]
     columns = inputs + tl.minimum(b, rows - 1)[None, :] * inner + k[:, None]
     result = tl.zeros((BLOCK_V, BLOCK_B), tl.float32)
@@ -170,13 +170,13 @@ def head_kernel(
 
 @triton.jit
 def _merge(parts, row, count, rows, BLOCK: tl.constexpr):
-    """One row's parts as one: best logit, its index, log-sum-exp, the wanted token's logit."""
+    """Merge one row's parts into one: best logit, its index, log-sum-exp, the wanted token's logit."""
     part = tl.arange(0, BLOCK)
     there = part < count
     of = parts + (part * rows + row) * 4
     values = tl.load(of, mask=there, other=_NEVER)
     best = tl.max(values, axis=0)
-    # A tie goes to the lowest index, as in the product's own choice. Not a number in all of it still gives an index.
+    # A tie goes to the lowest index, as in the head kernel. A row of NaN still gives an index.
     index = tl.min(tl.where(there & (values == best), tl.load(of + 1, mask=there, other=_FAR), _FAR), axis=0)
     index = tl.where(index < _FAR, index, 0.0)
     totals = tl.load(of + 2, mask=there, other=_NEVER)
@@ -187,7 +187,7 @@ def _merge(parts, row, count, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "rows", "first"])
 def merge_kernel(parts, out, count, rows, first, BLOCK: tl.constexpr):
-    """`selection.merge`, a row a program."""
+    """Compute `selection.merge`, one row per program."""
     row = tl.program_id(0)
     best, index, total, found = _merge(parts, row, count, rows, BLOCK)
     tl.store(out + row * 4, best)
@@ -200,7 +200,7 @@ def merge_kernel(parts, out, count, rows, first, BLOCK: tl.constexpr):
 def choose_kernel(
     parts, given, stride, vocabulary, tokens, probabilities, count, rows, MAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`selection.choose`: tokens int64, probabilities float32, both [2, B]: of the token taken and of the likeliest."""
+    """Compute `selection.choose`: tokens int64 [2, B], probabilities float32 [2, B], first the taken, then the top."""
     row = tl.program_id(0)
     best, index, total, found = _merge(parts, row, count, rows, BLOCK)
     top = index.to(tl.int64)

@@ -31,16 +31,16 @@ from agentspec.server_ext.speculator.models import Speculator
 from agentspec.server_ext.speculator.selection import FREE, DraftedTokens
 
 BATCHES = (1, 17, 33, 65)
-"""Batch sizes to compare kernels at: they are compiled for up to 16, 32 and 64 rows, and leave more to torch."""
+"""Batch sizes to compare kernels at: kernels are compiled for up to 16, 32 and 64 rows; torch computes larger ones."""
 ROUNDINGS = 2
 _TINY = 1e-30
-"""Probabilities below this count as zero; float32 cannot hold those of far-off tokens."""
+"""Smallest probability that does not count as zero; float32 cannot hold those of very improbable tokens."""
 _PRODUCT_EPSILON = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
-"""What torch's float32 products on tensor cores round their factors by (TF32, bfloat16)."""
+"""Rounding error of the factors of torch's float32 products on tensor cores (TF32, bfloat16), by precision."""
 
 
 def check_kernels(fused: Loop, plain: Loop, speculator: Speculator, positions: int) -> None:
-    """Compile a loop's kernels and compare it with plain torch. Raises SpeculatorError that says what differs."""
+    """Compile a loop's kernels and compare it with plain torch. Raises SpeculatorError that names the difference."""
     for batch in BATCHES:
         inputs = random_inputs(speculator, positions, batch, seed=batch)
         problem = difference(fused(*inputs), plain, speculator, inputs)
@@ -51,8 +51,8 @@ def check_kernels(fused: Loop, plain: Loop, speculator: Speculator, positions: i
 def check_graphs(recorded: PaddedLoop, eager: Loop, speculator: Speculator, positions: int) -> None:
     """Replay every size twice, with other inputs, and compare it with unrecorded launches.
 
-    Raises SpeculatorError that says what differs, and only when all sizes are through: where ranks share a head, each
-    of them must replay as often as the others.
+    Raises SpeculatorError that names the difference, after all sizes, because ranks that share a head must all replay
+    equally often.
     """
     problems = []
     for size in recorded.sizes:
@@ -66,7 +66,7 @@ def check_graphs(recorded: PaddedLoop, eager: Loop, speculator: Speculator, posi
 
 
 def random_inputs(speculator: Speculator, positions: int, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random states and tokens for a loop; half of the rows draft freely, half score some given tokens."""
+    """Return random states and tokens for a loop; half of the rows draft freely, half score given tokens."""
     some = next(speculator.parameters())
     config, random = speculator.config, torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, config.hidden_size, generator=random)
@@ -80,10 +80,10 @@ def random_inputs(speculator: Speculator, positions: int, batch: int, seed: int)
 def difference(
     found: DraftedTokens, reference: Loop, speculator: Speculator, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> str | None:
-    """Return what is wrong with ``found``, drafted from these inputs; None: nothing.
+    """Return a message about what is wrong with ``found``, which was drafted from these inputs, or None.
 
-    reference: a loop to trust. It scores the tokens that were found, so both have seen the same ones before each
-    position. speculator: in plain torch, for the size of the logits.
+    reference: the loop to compare with. It scores the tokens in ``found``, so both read the same tokens before each
+    position. speculator: a plain torch one, for the size of the logits.
     """
     hidden, tokens, proposal = inputs
     free = proposal == FREE
