@@ -25,7 +25,7 @@ client raises them.
 
 
 class AgentSpecError(Exception):
-    """Serve as the base class of every error that agentspec raises."""
+    """Base class of every error that agentspec raises."""
 
 
 class ConfigurationError(AgentSpecError, ValueError):

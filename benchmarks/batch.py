@@ -66,7 +66,8 @@ class Model:
 
 
 SOURCE = "https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance"
-"""NVIDIA NIM's performance page. The times are the ITL column of each model's first table: H100, up to 150 requests.
+"""NVIDIA NIM's performance page. The times are the ITL column of each model's first table, up to 150 requests. The page
+names the GPU, an H100, for another model only.
 b is measured per row and used per verified token. A row adds attention too, so drafts look dearer than they are."""
 MODELS = (
     Model("Llama-3.1-8B", ((1, 4.63), (5, 4.58), (25, 5.19), (50, 5.91), (100, 7.57), (150, 9.81))),

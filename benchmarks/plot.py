@@ -83,7 +83,7 @@ def plot_results() -> Figure:
     _draw_serving(axes[0], 1, legend=True)
     axes[0].set_title("Real vLLM on a CPU, one request at a time:\ntokens/s over no speculation")
     _draw_sessions(axes[1], 128, "Llama-3.1-8B")
-    axes[1].set_title("Simulated H100, 128 sessions at once, 8B:\nthroughput over no speculation")
+    axes[1].set_title("Simulated GPU, 128 sessions at once, 8B:\nthroughput over no speculation")
     rows = _by_figure()
     speed = [rows[f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request"]]
     memory = [rows["resident memory at 5 M tokens, bytes a token"]]
@@ -156,7 +156,7 @@ def plot_batch() -> Figure:
         axis.set_xlabel("sessions at once")
         _line_at_one(axis)
     figure.suptitle(
-        "Simulated: throughput over no speculation, step times of Llama-3.1-8B on an H100", weight="bold", fontsize=11
+        "Simulated: throughput over no speculation, on published step times of Llama-3.1-8B", weight="bold", fontsize=11
     )
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4)

@@ -1,4 +1,4 @@
-"""Make a draft loop fast on a GPU. The loop runs without any of this, and drafts the same.
+"""Make a draft loop fast on a GPU. The loop runs without any of this. FP8 alone may change what it drafts.
 
 ``fp8``         weights in 8 bits, for any device
 ``fused``       modules and functions that launch the Triton kernels of ``kernels``
