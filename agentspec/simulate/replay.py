@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from agentspec.cache.types import SOURCES, Scope
+from agentspec.cache.types import SOURCES, ReplayRates, Scope
 from agentspec.simulate.records import Call
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Durations:
 
 
 @dataclass(slots=True)
-class Figures:
+class Figures(ReplayRates):
     """Hold what a simulation counts and times.
 
     tokens: tokens of all responses. steps: verifications, each of which gives its accepted tokens and one more.
@@ -68,14 +68,6 @@ class Figures:
     propose: Durations = field(default_factory=Durations)
     extend: Durations = field(default_factory=Durations)
     bytes_per_token: float = 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.tokens / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that `agentspec simulate --json` prints; times in microseconds a call."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache.types import ReplayRates
 from agentspec.errors import AgentSpecError, ConfigurationError
 
 Int32 = NDArray[np.int32]
@@ -68,7 +69,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
+class ReplayResult(ReplayRates):
     """Count what a replay did, for every method alike, in vLLM's model runner.
 
     ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
@@ -87,16 +88,6 @@ class ReplayResult:
     """Seconds of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
     turns: tuple[tuple[int, float], ...] = ()
     """Tokens and seconds of each turn; empty unless engines took turns."""
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Return the mean acceptance length, bonus token included; 0 before the first step."""
-        return self.tokens / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return accepted over drafted tokens; 0 without drafts."""
-        return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_second(self) -> float:
