@@ -19,7 +19,7 @@ from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step
+from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,7 @@ class _Lookup:
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
-        if self.picked is None:
-            return drafts
-        result: list[list[int]] = [[] for _ in range(len(self.batch))]
-        for at, draft in zip(self.picked.tolist(), drafts, strict=True):
-            result[at] = draft
-        return result
+        return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))
 
 
 class DraftingEngine:

@@ -69,6 +69,14 @@ class Step:
     """duration of the step in seconds; None if it also had prompt tokens"""
 
 
+def spread_drafts(drafts: list[list[int]], rows: Sequence[int], count: int) -> list[list[int]]:
+    """Return the drafts of ``count`` rows: the given ones at ``rows``, and empty ones elsewhere."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    for row, draft in zip(rows, drafts, strict=True):
+        result[row] = draft
+    return result
+
+
 class AwaitsVerification(Protocol):
     """Learn from a request's next verified tokens. ``length``: the request's tokens when this was made."""
 

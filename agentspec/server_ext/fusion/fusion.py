@@ -148,11 +148,11 @@ class DraftFusion:
     ) -> FusedDrafts:
         """Improve the suffix drafts by the model, if it was launched or is worth running."""
         expected = drafts.expected()
-        tokens = drafts.lists()
         if model.overlaps:
             for state, promised in zip(rows.states, expected, strict=True):
                 state.promised = promised
         else:
+            tokens = drafts.lists()
             values = [draft_value(e, len(draft), cost) for e, draft in zip(expected, tokens, strict=True)]
             pace = Pace(sum(values) / len(values), unit)
             widths = [

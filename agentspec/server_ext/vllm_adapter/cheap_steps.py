@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentspec.server_ext.vllm_adapter.launch import keeps_states, uses_agentspec
+from agentspec.server_ext.vllm_adapter.runner import extension_of
 
 _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
@@ -23,7 +24,7 @@ def calc_spec_decode_metadata(
     original: Callable[..., Any], runner: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any
 ) -> Any:
     """Build the metadata of a step without drafts, skipping vLLM's array work."""
-    if getattr(runner, "agentspec", None) is None or any(num_draft_tokens.tolist()):
+    if extension_of(runner) is None or any(num_draft_tokens.tolist()):
         return original(runner, num_draft_tokens, cu_num_scheduled_tokens)
     return metadata_without_drafts(cu_num_scheduled_tokens, runner.device)
 
@@ -62,7 +63,7 @@ def _decode_metadata(rows: int, device: Any) -> Any:
 def sample(original: Callable[..., Any], runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
     """Sample a step without drafts as vLLM does without speculation."""
     nothing = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
-    if nothing and getattr(runner, "agentspec", None) is not None:
+    if nothing and extension_of(runner) is not None:
         spec_decode_metadata = None
     return original(runner, logits, spec_decode_metadata)
 
@@ -73,7 +74,7 @@ def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     The scheduler has taken away a request's draft when it scheduled it, so there is nothing left to be replaced.
     Under asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
     """
-    extension = getattr(runner, "agentspec", None)
+    extension = extension_of(runner)
     if extension is not None and extension.drafted_nothing and not runner.use_async_scheduling:
         return None
     return original(runner)

@@ -15,6 +15,7 @@ from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import build_draft_model
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens
@@ -85,12 +86,8 @@ class RunnerExtension:
             if bound is not None:
                 bound.close()
         self.drafted_nothing = not any(drafts)
-        if len(drafts) == len(forward.sampled):
-            return drafts
-        result: list[list[int]] = [[] for _ in forward.sampled]
-        for row, draft in zip(step.batch.rows.tolist(), drafts, strict=True):
-            result[row] = draft
-        return result
+        count = len(forward.sampled)
+        return drafts if len(drafts) == count else spread_drafts(drafts, step.batch.rows.tolist(), count)
 
     def _report(self) -> None:
         """Count an error, and log the first one."""
@@ -104,6 +101,11 @@ class RunnerExtension:
 # --- The wrapped methods of vLLM's V1 model runner, and the worker's RPC
 
 
+def extension_of(runner: Any) -> RunnerExtension | None:
+    """Return the extension of a model runner; None where its engine does not draft with agentspec."""
+    return getattr(runner, "agentspec", None)
+
+
 def init_runner(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
     """Attach the extension to a new runner, and to its drafter, which vLLM calls to load weights."""
     original(runner, *args, **kwargs)
@@ -113,7 +115,7 @@ def init_runner(original: Callable[..., None], runner: Any, *args: Any, **kwargs
 
 def propose_draft_token_ids(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
     """Draft from the scheduler's output, the runner's batch and the target's hidden states."""
-    extension = getattr(runner, "agentspec", None)
+    extension = extension_of(runner)
     if extension is None:
         return original(runner, *args)
     forward = ForwardPass(*args)
@@ -124,21 +126,21 @@ def propose_draft_token_ids(original: Callable[..., Any], runner: Any, *args: An
 def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: str, req_state: Any) -> None:
     """Tell the engine that a request has ended. Its absence from a batch says nothing: it may come back."""
     original(runner, req_id, req_state)
-    extension = getattr(runner, "agentspec", None)
+    extension = extension_of(runner)
     if extension is not None:
         extension.finish(req_id, req_state)
 
 
 def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
     """Accept batches near ``max_model_len``, which vLLM would skip whole. The reader cuts each row's draft to fit."""
-    if getattr(runner, "agentspec", None) is not None:
+    if extension_of(runner) is not None:
         return common_attn_metadata is not None
     return bool(original(runner, common_attn_metadata))
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     """Answer ``ask_engines``: ``stats``, or ``request`` with an id. Return None in a worker without an engine."""
-    extension = getattr(getattr(worker, "model_runner", None), "agentspec", None)
+    extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
     if what == "request":
