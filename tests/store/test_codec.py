@@ -42,7 +42,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=12,
 )
-MESSAGES = st.builds(MessageRecord, SESSIONS, st.dictionaries(TEXT, JSON, max_size=4), st.floats(0, 4e9))
+MESSAGES = st.builds(
+    MessageRecord,
+    SESSIONS,
+    st.dictionaries(TEXT, JSON, max_size=4),
+    st.floats(0, 4e9),
+    st.none() | st.integers(0, 2**63),
+)
 
 
 @settings(deadline=None)
@@ -167,6 +173,7 @@ def test_the_checksum_is_crc32_over_framed_parts() -> None:
         (TurnRecord("a\nb", 0, tokens(), tokens(1), 1.0), InvalidSessionError, "session"),
         (TurnRecord("s", 0, tokens(), tokens(1), 1.0, group="a\nb"), InvalidSessionError, "group"),
         (MessageRecord("s", {"x": object()}, 1.0), InvalidInputError, "message"),
+        (MessageRecord("s", {}, 1.0, position=-1), InvalidInputError, "position"),
         (MessageRecord("s", {1: "x"}, 1.0), InvalidInputError, "message"),  # type: ignore[dict-item]
         (MessageRecord("s", {"x": 2**70}, 1.0), InvalidInputError, "message"),
         (MessageRecord("s", ["x"], 1.0), InvalidInputError, "message"),  # type: ignore[arg-type]

@@ -81,12 +81,14 @@ class TurnRecord:
 class MessageRecord:
     """Hold one message of a session as the client saw it.
 
-    message: a JSON-able object. created: seconds since the epoch.
+    message: a JSON-able object. created: seconds since the epoch. position: number of the session's messages before
+    it, lost ones included, so that readers see what is missing; None: an older release wrote the record.
     """
 
     session: str
     message: dict[str, Any]
     created: float
+    position: int | None = None
 
     @property
     def size(self) -> int:
@@ -106,6 +108,10 @@ def encode(record: Record) -> bytes:
     check_ids(session=record.session or None)  # a turn may have no session
     meta: dict[str, Any] = {"session": record.session, "created": float(record.created)}
     if isinstance(record, MessageRecord):
+        if record.position is not None:
+            if record.position < 0:
+                raise InvalidInputError(f"position: a count of at least 0 expected, got {record.position}")
+            meta["position"] = record.position
         return _seal(_MESSAGE, meta, _message_bytes(record.message))
     check_ids(group=record.group, tenant=record.tenant)
     if record.kept < 0:
@@ -179,7 +185,10 @@ def _message(fields: dict[str, Any], data: bytes) -> MessageRecord:
     message = _unpack(data)
     if not isinstance(message, dict):
         _corrupt("the message is not an object")
-    return MessageRecord(_text(fields, "session"), message, float(fields["created"]))
+    position = fields.get("position")
+    if position is not None and (type(position) is not int or position < 0):
+        _corrupt("its position is not a count")
+    return MessageRecord(_text(fields, "session"), message, float(fields["created"]), position)
 
 
 def _seal(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
