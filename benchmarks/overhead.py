@@ -9,6 +9,10 @@ the noise. The time is that of LLMEngine.step() while every slot decodes. Of two
 faster for as long as it lives, so more rounds don't help: a launch starts new engines, in another order. A launch's
 ratio is the median over its rounds of the ratio of medians. The result is the geometric mean of the launches, with its
 standard error.
+
+What is added is a time and not a share, so it is also given in milliseconds, with its parts. A fourth engine, whose
+methods are timed, gives those: the native call; the rest of agentspec's drafting, which is Python; and vLLM's question
+to the worker for drafts. What is left of the time added is vLLM's own handling of a speculative configuration.
 """
 
 import argparse
@@ -31,9 +35,19 @@ from agentspec.testing.replay import RESERVED_TOKENS, Call, ModelShape, ReplayEn
 
 TARGET = 1.03
 """Largest allowed ratio of a decode step's time with the extension to that without it."""
+OWN_TARGETS = {1: 0.05, 8: 0.08, 64: 0.25}
+"""Most time that agentspec's own drafting shall take in a step without drafts, in ms by batch size."""
 
 WITH, WITHOUT, DEFAULT = "agentspec", "none", "none, default scheduling"
+TIMED = "agentspec, timed"
 RATIOS = ("ratio", "ratio_to_default", "ratio_of_both_without")
+_CORE = "vllm.v1.engine.core:EngineCore"
+PARTS = {
+    "native": ("agentspec.cache.suffix_cache:SuffixCache", "step"),
+    "drafting": ("agentspec.server_ext.vllm_adapter.runner:RunnerExtension", "draft"),
+    "asking": (_CORE, "post_step"),
+}
+"""Methods whose time is measured: owner and name. "drafting" includes "native"."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +91,7 @@ def _launch(
     options: argparse.Namespace, shape: ModelShape, streams: "_Streams", scope: Scope, number: int
 ) -> list[dict[str, Any]]:
     """Return the figures of each batch size, measured on newly started engines."""
-    kinds = [(WITH, "agentspec", False), (WITHOUT, "none", False), (DEFAULT, "none", None)]
+    kinds = [(WITH, "agentspec", False), (WITHOUT, "none", False), (DEFAULT, "none", None), (TIMED, "agentspec", False)]
     first = number % len(kinds)
     with ExitStack() as stack:
         engines = {
@@ -91,6 +105,7 @@ def _launch(
                     max_draft=options.max_draft,
                     settings={"store": "memory://", "scope": scope},
                     async_scheduling=asynchronous,
+                    timed=PARTS if name == TIMED else None,
                 )
             )
             for name, method, asynchronous in kinds[first:] + kinds[:first]
@@ -104,8 +119,10 @@ def _launch(
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one batch size: means over the launches, and each launch's ratios."""
-    names = ("ms_with", "ms_without", "ms_default", *RATIOS)
+    names = ("ms_with", "ms_without", "ms_default", *RATIOS, *(f"ms_{part}" for part in PARTS))
     means = {name: round(statistics.geometric_mean(row[name] for row in rows), 4) for name in names}
+    added = [row["ms_with"] - (row["ms_without"] + row["ms_default"]) / 2 for row in rows]
+    own = OWN_TARGETS.get(rows[0]["batch"])
     ratio, error = _mean(rows)
     return {
         **{name: rows[0][name] for name in ("batch", "rounds", "default_async_scheduling")},
@@ -116,6 +133,11 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "standard_error": None if error is None else round(error, 4),
         "target": TARGET,
         "met": ratio <= TARGET,
+        "ms_added": round(statistics.mean(added), 4),
+        "ms_added_error": round(statistics.stdev(added) / math.sqrt(len(added)), 4) if len(added) > 1 else None,
+        "ms_python": round(means["ms_drafting"] - means["ms_native"], 4),
+        "own_target": own,
+        "own_met": None if own is None else means["ms_drafting"] <= own,
     }
 
 
@@ -134,6 +156,7 @@ def _mean(rows: Sequence[dict[str, Any]]) -> tuple[float, float | None]:
 
 def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", batch: int, rounds: int) -> dict[str, Any]:
     medians: dict[str, list[float]] = {name: [] for name in engines}
+    parts: dict[str, list[float]] = {name: [] for name in PARTS}
     drafted = 0
     orders = list(itertools.permutations(engines))  # no engine always follows the same other one
     for number in range(rounds + 1):
@@ -143,6 +166,8 @@ def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", bat
             drafted += result.drafted
             if number:  # the first round warms up
                 medians[name].append(statistics.median(result.decode_seconds))
+                for part, seconds in result.part_seconds.items():
+                    parts[part].append(statistics.median(seconds))
     say(f"batch {batch}: {rounds} rounds done")
 
     def ratio(a: str, b: str) -> float:
@@ -158,6 +183,7 @@ def _measure_batch(engines: Mapping[str, ReplayEngine], streams: "_Streams", bat
         "ratio": ratio(WITH, WITHOUT),
         "ratio_to_default": ratio(WITH, DEFAULT),
         "ratio_of_both_without": ratio(DEFAULT, WITHOUT),
+        **{f"ms_{part}": round(1e3 * statistics.median(seconds), 4) for part, seconds in parts.items()},
     }
 
 
@@ -206,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="DIR", help="a model folder (default: a small Llama with random weights)")
     add("--hidden", type=int, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
     add("--layers", type=int, default=2, help="its layers (%(default)s)")
-    add("--batch", type=int, nargs="+", default=[1, 8], metavar="B", help="batch sizes (1 8)")
+    add("--batch", type=int, nargs="+", default=[1, 8, 64], metavar="B", help="batch sizes (1 8 64)")
     add("--launches", type=int, default=9, help="how often the engines start anew (%(default)s)")
     add("--rounds", type=int, default=6, help="turns of each engine in a launch (%(default)s)")
     add("--prompt", type=int, default=256, help="tokens of a prompt (%(default)s)")
@@ -233,6 +259,17 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
             )
         )
     print_table(f"idle extension, ms per decode step ({rows[0]['model']})", columns, cells, width=110)
+    columns = ("batch", "added", "native call", "our Python", "our sum", "target", "met", "asking the worker")
+    cells = []
+    for item in rows:
+        error = "" if item["ms_added_error"] is None else f" ± {item['ms_added_error']:.3f}"
+        target = "" if item["own_target"] is None else f"<= {item['own_target']:.2f}"
+        met = {None: "", True: "yes", False: "no"}[item["own_met"]]
+        parts = [f"{item[f'ms_{name}']:.3f}" for name in ("native", "python", "drafting")]
+        cells.append(
+            (str(item["batch"]), f"{item['ms_added']:.3f}{error}", *parts, target, met, f"{item['ms_asking']:.3f}")
+        )
+    print_table("what it adds, ms per decode step", columns, cells, width=110)
 
 
 if __name__ == "__main__":

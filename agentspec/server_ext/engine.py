@@ -33,7 +33,8 @@ class _Lookup:
     """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
-    quiet: steps without drafts that its requests' figures do not count yet.
+    quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
+    a share of a decode step. budget: most draft tokens of a step. Both hold for version ``as_of`` of the step cost.
     """
 
     batch: Batch
@@ -42,6 +43,9 @@ class _Lookup:
     rows: Int32
     picked: NDArray[np.intp] | None
     quiet: int = 0
+    cost: float = 0.0
+    budget: int = 0
+    as_of: int = -1
 
     def pick(self, values: Int32) -> Int32:
         """Return the values of the k rows. values: one for each row of the batch."""
@@ -171,11 +175,12 @@ class DraftingEngine:
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.step_cost.given is None):
             self.step_cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
-        cost = self.step_cost.cost(count)
+        if lookup.as_of != self.step_cost.version:
+            self._price(lookup)
+        cost, budget = lookup.cost, lookup.budget
         room, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
         if most is not None and count > most:
             room, model = np.zeros_like(room), None
-        budget = self.budget.tokens(count, self.step_cost.affordable_tokens(count))
         begin = time.perf_counter_ns()
         drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost)
         self._steps += 1
@@ -184,6 +189,13 @@ class DraftingEngine:
         else:
             lookup.quiet += 1
         return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])
+
+    def _price(self, lookup: _Lookup) -> None:
+        """Set the price and the budget of the batch's steps."""
+        count = len(lookup.batch)
+        lookup.cost = self.step_cost.cost(count)
+        lookup.budget = self.budget.tokens(count, self.step_cost.affordable_tokens(count))
+        lookup.as_of = self.step_cost.version
 
     def _draft(self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float) -> StepDrafts:
         """Return drafts for the k rows, at most ``room`` [k] tokens each."""

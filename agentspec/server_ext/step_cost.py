@@ -173,6 +173,8 @@ class StepCost:
 
     def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
         self.given = given
+        self.version = 0
+        """number that changes whenever the price or the affordable tokens may have changed"""
         self._default = default
         self._batches: dict[int, _Batch] = {}
         self._waiting: list[tuple[int, int, float]] = []
@@ -261,6 +263,7 @@ class StepCost:
 
     def _take_in(self) -> None:
         waiting, self._waiting = self._waiting, []
+        self.version += 1
         slopes: dict[int, float] = {}
         for rows, drafted, seconds in waiting:
             if rows < 1 or not 0.0 < seconds < float("inf"):

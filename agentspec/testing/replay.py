@@ -83,6 +83,7 @@ class ReplayEngine:
         seed: int = 0,
         async_scheduling: bool | None = False,
         module_paths: Iterable[str | Path] = (),
+        timed: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         speculative_config(method, max_draft)  # raise for an unknown name now
         paths = tuple(map(str, module_paths))
@@ -105,6 +106,7 @@ class ReplayEngine:
             seed=seed,
             async_scheduling=async_scheduling,
             module_paths=paths,
+            timed=dict(timed or {}),
         )
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

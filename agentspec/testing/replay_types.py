@@ -66,6 +66,7 @@ class EngineSpec:
     seed: int
     async_scheduling: bool | None
     module_paths: tuple[str, ...] = ()
+    timed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class ReplayResult(ReplayRates):
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     decode_seconds: tuple[float, ...] = ()
     """Seconds of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
+    part_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Seconds that each timed method took in each of those steps."""
     turns: tuple[tuple[int, float], ...] = ()
     """Tokens and seconds of each turn; empty unless engines took turns."""
 
@@ -107,6 +110,10 @@ class ReplayResult(ReplayRates):
             seconds=self.seconds + other.seconds,
             accepted_by_source=dict(sources),
             decode_seconds=self.decode_seconds + other.decode_seconds,
+            part_seconds={
+                name: self.part_seconds.get(name, ()) + other.part_seconds.get(name, ())
+                for name in {**self.part_seconds, **other.part_seconds}
+            },
             turns=self.turns + other.turns,
         )
 

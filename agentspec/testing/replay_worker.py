@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -96,7 +96,9 @@ class Engine:
         self.spec = spec
         self.records: list[StepRecord] = []
         self.calls = 0
+        self.part_seconds = dict.fromkeys(spec.timed, 0.0)
         install_replay(self.records.append)
+        install_timers(spec.timed, self.part_seconds)
         options: dict[str, Any] = {}
         if spec.method == "agentspec":
             options["additional_config"] = {"agentspec": dict(spec.settings)}
@@ -178,6 +180,7 @@ class Replay:
     def advance(self, calls: int | None) -> ReplayResult:
         """Step the engine until ``calls`` more calls have finished (None: all); the others stay in flight."""
         times: list[float] = []
+        parts: dict[str, list[float]] = {name: [] for name in self._engine.part_seconds}
         sources: Counter[str] = Counter()
         counts: Counter[str] = Counter()
         done, seconds = 0, 0.0
@@ -186,6 +189,7 @@ class Replay:
             self._fill()
             if not self._running:
                 break
+            self._engine.part_seconds.update(dict.fromkeys(parts, 0.0))
             filled = time.perf_counter()
             outputs = self._engine.llm.llm_engine.step()
             end = time.perf_counter()
@@ -194,6 +198,8 @@ class Replay:
                 self._count(record, counts)
                 if len(record.sampled) == self._batch and not record.prefills:
                     times.append(end - filled)
+                    for name, seconds_of_part in self._engine.part_seconds.items():
+                        parts[name].append(seconds_of_part)
             self._engine.records.clear()
             for output in outputs:
                 if output.finished:
@@ -208,6 +214,7 @@ class Replay:
             seconds=seconds,
             accepted_by_source=dict(sources),
             decode_seconds=tuple(times),
+            part_seconds={name: tuple(values) for name, values in parts.items()},
         )
 
     def _fill(self) -> None:
@@ -270,6 +277,20 @@ def install_replay(record: Callable[[StepRecord], None]) -> None:
             Patch("runner", runner, "_bookkeeping_sync", count, "counts the tokens that enter a request"),
         ]
     )
+
+
+def install_timers(timed: Mapping[str, tuple[str, str]], seconds: dict[str, float]) -> None:
+    """Patch methods to add the time that they take to ``seconds``, by name. timed: owner and method of each."""
+    for name, (owner, method) in timed.items():
+        install([Patch("all", owner, method, functools.partial(_timed, name, seconds), "measures the method's time")])
+
+
+def _timed(name: str, seconds: dict[str, float], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    begin = time.perf_counter()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        seconds[name] += time.perf_counter() - begin
 
 
 def _sample(

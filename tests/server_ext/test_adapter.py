@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pickle
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,40 @@ class TestTakingDrafts:
     def test_a_runner_of_another_method_is_left_alone(self) -> None:
         holder = SimpleNamespace(use_async_scheduling=False)
         assert cheap_steps.take_draft_token_ids(lambda self: "theirs", holder) == "theirs"
+
+
+class TestAskingForDrafts:
+    """The engine core asks the worker for drafts after a step, unless the runner's output says that there are none."""
+
+    @staticmethod
+    def asks(*, nothing: bool, rows: int = 2, asynchronous: bool = False, ours: bool = True) -> bool:
+        holder = SimpleNamespace(use_async_scheduling=asynchronous)
+        if ours:
+            holder.agentspec = SimpleNamespace(drafted_nothing=nothing)
+        output = SimpleNamespace(req_ids=["r"] * rows)
+        sent = pickle.loads(pickle.dumps(cheap_steps.sample_tokens(lambda runner, grammar: output, holder, None)))
+        core = SimpleNamespace(scheduler=SimpleNamespace())
+        taken = cheap_steps.update_from_output(lambda scheduler, step, result: result, core.scheduler, None, sent)
+        assert taken is sent
+        asked: list[bool] = []
+        cheap_steps.post_step(lambda core, executed: asked.append(executed), core, True)
+        return bool(asked)
+
+    def test_not_when_no_row_has_a_draft(self) -> None:
+        assert not self.asks(nothing=True)
+
+    def test_when_some_row_has_one(self) -> None:
+        assert self.asks(nothing=False)
+
+    def test_under_asynchronous_scheduling_as_vllm_does(self) -> None:
+        assert self.asks(nothing=True, asynchronous=True)
+
+    def test_after_an_output_without_rows_as_vllm_does(self) -> None:
+        """That output can be a constant of vLLM's, shared by all engines of the process."""
+        assert self.asks(nothing=True, rows=0)
+
+    def test_a_runner_of_another_method_is_left_alone(self) -> None:
+        assert self.asks(nothing=True, ours=False)
 
 
 class Extension:

@@ -126,7 +126,7 @@ def test_fewer_drafts_than_usual_may_be_asked_for(runner: Runner) -> None:
     runner.add("a")
     runner.step(1, new=True, prefilled=9)
     assert runner.step(1, limit=2).max_draft_tokens.tolist() == [2]
-    assert runner.step(1, limit=0).max_draft_tokens.tolist() == [4]  # 0: not set
+    assert runner.step(1, limit=0).max_draft_tokens.tolist() == [0]
     assert runner.step(1, limit=9).max_draft_tokens.tolist() == [4]
 
 

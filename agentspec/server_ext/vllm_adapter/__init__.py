@@ -160,6 +160,8 @@ _OLD_MIDDLEWARE = "vllm.entrypoints.serve.utils.server_utils:AuthenticationMiddl
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _CONFIG = "vllm.config:VllmConfig"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_CORE = "vllm.v1.engine.core:EngineCore"
 _WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 _WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"  # the CPU's runner inherits from it
@@ -185,6 +187,10 @@ PATCHES = (
           "writes session and caller where the worker finds them"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
           "allocates it for the drafts that there are; later versions lay it out for the longest", until=(0, 32)),
+    Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,
+          "notes whether the step drafted anything"),
+    Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
+          "asks the worker for no drafts where there are none"),
     Patch("worker", _SAMPLING, "expand_batch_to_tokens", cheap_steps.expand_batch_to_tokens,
           "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
     Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
@@ -203,6 +209,8 @@ PATCHES = (
           "makes the metadata of a step without drafts once"),
     Patch("runner", _RUNNER, "_sample", cheap_steps.sample,
           "leaves out the rejection sampler where nothing was drafted"),
+    Patch("runner", _RUNNER, "sample_tokens", cheap_steps.sample_tokens,
+          "tells the engine core that nothing was drafted"),
     Patch("runner", _RUNNER, "take_draft_token_ids", cheap_steps.take_draft_token_ids,
           "hands no empty drafts to the scheduler"),
     Patch("runner", _RUNNER, "uniform_decode_query_len", cheap_steps.configured_query_len,

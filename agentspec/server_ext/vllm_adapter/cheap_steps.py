@@ -15,6 +15,9 @@ from agentspec.server_ext.vllm_adapter.runner import extension_of
 _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
 
+_NO_DRAFTS = "agentspec_no_drafts"
+"""Attribute of the model runner's output, and then of the scheduler: True after a step that drafted nothing."""
+
 
 # --- Steps without any draft. vLLM would run its rejection sampler over the whole vocabulary although there is nothing
 # --- to verify, and send an empty draft for every row.
@@ -78,6 +81,30 @@ def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     if extension is not None and extension.drafted_nothing and not runner.use_async_scheduling:
         return None
     return original(runner)
+
+
+def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
+    """Note in the runner's output that it drafted nothing, so that the engine core need not ask."""
+    output = original(runner, *args)
+    extension = extension_of(runner)
+    idle = extension is not None and extension.drafted_nothing and not runner.use_async_scheduling
+    if idle and output.req_ids:  # otherwise it may be a constant of vLLM's
+        setattr(output, _NO_DRAFTS, True)
+    return output
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """Remember whether the step drafted nothing until ``post_step``, which vLLM calls without the runner's output."""
+    setattr(scheduler, _NO_DRAFTS, getattr(model_runner_output, _NO_DRAFTS, False))
+    return original(scheduler, scheduler_output, model_runner_output)
+
+
+def post_step(original: Callable[..., None], core: Any, model_executed: bool) -> None:
+    """Leave out the round trip to the worker that fetches drafts, where there are none."""
+    if not getattr(core.scheduler, _NO_DRAFTS, False):
+        original(core, model_executed)
 
 
 # --- Verification of greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice

@@ -69,6 +69,8 @@ class _ReadBatch:
     """[n] zeros, for a step in which no draft tokens were verified"""
     full_room: Int32
     """[n] longest draft of each row, in tokens, where no row is near its end"""
+    room: Int32
+    """[n] longest draft of each row where some are near their end; filled anew in every step"""
     least_room: int = 0
     """tokens that every row has room for, at least"""
 
@@ -114,7 +116,7 @@ class StepReader:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
         step.num_verified_draft_tokens = _verified(step.batch.request_ids, drafts) if drafts else kept.zeros
-        step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule or self._max_draft)
+        step.max_draft_tokens = self._room(kept, scheduler_output.num_spec_tokens_to_schedule)
         # No request is new and nothing was prefilled, so the step before had the same requests. The engine was not
         # idle in between, and the time since then is the duration of this step.
         steady = (
@@ -150,6 +152,7 @@ class StepReader:
             longest=np.array([self._longest(states[i]) for i in picked], dtype=np.int32),
             zeros=zeros,
             full_room=np.full(len(picked), self._max_draft, dtype=np.int32),
+            room=np.empty(len(picked), dtype=np.int32),
         )
         self._kept = kept if whole else None
         return kept
@@ -171,11 +174,14 @@ class StepReader:
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:
         """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end."""
         kept.least_room -= kept.step.num_draft_tokens + 1  # no row has grown by more than its draft and one token
-        if kept.least_room >= limit == self._max_draft:
+        if kept.least_room >= self._max_draft <= limit:
             return kept.full_room
-        room: Int32 = np.maximum(kept.longest - kept.step.lengths, 0)
-        kept.least_room = int(room.min()) if len(room) else 0
-        np.minimum(room, min(limit, self._max_draft), out=room)
+        room = kept.room
+        np.subtract(kept.longest, kept.step.lengths, out=room)
+        kept.least_room = min(room.tolist(), default=0)
+        if kept.least_room < 0:
+            np.maximum(room, 0, out=room)
+        np.minimum(room, kept.full_room if self._max_draft <= limit else limit, out=room)
         return room
 
     def _longest(self, state: Any) -> int:
