@@ -24,8 +24,8 @@ from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARED = 2
-"""Shortest response without a session that is kept, in tokens. Beam search makes one request for each token."""
+_LEAST_KEPT = 2
+"""Shortest response that is kept, in tokens. Beam search makes a request of one token for each step and beam."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class DraftingEngine:
         state = self._requests.pop(request_id, None)
         if state is None or state.failed:
             return
-        if state.identity.session is None and output_limit is not None and output_limit < _LEAST_SHARED:
+        if output_limit is not None and output_limit < _LEAST_KEPT:
             self._drop(request_id)
             return
         try:

@@ -108,14 +108,16 @@ def test_a_restart_restores_the_session_from_the_store(tmp_path: Path) -> None:
     again.proposer.close()
 
 
-def test_single_tokens_of_beam_search_are_not_kept() -> None:
+@pytest.mark.parametrize("session", [None, "s"])
+def test_single_tokens_of_beam_search_are_not_kept(session: str | None) -> None:
     engine = Engine()
     for number in range(5):
-        engine.run(f"beam{number}", [1, 2, 3, *TEXT[:number]], TEXT[number : number + 1])
-    assert engine.proposer.cache.stats().tokens == 0
-    engine.run("answer", [1, 2, 3], TEXT[:2])
-    engine.run("turn", [1, 2, 3], TEXT[:1], session="s")
-    assert engine.proposer.cache.stats().tokens > 0 and engine.proposer.cache.has_session(None, "s")
+        engine.run(f"beam{number}", [1, 2, 3, *TEXT[:number]], TEXT[number : number + 1], session=session)
+    stats = engine.proposer.stats()
+    assert stats["cache"]["tokens"] == 0
+    assert stats["store"]["writer"]["persisted"] + stats["store"]["writer"]["queued"] == 0
+    engine.run("answer", [1, 2, 3], TEXT[:2], session=session)
+    assert engine.proposer.cache.stats().tokens > 0
 
 
 @pytest.mark.parametrize("scope", ["tenant", "session"])
