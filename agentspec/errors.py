@@ -10,6 +10,7 @@ AgentSpecError
 │   ├── InvalidSessionError
 │   └── DuplicateRequestError
 ├── SessionBusyError (also a RuntimeError)
+├── SessionConflictError (also a RuntimeError)
 ├── UnknownRequestError (also a KeyError)
 ├── StoreError
 │   ├── StoreUnavailableError
@@ -62,6 +63,10 @@ class DuplicateRequestError(InvalidInputError):
 
 class SessionBusyError(AgentSpecError, RuntimeError):
     """Raised for a session that is in the middle of another call. Fork it to make two calls at once."""
+
+
+class SessionConflictError(AgentSpecError, RuntimeError):
+    """Raised for a session that another client has added messages to. Reload the session, or fork it."""
 
 
 class UnknownRequestError(AgentSpecError, KeyError):

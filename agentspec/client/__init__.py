@@ -2,6 +2,7 @@
 
 from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
 from agentspec.client.client import AgentClient, ReplyStream, Session
+from agentspec.client.conversation import Gap
 from agentspec.client.reply import Reply, Speculation
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "AsyncAgentClient",
     "AsyncReplyStream",
     "AsyncSession",
+    "Gap",
     "Reply",
     "ReplyStream",
     "Session",

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
-from agentspec.client.conversation import Conversation, unkept_conversation
+from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
@@ -23,6 +23,7 @@ from agentspec.client.request import (
     ResponseFormat,
     SessionTags,
     credentials,
+    has_no_such_session,
 )
 from agentspec.errors import AgentSpecError
 
@@ -49,9 +50,11 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         super().__init__(connection, model, store, session_tags, speculation)
         self._probe_lock = asyncio.Lock()
 
-    def session(self, session_id: str | None = None, *, group: str | None = None) -> AsyncSession:
+    def session(
+        self, session_id: str | None = None, *, group: str | None = None, on_unavailable: OnUnavailable = "raise"
+    ) -> AsyncSession:
         """Return the session, as AgentClient.session() does. `await load()` or the first call reads the store."""
-        return AsyncSession(self, self._conversations.get(session_id, group))
+        return AsyncSession(self, self._conversations.get(session_id, group), on_unavailable)
 
     @overload
     async def chat(
@@ -126,6 +129,16 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         path = self._requests.counts_path(reply)
         return dataclasses.replace(reply, speculation=read_speculation(await self._ask(path))) if path else reply
 
+    async def _erase(self, session: str) -> None:
+        if self._requests.needs_probe_to_erase():
+            self._requests.learn(await self._ask(PROBE_PATH))
+        if path := self._requests.erase_path(session):
+            try:
+                await self._openai.delete(path, cast_to=object)
+            except openai.APIStatusError as error:
+                if not has_no_such_session(error):
+                    raise
+
     async def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
         try:
@@ -137,21 +150,28 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 class AsyncSession(SessionBase):
     """Keep a conversation under its id, as Session does, for an AsyncAgentClient."""
 
-    def __init__(self, client: AsyncAgentClient, conversation: Conversation) -> None:
-        super().__init__(conversation)
+    def __init__(
+        self, client: AsyncAgentClient, conversation: Conversation, on_unavailable: OnUnavailable = "raise"
+    ) -> None:
+        super().__init__(conversation, on_unavailable)
         self._client = client
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Return a copy of the history, oldest first. Raises AgentSpecError until the store has been read."""
-        if not self._conversation.loaded:
-            raise AgentSpecError(f"messages: session {self.id!r} is not read yet; `await session.load()` first")
+        self._refuse_if_unread("messages")
         return self._conversation.messages()
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """Return where messages are lost, as Session.gaps does. Raises AgentSpecError until the store has been read."""
+        self._refuse_if_unread("gaps")
+        return self._conversation.gaps()
 
     async def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
         if not self._conversation.loaded:
-            await asyncio.to_thread(self._conversation.load)
+            await asyncio.to_thread(self._conversation.load, self._on_unavailable)
 
     @overload
     async def chat(
@@ -180,12 +200,14 @@ class AsyncSession(SessionBase):
         call = self._call(content, response_format, options)
         await self.load()
         with call.turn as turn:
+            await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
             completions = self._client.openai.chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
+            await asyncio.to_thread(self._conversation.confirm)
             return await self._client._with_counts(reply)
 
     def stream(
@@ -194,9 +216,15 @@ class AsyncSession(SessionBase):
         """Return the text of the call as an iterator, as Session.stream() does."""
         return AsyncReplyStream(self._items(self._call(content, response_format, options)))
 
+    async def reload(self) -> None:
+        """Read the stored messages again, as Session.reload() does."""
+        await asyncio.to_thread(self._conversation.reload)
+
     async def clear(self) -> None:
-        """Forget all messages, as Session.clear() does."""
-        await asyncio.to_thread(self._conversation.clear)
+        """Erase all messages, as Session.clear() does."""
+        with self._conversation.reserved():
+            await self._client._erase(self.id)
+            await asyncio.to_thread(self._conversation.forget)
 
     async def fork(self, new_id: str | None = None) -> AsyncSession:
         """Return a new session with a copy of the messages, as Session.fork() does."""
@@ -206,9 +234,14 @@ class AsyncSession(SessionBase):
         self._conversation.copy_to(other._conversation)
         return other
 
+    def _refuse_if_unread(self, what: str) -> None:
+        if not self._conversation.loaded:
+            raise AgentSpecError(f"{what}: session {self.id!r} is not read yet; `await session.load()` first")
+
     async def _items(self, call: Call) -> AsyncGenerator[StreamItem, None]:
         await self.load()
         with call.turn as turn:
+            await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client.openai.chat.completions
@@ -223,6 +256,7 @@ class AsyncSession(SessionBase):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
+            await asyncio.to_thread(self._conversation.confirm)
             yield await self._client._with_counts(reply)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import openai
 
 from agentspec.cache.store import Store
-from agentspec.client.conversation import Conversation, Conversations
+from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import Call, RequestBuilder, SessionTags
 from agentspec.client.session_log import open_log
-from agentspec.errors import AgentSpecError
+from agentspec.errors import AgentSpecError, InvalidInputError
 
 OpenAIT = TypeVar("OpenAIT", openai.OpenAI, openai.AsyncOpenAI)
 
@@ -50,8 +50,11 @@ class ClientBase(Generic[OpenAIT]):
 class SessionBase:
     """Hold the history of one session, and change it without calling the model."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, on_unavailable: OnUnavailable = "raise") -> None:
+        if on_unavailable not in get_args(OnUnavailable):
+            raise InvalidInputError(f"on_unavailable: 'raise' or 'empty' is needed, not {on_unavailable!r}")
         self._conversation = conversation
+        self._on_unavailable = on_unavailable
 
     @property
     def id(self) -> str:

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
-from agentspec.client.conversation import Conversation, unkept_conversation
+from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
@@ -23,6 +23,7 @@ from agentspec.client.request import (
     ResponseFormat,
     SessionTags,
     credentials,
+    has_no_such_session,
 )
 
 
@@ -58,15 +59,19 @@ class AgentClient(ClientBase[openai.OpenAI]):
         super().__init__(connection, model, store, session_tags, speculation)
         self._probe_lock = threading.Lock()
 
-    def session(self, session_id: str | None = None, *, group: str | None = None) -> Session:
+    def session(
+        self, session_id: str | None = None, *, group: str | None = None, on_unavailable: OnUnavailable = "raise"
+    ) -> Session:
         """Return the session with this id and its stored messages; without an id, a new session.
 
         group: the problem that several sessions answer, such as an RL problem; they draft from each other's answers
         first. It is not stored, so name it again in another process.
+        on_unavailable: what to do if the stored messages cannot be read. "raise": raise a StoreError at the first use,
+        before anything is sent. "empty": start without them; what is said then is stored behind them.
         Sessions of one id and client share their messages and their group. Raises InvalidSessionError for an id
         that is empty, longer than 256 characters or has control characters.
         """
-        return Session(self, self._conversations.get(session_id, group))
+        return Session(self, self._conversations.get(session_id, group), on_unavailable)
 
     @overload
     def chat(
@@ -145,6 +150,16 @@ class AgentClient(ClientBase[openai.OpenAI]):
         path = self._requests.counts_path(reply)
         return dataclasses.replace(reply, speculation=read_speculation(self._ask(path))) if path else reply
 
+    def _erase(self, session: str) -> None:
+        if self._requests.needs_probe_to_erase():
+            self._requests.learn(self._ask(PROBE_PATH))
+        if path := self._requests.erase_path(session):
+            try:
+                self._openai.delete(path, cast_to=object)
+            except openai.APIStatusError as error:
+                if not has_no_such_session(error):
+                    raise
+
     def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
         try:
@@ -157,11 +172,14 @@ class Session(SessionBase):
     """Keep a conversation under its id: each call sends the whole history and appends the reply.
 
     `AgentClient.session()` makes sessions. A call that fails leaves the history unchanged, so it can be repeated. A
-    second call at the same time raises SessionBusyError; `fork()` a session to make two calls at once.
+    second call at the same time raises SessionBusyError; `fork()` a session to make two calls at once. Messages are
+    stored in the background; while the store is away they wait, and the oldest are dropped beyond 64 MiB.
     """
 
-    def __init__(self, client: AgentClient, conversation: Conversation) -> None:
-        super().__init__(conversation)
+    def __init__(
+        self, client: AgentClient, conversation: Conversation, on_unavailable: OnUnavailable = "raise"
+    ) -> None:
+        super().__init__(conversation, on_unavailable)
         self._client = client
 
     @property
@@ -170,9 +188,15 @@ class Session(SessionBase):
         self.load()
         return self._conversation.messages()
 
+    @property
+    def gaps(self) -> list[Gap]:
+        """Return where the store has lost messages of the history; empty if it is whole."""
+        self.load()
+        return self._conversation.gaps()
+
     def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
-        self._conversation.load()
+        self._conversation.load(self._on_unavailable)
 
     @overload
     def chat(
@@ -200,18 +224,24 @@ class Session(SessionBase):
         stream: send the request and return an iterator of text.
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
         options: any option of `chat.completions.create`, tools included.
+
+        Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
+        SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,
+        after the answer, which `messages` then has. While the store is slow or away, a conflict shows at a later call.
         """
         if stream:
             return self.stream(content, response_format=response_format, **options).start()
         call = self._call(content, response_format, options)
         self.load()
         with call.turn as turn:
+            self._conversation.check()
             self._client._probe(call)
             completions = self._client.openai.chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
+            self._conversation.confirm()
             return self._client._with_counts(reply)
 
     def stream(
@@ -220,9 +250,22 @@ class Session(SessionBase):
         """Return the text of one chat() call as an iterator. The request is sent when iteration starts."""
         return ReplyStream(self._items(self._call(content, response_format, options)))
 
+    def reload(self) -> None:
+        """Read the stored messages again, those of other clients too, and drop those that only this client has.
+
+        Raises StoreError if they cannot be read; the messages here are then unchanged.
+        """
+        self._conversation.reload()
+
     def clear(self) -> None:
-        """Forget all messages, here and in the client's store. A StoreError means that nothing was forgotten."""
-        self._conversation.clear()
+        """Erase all messages: on the server, if it has the extension, and in the client's store.
+
+        An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
+        clear() again to erase what is left.
+        """
+        with self._conversation.reserved():
+            self._client._erase(self.id)
+            self._conversation.forget()
 
     def fork(self, new_id: str | None = None) -> Session:
         """Return a new session that starts with a copy of this one's messages.
@@ -238,6 +281,7 @@ class Session(SessionBase):
     def _items(self, call: Call) -> Generator[StreamItem, None, None]:
         self.load()
         with call.turn as turn:
+            self._conversation.check()
             self._client._probe(call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client.openai.chat.completions
@@ -250,6 +294,7 @@ class Session(SessionBase):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
+            self._conversation.confirm()
             yield self._client._with_counts(reply)
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.cache.identifiers import check_ids
+from agentspec.client.outbox import Place, Said, Stored, conflict_error
 from agentspec.client.session_log import SessionLog
-from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError
+from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
+
+logger = logging.getLogger(__name__)
+
+OnUnavailable: TypeAlias = Literal["raise", "empty"]
+"""What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
 
 
 class Turn(NamedTuple):
@@ -20,6 +28,13 @@ class Turn(NamedTuple):
 
     messages: list[dict[str, Any]]
     commit: Callable[[dict[str, Any]], None]
+
+
+class Gap(NamedTuple):
+    """Tell of messages that a session lacks: `lost` of them, just before `session.messages[before]`."""
+
+    before: int
+    lost: int
 
 
 class Conversation:
@@ -32,53 +47,91 @@ class Conversation:
     def __init__(self, session: str, log: SessionLog, *, group: str | None = None, new: bool = False) -> None:
         self.id = session
         self.group = group
+        self.loaded = new
         self._log = log
-        self._messages: list[dict[str, Any]] = []
+        self._history: list[Said] = []
+        self._next_position = 0
+        self._place = Place(session)
         self._guard = threading.Lock()
         self._load_lock = threading.Lock()
         self._busy = False
-        self.loaded = new
-        self._saving = True
 
-    def load(self) -> None:
-        """Read the stored messages, once, and put them before those added already. May block."""
+    def load(self, on_unavailable: OnUnavailable = "raise") -> None:
+        """Read the stored messages, once, and put them before those added already. May block.
+
+        Raises StoreError if they cannot be read, unless ``on_unavailable`` is "empty".
+        """
         with self._load_lock:
             if self.loaded:
                 return
-            stored = self._log.read(self.id)
+            try:
+                stored = self._read()
+            except StoreError as error:
+                if on_unavailable == "raise":
+                    raise
+                logger.warning("agentspec: %s; it starts without them", error)
+                stored = None
             with self._guard:
-                # New messages must not follow unread ones, because that would splice two conversations.
-                self._saving = stored is not None
-                added, self._messages = self._messages, [*(stored or ()), *self._messages]
+                added = [message for _, message in self._history]
+                self._take(stored)
                 self.loaded = True
-                self._save(added)
+                self._append(added)
+        self._report_gaps()
+
+    def reload(self) -> None:
+        """Read the stored messages again, and drop those that are only here. May block. Raises StoreError."""
+        with self._load_lock, self.reserved():
+            stored = self._read()
+            with self._guard:
+                self._take(stored)
+                self.loaded = True
+        self._report_gaps()
+
+    def check(self) -> None:
+        """Raise SessionConflictError if another client wrote to the session. Blocks for 0.1 s at most."""
+        self._log.check(self._place)
+
+    def confirm(self) -> None:
+        """Wait until the latest turn is stored, 0.1 s at most. Raises SessionConflictError if it cannot be."""
+        self._log.confirm(self._place)
 
     def messages(self) -> list[dict[str, Any]]:
         """Return a copy of the history."""
         with self._guard:
-            return copy.deepcopy(self._messages)
+            return copy.deepcopy([message for _, message in self._history])
+
+    def gaps(self) -> list[Gap]:
+        """Return where messages are missing in the history."""
+        with self._guard:
+            positions = [-1, *(position for position, _ in self._history), self._next_position]
+        lost = [after - before - 1 for before, after in itertools.pairwise(positions)]
+        return [Gap(index, count) for index, count in enumerate(lost) if count]
 
     def add(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append messages between calls. Raises SessionBusyError during a call."""
+        """Append messages between calls. Raises SessionBusyError during a call, and SessionConflictError."""
         with self._guard:
             self._refuse_if_busy()
+            if self._place.conflict:
+                raise conflict_error(self.id)
             self._append(messages)
 
-    def clear(self) -> None:
-        """Forget all messages, stored ones first. May block. A StoreError means that nothing was forgotten."""
-        with self._load_lock, self._taken():
+    def forget(self) -> None:
+        """Remove all messages, stored ones first. May block. A StoreError means that nothing was removed."""
+        with self._load_lock:
             self._log.remove(self.id)
             with self._guard:
-                self._messages = []
-                self.loaded = self._saving = True
+                self._take(Stored())
+                self.loaded = True
 
     def copy_to(self, other: Conversation) -> None:
         """Copy the history to another, loaded conversation. Raises InvalidSessionError if that is not empty."""
-        messages = self.messages()
+        with self._guard:
+            history, next_position = copy.deepcopy(self._history), self._next_position
         with other._guard:
-            if other._messages:
+            if other._history:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
-            other._append(messages)
+            other._history, other._next_position = history, next_position
+            other._save(history)
 
     @contextmanager
     def turn(self, new: Sequence[dict[str, Any]]) -> Generator[Turn, None, None]:
@@ -87,14 +140,15 @@ class Conversation:
         ``Turn.commit`` stores ``new`` and the answer together. Raises SessionBusyError during another call, and
         InvalidInputError if there is nothing to send.
         """
-        with self._taken():
-            sent = [*self._messages, *new]
+        with self.reserved():
+            sent = [*(message for _, message in self._history), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
             yield Turn(sent, lambda message: self._commit([*new, message]))
 
     @contextmanager
-    def _taken(self) -> Generator[None, None, None]:
+    def reserved(self) -> Generator[None, None, None]:
+        """Let no call begin meanwhile. Raises SessionBusyError during a call."""
         with self._guard:
             self._refuse_if_busy()
             self._busy = True
@@ -104,19 +158,42 @@ class Conversation:
             with self._guard:
                 self._busy = False
 
+    def _read(self) -> Stored:
+        try:
+            return self._log.read(self.id)
+        except Exception as error:  # a store may raise anything
+            kind = type(error) if isinstance(error, StoreError) else StoreError
+            raise kind(
+                f"session {self.id!r}: its stored messages cannot be read, and nothing was sent ({error}). Try again,"
+                ' or take an empty history knowingly: client.session(id, on_unavailable="empty")'
+            ) from error
+
+    def _report_gaps(self) -> None:
+        for before, lost in self.gaps():
+            logger.warning(
+                "agentspec: session %r: the store has lost %d messages before message %d", self.id, lost, before
+            )
+
+    def _take(self, stored: Stored | None) -> None:
+        """Replace the history by the stored one; None: it is not known."""
+        self._place = Place(self.id, known=False) if stored is None else Place(self.id, stored.last)
+        stored = stored or Stored()
+        self._history, self._next_position = list(stored.history), stored.next_position
+
     def _commit(self, messages: Sequence[dict[str, Any]]) -> None:
         with self._guard:
             self._append(messages)
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
-        kept = copy.deepcopy(list(messages))
-        self._messages.extend(kept)
+        said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
+        self._history += said
+        self._next_position += len(said)
         if self.loaded:
-            self._save(kept)
+            self._save(said)
 
-    def _save(self, messages: Sequence[dict[str, Any]]) -> None:
-        if self._saving and messages:
-            self._log.append(self.id, messages)
+    def _save(self, said: list[Said]) -> None:
+        if said:
+            self._log.append(self._place, said)
 
     def _refuse_if_busy(self) -> None:
         if self._busy:

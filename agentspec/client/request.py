@@ -120,6 +120,19 @@ class RequestBuilder:
         matters = self._speculation or (self._session_tags == "auto" and tagged)
         return matters and time.monotonic() >= self._ask_at
 
+    def needs_probe_to_erase(self) -> bool:
+        """Return whether to probe the server before asking for `erase_path`."""
+        return self._session_tags != "off" and time.monotonic() >= self._ask_at
+
+    def erase_path(self, session: str) -> str | None:
+        """Return the path that erases a session on the server; None if the server keeps no sessions.
+
+        A server that could not be probed is asked, so that its error shows.
+        """
+        if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
+            return None
+        return f"{PROBE_PATH}/sessions/{quote(session, safe='')}"
+
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""
         passing = isinstance(answer, openai.APIConnectionError) or (
@@ -164,6 +177,11 @@ class RequestBuilder:
             if call.session is not None:
                 body = {"session_id": call.session, **body}
             request["extra_body"] = {**body, "vllm_xargs": xargs}
+
+
+def has_no_such_session(error: openai.APIStatusError) -> bool:
+    """Return whether a server's refusal to erase a session means that it has nothing to erase."""
+    return error.status_code in (404, 405)
 
 
 def header_value(session: str) -> str:

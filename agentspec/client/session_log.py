@@ -1,32 +1,22 @@
 """Store a client's messages, so that a later process can resume its sessions.
 
-Messages do not depend on the model that wrote them, so one namespace serves every server and model. The store's
-background writer writes them. If the store fails, messages are not stored: the failure is logged once, and calls go on.
+Reading may block and fails loudly. Writing happens in the background (`outbox`): it costs no call, whatever the store
+does.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from agentspec.cache.store import (
-    BackgroundWriter,
-    MessageRecord,
-    RecordReader,
-    Store,
-    default_store_url,
-    namespace,
-    open_store,
-)
-from agentspec.errors import StoreUnavailableError
+from agentspec.cache.store import Store, default_store_url, open_store
+from agentspec.client.outbox import NAMESPACE, Outbox, Place, Said, Stored, read_session
+from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 2.0
-NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
 
 
 class SessionLog:
@@ -35,12 +25,18 @@ class SessionLog:
     keeps = False
     """True if the log can restore a session that is no longer in use."""
 
-    def read(self, session: str) -> list[dict[str, Any]] | None:
-        """Return the session's messages, oldest first; None if they could not be read. May block."""
-        return []
+    def read(self, session: str) -> Stored:
+        """Return the session as it is stored. May block. Raises StoreError if it cannot be read."""
+        return Stored()
 
-    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Store these messages. Never blocks, never raises."""
+    def append(self, place: Place, said: list[Said]) -> None:
+        """Queue the messages of one turn. Never blocks, never raises."""
+
+    def check(self, place: Place) -> None:
+        """Look whether another client wrote to the session. May block shortly. Raises SessionConflictError if so."""
+
+    def confirm(self, place: Place) -> None:
+        """Wait shortly until the messages are stored. Raises SessionConflictError if another client wrote before."""
 
     def remove(self, session: str) -> None:
         """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""
@@ -59,62 +55,45 @@ class StoreLog(SessionLog):
         self._store = None if callable(store) else store
         self._owned = owned
         self._lock = threading.Lock()
-        self._writer: BackgroundWriter | None = None
-        self._broken = False
+        self._closed = False
+        self._outbox = Outbox(self._opened)
 
-    def read(self, session: str) -> list[dict[str, Any]] | None:
-        opened = self._opened()
-        if opened is None:
-            return None
-        store, writer = opened
-        writer.flush(FLUSH_TIMEOUT_S)  # this process may just have queued the session that it now resumes
-        try:
-            records = [record for _, record in RecordReader().read(store, NAMESPACE, session=session)]
-        except Exception as error:
-            logger.warning("agentspec: session %r could not be read and is in memory only here: %s", session, error)
-            return None
-        return [record.message for record in records if isinstance(record, MessageRecord)]
+    def read(self, session: str) -> Stored:
+        # This process may just have queued messages of the session that it now resumes.
+        if not self._outbox.settle(session, FLUSH_TIMEOUT_S):
+            raise StoreUnavailableError("messages of this process still wait to be written to the store")
+        return read_session(self._opened(), session)
 
-    def append(self, session: str, messages: Sequence[dict[str, Any]]) -> None:
-        opened = self._opened()
-        if opened is not None:
-            for message in messages:
-                opened[1].put(MessageRecord(session, message, time.time()))
+    def append(self, place: Place, said: list[Said]) -> None:
+        self._outbox.put(place, said)
+
+    def check(self, place: Place) -> None:
+        self._outbox.check(place)
+        self._outbox.confirm(place)
+
+    def confirm(self, place: Place) -> None:
+        self._outbox.confirm(place)
 
     def remove(self, session: str) -> None:
-        opened = self._opened()
-        if opened is not None:
-            store, writer = opened
-            if not writer.flush(FLUSH_TIMEOUT_S):  # messages still queued would come back after the removal
-                raise StoreUnavailableError(f"session {session!r}: the store does not answer; try again later")
-            store.remove_session(NAMESPACE, session)
+        with self._outbox.paused(session, FLUSH_TIMEOUT_S):
+            self._opened().remove_session(NAMESPACE, session)
 
     def close(self) -> None:
+        self._outbox.close(FLUSH_TIMEOUT_S)
         with self._lock:
-            store, writer = self._store, self._writer
-            self._store = self._writer = None
-            self._broken = True
-        if writer is not None:
-            writer.close(FLUSH_TIMEOUT_S)
+            self._closed = True
+            store, self._store = self._store, None
         if store is not None and self._owned:
             store.close()
 
-    def _opened(self) -> tuple[Store, BackgroundWriter] | None:
+    def _opened(self) -> Store:
         with self._lock:
-            if self._writer is None and not self._broken:
-                try:
-                    if self._store is None and self._open is not None:
-                        self._store = self._open()
-                    if self._store is not None:
-                        self._writer = BackgroundWriter(self._store, NAMESPACE)
-                except Exception as error:
-                    self._broken = True
-                    logger.warning(
-                        "agentspec: the session store cannot be opened, sessions are in memory only: %s", error
-                    )
-            if self._store is None or self._writer is None:
-                return None
-            return self._store, self._writer
+            if self._closed:
+                raise StoreError("the client is closed")
+            if self._store is None and self._open is not None:
+                self._store = self._open()
+            assert self._store is not None
+            return self._store
 
 
 def open_log(store: str | Store | None) -> SessionLog:

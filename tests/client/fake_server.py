@@ -38,6 +38,7 @@ class FakeServer:
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
     finish_reason: str | None = None
+    erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202 behind them
     broken_stream: bool = False
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
@@ -55,6 +56,12 @@ class FakeServer:
     @property
     def chats(self) -> list[Received]:
         return [request for request in self.received if request.path.endswith("/chat/completions")]
+
+    @property
+    def erased(self) -> list[str]:
+        """The sessions that clients asked to erase."""
+        paths = [request.path for request in self.received if request.method == "DELETE"]
+        return [unquote(path.removeprefix("/v1/agentspec/sessions/")) for path in paths]
 
     @property
     def probes(self) -> list[Received]:
@@ -155,6 +162,12 @@ class Handler(BaseHTTPRequestHandler):
         self._record({})
         if self._allowed():
             self._send(*self.state.get(self.path))
+
+    def do_DELETE(self) -> None:
+        self._record({})
+        if self._allowed():
+            status = self.state.erasing.pop(0) if self.state.erasing else 202 if self.state.extension else 404
+            self._send(status, {"erased": status == 202})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -8,51 +8,17 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import openai
 import pytest
 
-from agentspec import AgentClient, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
-from agentspec.cache.store import Entry, open_store
+from agentspec import AgentClient, Gap, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
+from agentspec.cache.store import open_store
 
 from .fake_server import FakeServer
-
-
-class FailingStore:
-    """A real store of the wrong mood: fails at what it is told to fail at."""
-
-    def __init__(self, failing: set[str]) -> None:
-        self.failing = failing
-        self.inner = open_store("memory://")
-
-    def _may(self, what: str) -> None:
-        if what in self.failing:
-            raise StoreUnavailableError(f"{what}: away")
-
-    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
-        self._may("append")
-        self.inner.append(namespace, entries)
-
-    def read(
-        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
-    ) -> Iterator[Entry]:
-        self._may("read")
-        return self.inner.read(namespace, session=session, after=after, newest=newest)
-
-    def sessions(self, namespace: str) -> list[str]:
-        return self.inner.sessions(namespace)
-
-    def remove_session(self, namespace: str, session: str) -> int:
-        self._may("remove")
-        return self.inner.remove_session(namespace, session)
-
-    def ping(self) -> None:
-        self._may("ping")
-
-    def close(self) -> None:
-        self.inner.close()
+from .stores import FailingStore
 
 
 def converse(url: str, store: str, texts: Sequence[str]) -> None:
@@ -152,7 +118,7 @@ def test_a_store_that_cannot_write_costs_no_call(
 ) -> None:
     monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.3)
     with caplog.at_level(logging.WARNING):
-        client = AgentClient(base_url=server.url, model="small", store=FailingStore({"append"}))
+        client = AgentClient(base_url=server.url, model="small", store=FailingStore("append"))
         session = client.session("s")
         for text in ("one", "two", "three"):
             session.chat(text)
@@ -164,26 +130,8 @@ def test_a_store_that_cannot_write_costs_no_call(
     assert len(warnings) <= 2  # and that the store was lost, if there was time to find out
 
 
-def test_a_session_that_cannot_be_read_is_not_written_behind(
-    server: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = FailingStore(set())
-    with AgentClient(base_url=server.url, model="small", store=store) as client:
-        client.session("s").chat("one")
-    store.failing = {"read"}
-    with AgentClient(base_url=server.url, model="small", store=store) as client:
-        session = client.session("s")
-        assert session.chat("two").text == "answer 2"
-        assert len(session.messages) == 2
-        session.chat("three")
-    store.failing = set()
-    with AgentClient(base_url=server.url, model="small", store=store) as client:
-        assert len(client.session("s").messages) == 2  # the first process's turn, nothing spliced to it
-    assert sum("could not be read" in record.getMessage() for record in caplog.records) == 1
-
-
 def test_clear_that_cannot_remove_changes_nothing(server: FakeServer) -> None:
-    store = FailingStore({"remove"})
+    store = FailingStore("remove")
     with AgentClient(base_url=server.url, model="small", store=store) as client:
         session = client.session("s")
         session.chat("one")
@@ -195,15 +143,16 @@ def test_clear_that_cannot_remove_changes_nothing(server: FakeServer) -> None:
         assert session.messages == []
 
 
-def test_clear_does_not_overtake_what_is_still_to_be_written(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.2)
-    with AgentClient(base_url=server.url, model="small", store=FailingStore({"append"})) as client:
+def test_what_waits_to_be_written_does_not_come_back_after_clear(server: FakeServer) -> None:
+    store = FailingStore("append")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
         session = client.session("s")
         session.chat("one")
-        with pytest.raises(StoreUnavailableError, match="later"):
-            session.clear()
+        session.clear()
+        store.failing = set()
+        session.chat("two")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert [message["content"] for message in client.session("s").messages] == ["two", "answer 2"]
 
 
 def test_a_named_store_must_open(server: FakeServer, tmp_path: Path) -> None:
@@ -215,19 +164,22 @@ def test_a_named_store_must_open(server: FakeServer, tmp_path: Path) -> None:
         AgentClient(base_url=server.url, model="small", store=f"sqlite:///{damaged}")
 
 
-def test_a_default_store_that_cannot_open_costs_no_call(
+def test_a_default_store_that_cannot_open_costs_new_sessions_nothing(
     server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "data").write_text("a file where the data directory should be")
     with AgentClient(base_url=server.url, model="small") as client:
-        session = client.session("s")
+        session = client.session()
         session.chat("one")
         session.chat("two")
         assert len(session.messages) == 4
-    assert sum("cannot be opened" in record.getMessage() for record in caplog.records) == 1
+        with pytest.raises(StoreUnavailableError, match="on_unavailable"):
+            client.session("s").chat("three")
+    assert len(server.chats) == 2
+    assert sum("is away" in record.getMessage() for record in caplog.records) >= 1
 
 
-def test_damaged_messages_are_skipped(server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_messages_leave_a_gap(server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "sessions.db"
     converse(server.url, f"sqlite:///{path}", ["one", "two"])
     with sqlite3.connect(path) as database:
@@ -240,6 +192,7 @@ def test_damaged_messages_are_skipped(server: FakeServer, tmp_path: Path, caplog
         database.execute(f"UPDATE {table} SET payload = x'00' WHERE rowid = ?", (first,))
     database.close()
     with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{path}") as client:
-        contents = [message["content"] for message in client.session("fix-42").messages]
-    assert contents == ["answer 1", "two", "answer 2"]
+        session = client.session("fix-42")
+        assert [message["content"] for message in session.messages] == ["answer 1", "two", "answer 2"]
+        assert session.gaps == [Gap(before=0, lost=1)]
     assert sum("skipped" in record.getMessage() for record in caplog.records) == 1

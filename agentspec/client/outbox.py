@@ -1,0 +1,293 @@
+"""Write a client's messages to its store in a thread, and notice when another client wrote to the same session.
+
+A turn is one append: all of its messages or none. An append states the last entry that this client knows of the
+session, and fails if there are others behind it. While the store is away, turns wait. Beyond a limit the oldest are
+dropped; the positions of the messages behind them then show a gap.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from agentspec.cache.store import MessageRecord, RecordReader, Store, encode, namespace
+from agentspec.errors import InvalidInputError, SessionConflictError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
+"""Name of the log. Messages do not depend on the model that wrote them, so one log serves every server and model."""
+
+WAIT_S = 0.1
+"""Longest time that a call waits for the store to confirm, in seconds."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between attempts while the store is away
+_MAX_BYTES = 64 << 20
+
+
+class Said(NamedTuple):
+    """Hold a message, and how many messages of the session came before it, lost ones included."""
+
+    position: int
+    message: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Hold what one client knows of a session in the store.
+
+    last: cursor of the last entry that it has read or written; None if there was none. known: False if the session was
+    not read, because its history was taken as empty. offset: positions before the first message of this client.
+    conflict: whether another client wrote behind ``last``, so that nothing more is written from here.
+    """
+
+    session: str
+    last: str | None = None
+    known: bool = True
+    offset: int = 0
+    conflict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Hold a session as the store has it. next_position: the position of its next message. last: as in Place."""
+
+    history: list[Said] = field(default_factory=list)
+    next_position: int = 0
+    last: str | None = None
+
+
+def read_session(store: Store, session: str) -> Stored:
+    """Read a session's messages, oldest first. Damaged records are skipped, and leave a gap."""
+    history: list[Said] = []
+    position, last = 0, None
+    for entry, record in RecordReader().read(store, NAMESPACE, session=session):
+        last = entry.sequence
+        if isinstance(record, MessageRecord):
+            position = max(position, record.position or 0)
+            history.append(Said(position, record.message))
+        position += 1
+    return Stored(history, position, last)
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Hold messages to append, or none to check only whether another client wrote to the session."""
+
+    place: Place
+    records: list[MessageRecord]
+    size: int
+
+
+class Outbox:
+    """Append messages in a thread that starts with the first of them.
+
+    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of what waits.
+    """
+
+    def __init__(self, store: Callable[[], Store], max_bytes: int = _MAX_BYTES) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._queue: deque[_Write] = deque()
+        self._bytes = 0
+        self._dropped = 0  # messages, since the store was last heard of
+        self._current: _Write | None = None
+        self._changed = threading.Condition()  # guards the queue; never held during a call to the store
+        self._calling = threading.Lock()  # held during the thread's calls to the store
+        self._thread: threading.Thread | None = None
+        self._deadline: float | None = None
+        self._failures = 0
+        self._slow = False  # the latest call took longer than WAIT_S
+        self._hurried = False  # somebody waits, so the pause after a failure ends
+
+    def put(self, place: Place, said: list[Said]) -> None:
+        """Queue the messages of one turn. Never blocks, never raises."""
+        now = time.time()
+        records = [MessageRecord(place.session, message, now, position) for position, message in said]
+        self._enqueue(_Write(place, records, sum(record.size for record in records)))
+
+    def check(self, place: Place) -> None:
+        """Queue a look at whether another client wrote to the session, unless the store is slow or away."""
+        if not self._failures and not self._slow:
+            self._enqueue(_Write(place, [], 0))
+
+    def confirm(self, place: Place) -> None:
+        """Wait until what was queued for the session is done, for at most WAIT_S.
+
+        Returns at once while the store is slow or away: a conflict then shows at a later call.
+        Raises SessionConflictError if another client wrote to the session.
+        """
+        if not self._failures and not self._slow:
+            self._slow = not self.settle(place.session, WAIT_S)
+        if place.conflict:
+            raise conflict_error(place.session)
+
+    def settle(self, session: str, timeout: float) -> bool:
+        """Wait until nothing of the session is queued. Returns False after ``timeout`` seconds."""
+        with self._changed:
+            self._hurried = self._waits(session)
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._waits(session), timeout)
+
+    @contextmanager
+    def paused(self, session: str, timeout: float) -> Generator[None, None, None]:
+        """Write nothing meanwhile. What was queued for the session is discarded if no error occurs.
+
+        Raises StoreUnavailableError if the store does not let go of the current call within ``timeout`` seconds.
+        """
+        if not self._calling.acquire(timeout=timeout):
+            raise StoreUnavailableError(f"session {session!r}: the store does not answer; try again later")
+        try:
+            yield
+            with self._changed:
+                self._discard(lambda write: write.place.session == session)
+        finally:
+            self._calling.release()
+
+    def close(self, timeout: float) -> None:
+        """Write what is queued for at most ``timeout`` seconds, and stop. The rest is lost, which is logged."""
+        with self._changed:
+            if self._deadline is None:
+                self._deadline = time.monotonic() + timeout
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout + 0.5)
+        with self._changed:
+            left = sum(len(write.records) for write in self._queue)
+            left += len(self._current.records) if self._current is not None else 0
+            self._discard(lambda write: True)
+        if left:
+            logger.warning("agentspec: the session store is away; %d messages are lost unwritten", left)
+
+    def _enqueue(self, write: _Write) -> None:
+        with self._changed:
+            if self._deadline is not None:
+                logger.warning("agentspec: session %r: the client is closed; messages are lost", write.place.session)
+                return
+            self._queue.append(write)
+            self._bytes += write.size
+            while self._bytes > self._max_bytes and self._queue:
+                self._drop_oldest()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="agentspec-outbox", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _drop_oldest(self) -> None:
+        write = self._queue.popleft()
+        self._bytes -= write.size
+        if not self._dropped:
+            logger.warning(
+                "agentspec: more than %d bytes of messages wait for the session store; the oldest are dropped, and"
+                " their sessions will show gaps",
+                self._max_bytes,
+            )
+        self._dropped += len(write.records)
+
+    def _discard(self, of: Callable[[_Write], bool]) -> None:
+        kept = [write for write in self._queue if not of(write)]
+        self._queue = deque(kept)
+        self._bytes = sum(write.size for write in kept)
+        self._changed.notify_all()
+
+    def _waits(self, session: str) -> bool:
+        if self._current is not None and self._current.place.session == session:
+            return True
+        return any(write.place.session == session for write in self._queue)
+
+    def _run(self) -> None:
+        while self._await_work():
+            with self._calling:
+                with self._changed:
+                    if not self._queue:  # discarded meanwhile
+                        continue
+                    write = self._current = self._queue.popleft()
+                begin = time.monotonic()
+                failed = self._perform(write)
+                self._slow = time.monotonic() - begin > WAIT_S
+                self._leave(write, failed)
+
+    def _await_work(self) -> bool:
+        """Wait for a write, and for the pause after a failure. Returns False when the thread has to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._deadline is not None)
+            if self._failures:
+                pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (min(self._failures, 20) - 1))
+                if self._changed.wait_for(lambda: self._hurried or self._deadline is not None, pause):
+                    self._changed.wait(_FIRST_PAUSE_S)
+                self._hurried = False
+            return self._deadline is None or (bool(self._queue) and time.monotonic() < self._deadline)
+
+    def _perform(self, write: _Write) -> Exception | None:
+        """Append or check. Returns the error if the store failed."""
+        place = write.place
+        if place.conflict:
+            return None
+        try:
+            store = self._store()
+            if not place.known:
+                found = read_session(store, place.session)
+                place.offset, place.last, place.known = found.next_position, found.last, True
+            self._append(store, place, write.records)
+        except SessionConflictError:
+            place.conflict = True
+        except Exception as error:  # a store may raise anything, and the thread must survive it
+            return error
+        return None
+
+    def _append(self, store: Store, place: Place, records: list[MessageRecord]) -> None:
+        """Append to the session. Raises SessionConflictError if others did behind ``place.last``."""
+        payloads = [payload for record in records if (payload := _encode(record, place.offset)) is not None]
+        behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
+        if behind and [entry.payload for entry in behind] != payloads:  # ours if only the answer was lost
+            raise conflict_error(place.session)
+        if payloads and not behind:
+            store.append(NAMESPACE, [(place.session, payload) for payload in payloads])
+            behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
+        if behind:
+            place.last = behind[-1].sequence
+
+    def _leave(self, write: _Write, failed: Exception | None) -> None:
+        """Note how a write went. One that failed waits for the next attempt; a check is forgotten."""
+        with self._changed:
+            self._current = None
+            if failed is not None and write.records:
+                self._queue.appendleft(write)
+            else:
+                self._bytes -= write.size
+            if write.place.conflict:
+                self._discard(lambda other: other.place is write.place)
+            recovered, dropped = failed is None and self._failures > 0, self._dropped
+            self._failures = 0 if failed is None else self._failures + 1
+            if failed is None:
+                self._dropped = 0
+            self._changed.notify_all()
+        if write.place.conflict:
+            logger.warning("agentspec: %s", conflict_error(write.place.session))
+        if self._failures == 1:
+            logger.warning("agentspec: the session store is away (%s); messages wait to be written", failed)
+        if recovered:
+            logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
+
+
+def conflict_error(session: str) -> SessionConflictError:
+    """Return the error for a session that two clients wrote to."""
+    return SessionConflictError(
+        f"session {session!r}: another client has added messages to it since this one read it. fork() goes on with the"
+        " messages known here, in a new session; reload() drops those that are not stored, and reads the others'"
+    )
+
+
+def _encode(record: MessageRecord, offset: int) -> bytes | None:
+    """Return the record as bytes, or None if it cannot be stored, which leaves a gap."""
+    try:
+        return encode(replace(record, position=offset + (record.position or 0)))
+    except InvalidInputError as error:
+        logger.warning("agentspec: session %r: a message cannot be stored: %s", record.session, error)
+        return None

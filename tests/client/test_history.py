@@ -1,0 +1,423 @@
+"""A session's history is never silently lost: outages, gaps, and two clients on one session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec import (
+    AgentClient,
+    AsyncAgentClient,
+    Gap,
+    InvalidInputError,
+    Session,
+    SessionConflictError,
+    StoreError,
+    StoreUnavailableError,
+)
+from agentspec.cache.store import Store, open_store
+from agentspec.client.outbox import Outbox, Place, Said, read_session
+from agentspec.testing.redis_server import RedisServer
+
+from .fake_server import FakeServer
+from .stores import FailingStore
+
+
+def connect(server: FakeServer, store: Store | str, **options: Any) -> AgentClient:
+    return AgentClient(base_url=server.url, model="small", store=store, **options)
+
+
+def contents(session: Session) -> list[str]:
+    return [message["content"] for message in session.messages]
+
+
+def stored(store: Store, session: str = "s") -> list[tuple[int, str]]:
+    return [(position, message["content"]) for position, message in read_session(store, session).history]
+
+
+def wait_until_stored(store: Store, count: int, session: str = "s") -> None:
+    deadline = time.monotonic() + 10
+    while len(read_session(store, session).history) < count:
+        assert time.monotonic() < deadline, stored(store, session)
+        time.sleep(0.01)
+
+
+# --- A store that is away
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError, StoreError])
+def test_resuming_while_the_store_is_away_sends_nothing(
+    server: FakeServer, error: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FailingStore()
+    with connect(server, store) as client:
+        client.session("s").chat("one")
+    with connect(server, store) as client:
+        session = client.session("s")
+        with monkeypatch.context() as patch:
+            patch.setattr(FailingStore, "read", lambda *args, **options: (_ for _ in ()).throw(error("away")))
+            for use in (
+                lambda: session.chat("two"),
+                lambda: session.stream("two").until_done(),
+                lambda: session.messages,
+                lambda: session.gaps,
+                lambda: session.fork(),
+            ):
+                with pytest.raises(error, match=r"nothing was sent.*on_unavailable"):
+                    use()
+        assert len(server.chats) == 1
+        session.chat("two")  # the session is none the worse for it
+        assert contents(session) == ["one", "answer 1", "two", "answer 2"]
+
+
+async def test_resuming_while_the_store_is_away_sends_nothing_with_asyncio(server: FakeServer) -> None:
+    store = FailingStore("read")
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        with pytest.raises(StoreUnavailableError, match="nothing was sent"):
+            await session.chat("one")
+        with pytest.raises(StoreUnavailableError):
+            await session.stream("one").until_done()
+        assert not server.chats
+        knowingly = client.session("s", on_unavailable="empty")
+        await knowingly.chat("one")
+        assert [message["content"] for message in knowingly.messages] == ["one", "answer 1"]
+        assert knowingly.gaps == []
+        store.failing = set()
+
+
+def test_an_empty_history_is_taken_knowingly_and_written_behind_the_old_one(server: FakeServer) -> None:
+    store = FailingStore()
+    with connect(server, store) as client:
+        client.session("s").chat("one")
+    store.failing = {"read", "append"}
+    with connect(server, store) as client:
+        session = client.session("s", on_unavailable="empty")
+        assert session.chat("two").text == "answer 2"
+        assert len(server.chats[1].body["messages"]) == 1
+        store.failing = set()
+        wait_until_stored(store, 4)
+        session.chat("three")
+        assert contents(session) == ["two", "answer 2", "three", "answer 3"]
+        session.reload()
+        assert contents(session) == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
+    with connect(server, store) as client:
+        assert client.session("s").gaps == []
+    assert [position for position, _ in stored(store)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_option_takes_no_other_value(server: FakeServer) -> None:
+    with connect(server, "memory://") as client, pytest.raises(InvalidInputError, match="'empty'"):
+        client.session("s", on_unavailable="ignore")  # type: ignore[arg-type]
+
+
+def test_what_was_said_during_an_outage_is_stored_after_it(server: FakeServer) -> None:
+    store = FailingStore()
+    with connect(server, store) as client:
+        session = client.session("s")
+        session.chat("one")
+        store.failing = {"read", "append"}
+        session.chat("two")
+        session.add({"role": "user", "content": "aside"})
+        session.chat("three")
+        store.failing = set()
+        session.chat("four")
+    said = ["one", "answer 1", "two", "answer 2", "aside", "three", "answer 3", "four", "answer 4"]
+    assert stored(store) == list(enumerate(said))
+
+
+def test_a_session_is_not_resumed_before_this_process_has_written_it(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.2)
+    store = FailingStore("append")
+    with connect(server, store) as client:
+        client.session("s").chat("one")  # nobody holds this session any more
+        with pytest.raises(StoreUnavailableError, match="wait to be written"):
+            client.session("s").chat("two")
+        store.failing = set()
+        assert contents(client.session("s")) == ["one", "answer 1"]
+
+
+def test_the_store_may_come_into_being_later(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file where the data directory should be")
+    with AgentClient(base_url=server.url, model="small") as client:
+        session = client.session()
+        session.chat("one")
+        (tmp_path / "data").unlink()
+        session.chat("two")
+        name = session.id
+    with AgentClient(base_url=server.url, model="small") as client:
+        assert len(client.session(name).messages) == 4
+
+
+# --- Gaps
+
+
+def test_what_overflows_is_lost_and_the_gap_is_marked(caplog: pytest.LogCaptureFixture) -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    place = Place("s")
+
+    def say(first: int, count: int) -> None:
+        for position in range(first, first + count):
+            outbox.put(place, [Said(position, {"role": "user", "content": f"{position}" * 200})])
+
+    say(0, 2)
+    assert outbox.settle("s", 5.0)
+    store.failing = {"append", "read"}
+    say(2, 30)
+    store.failing = set()
+    say(32, 1)
+    assert outbox.settle("s", 5.0)
+    outbox.close(2.0)
+    positions = [position for position, _ in read_session(store, "s").history]
+    assert positions[:2] == [0, 1]
+    assert positions[2:] == list(range(positions[2], 33))  # the newest are there
+    assert 10 < positions[2] < 33
+    warnings = [record.getMessage() for record in caplog.records]
+    assert sum("their sessions will show gaps" in warning for warning in warnings) == 1
+
+
+@pytest.fixture
+def with_gaps() -> Store:
+    """A session of positions 2, 3 and 6."""
+    store = open_store("memory://")
+    outbox = Outbox(lambda: store)
+    place = Place("s")
+    for position in (2, 3, 6):
+        outbox.put(place, [Said(position, {"role": "user", "content": f"{position}"})])
+    outbox.close(2.0)
+    return store
+
+
+def test_a_session_with_gaps_says_so(server: FakeServer, with_gaps: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(server, with_gaps) as client:
+        session = client.session("s")
+        assert contents(session) == ["2", "3", "6"]
+        assert session.gaps == [Gap(before=0, lost=2), Gap(before=2, lost=2)]
+        session.chat("7")
+        assert session.fork("branch").gaps == session.gaps
+        session.chat("9")
+        assert client.session("whole").gaps == []
+    assert [position for position, _ in stored(with_gaps)] == [2, 3, 6, 7, 8, 9, 10]
+    with connect(server, with_gaps) as client:
+        assert client.session("branch").gaps == [Gap(before=0, lost=2), Gap(before=2, lost=2)]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "agentspec: session 's': the store has lost 2 messages before message 2" in warnings
+
+
+# --- Two clients on one session
+
+
+def test_the_second_client_gets_a_conflict_before_anything_is_sent(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as first, connect(server, store) as second:
+        first.session("s").chat("one")
+        mine, theirs = second.session("s"), first.session("s")
+        mine.load()
+        theirs.chat("two")
+        for _ in range(2):
+            with pytest.raises(SessionConflictError, match=r"fork\(\).*reload\(\)"):
+                mine.chat("three")
+        with pytest.raises(SessionConflictError):
+            mine.stream("three").until_done()
+        with pytest.raises(SessionConflictError):
+            mine.add({"role": "user", "content": "three"})
+        assert len(server.chats) == 2
+        branch = mine.fork()
+        branch.chat("three")
+        assert contents(branch) == ["one", "answer 1", "three", "answer 3"]
+        mine.reload()
+        mine.chat("three")
+        assert contents(mine) == ["one", "answer 1", "two", "answer 2", "three", "answer 4"]
+        with pytest.raises(SessionConflictError):
+            theirs.chat("four")
+    assert [position for position, _ in stored(store)] == list(range(6))
+
+
+async def test_a_conflict_with_asyncio(server: FakeServer) -> None:
+    store = open_store("memory://")
+    async with (
+        AsyncAgentClient(base_url=server.url, model="small", store=store) as first,
+        AsyncAgentClient(base_url=server.url, model="small", store=store) as second,
+    ):
+        mine, theirs = first.session("s"), second.session("s")
+        await asyncio.gather(mine.load(), theirs.load())
+        await mine.chat("one")
+        with pytest.raises(SessionConflictError):
+            await theirs.chat("two")
+        with pytest.raises(SessionConflictError):
+            await theirs.stream("two").until_done()
+        assert (await theirs.fork("branch")).messages == []
+        await theirs.reload()
+        await theirs.chat("two")
+        assert len(theirs.messages) == 4
+
+
+def test_an_append_whose_answer_was_lost_is_no_conflict(server: FakeServer) -> None:
+    class Forgetful(FailingStore):
+        def append(self, *args: Any, **options: Any) -> Any:
+            super().append(*args, **options)
+            if self.failing:
+                raise StoreUnavailableError("append: the answer was lost")
+
+    store = Forgetful()
+    with connect(server, store) as client:
+        session = client.session("s")
+        session.chat("one")
+        store.failing = {"answers"}
+        session.chat("two")
+        store.failing = set()
+        wait_until_stored(store, 4)
+        session.chat("three")
+    assert [position for position, _ in stored(store)] == list(range(6))
+
+
+def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 0.5)
+    store = FailingStore()
+    with connect(server, store) as client:
+        session = client.session()
+        session.chat("warm")
+        store.delay = 1.0
+        session.chat("first")
+        begin = time.monotonic()
+        for _ in range(10):
+            session.chat("again")
+        assert time.monotonic() - begin < 5.0  # 10 s if each of them waited
+        store.delay = 0.0
+        wait_until_stored(store, 24, session.id)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_two_processes_on_one_session(
+    server: FakeServer, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each process goes on until a conflict, then reloads: nothing is lost, and nobody's turn is torn apart."""
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    if kind == "redis":
+        url = request.getfixturevalue("redis_server").url
+    name = f"s-{uuid.uuid4().hex}"
+    script = f"""
+        import sys
+        from agentspec import AgentClient, SessionConflictError
+        conflicts = 0
+        with AgentClient(base_url={server.url!r}, model="small", store={url!r}, speculation=False) as client:
+            session = client.session({name!r})
+            for number in range(15):
+                while True:
+                    try:
+                        session.chat(f"{{sys.argv[1]}}-{{number}}")
+                        break
+                    except SessionConflictError:
+                        conflicts += 1
+                        session.reload()
+        print(conflicts)
+    """
+    processes = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), who], stdout=subprocess.PIPE, text=True)
+        for who in "ab"
+    ]
+    conflicts = [int(process.communicate(timeout=60)[0]) for process in processes]
+    assert sum(conflicts) > 0
+    store = open_store(url)
+    history = stored(store, name)
+    store.close()
+    assert [position for position, _ in history] == list(range(60))
+    asked = [content for _, content in history[::2]]
+    for who in "ab":
+        assert [content for content in asked if content.startswith(who)] == [f"{who}-{number}" for number in range(15)]
+    assert all(content.startswith("answer") for _, content in history[1::2])
+
+
+# --- Erasure
+
+
+def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as client:
+        session = client.session("a/b ü")
+        session.chat("one")
+        session.clear()
+        assert session.messages == []
+        server.erasing = [404, 405]  # the server has forgotten it already, or cannot erase
+        session.clear()
+        session.clear()
+    assert server.erased == ["a/b ü"] * 3
+    assert stored(store, "a/b ü") == []
+
+
+def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:
+    for fake, tags in ((plain_server, "auto"), (server, "off")):
+        with connect(fake, "memory://", session_tags=tags) as client:
+            session = client.session("s")
+            session.chat("one")
+            session.clear()
+            assert session.messages == []
+        assert fake.erased == []
+
+
+def test_clear_that_the_server_refuses_changes_nothing(server: FakeServer) -> None:
+    with connect(server, "memory://", max_retries=0) as client:
+        session = client.session("s")
+        session.chat("one")
+        server.erasing = [403, 500]
+        with pytest.raises(openai.PermissionDeniedError):
+            session.clear()
+        with pytest.raises(openai.InternalServerError):
+            session.clear()
+        assert contents(session) == ["one", "answer 1"]
+        session.clear()
+        assert session.messages == []
+
+
+async def test_clear_with_asyncio(server: FakeServer) -> None:
+    store = open_store("memory://")
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store, max_retries=0) as client:
+        session = client.session("s")
+        await session.chat("one")
+        server.erasing = [500]
+        with pytest.raises(openai.InternalServerError):
+            await session.clear()
+        assert len(session.messages) == 2
+        await session.clear()
+        assert session.messages == []
+    assert server.erased == ["s", "s"]
+    assert stored(store) == []
+
+
+def test_clear_of_an_unreachable_server_says_so(server: FakeServer) -> None:
+    with connect(server, "memory://", max_retries=0) as client:
+        session = client.session("s")
+        session.add({"role": "user", "content": "one"})
+        server.close()
+        with pytest.raises(openai.APIConnectionError):
+            session.clear()
+        assert contents(session) == ["one"]
+
+
+def test_ids_of_new_sessions_cannot_be_guessed(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        names = [client.session().id for _ in range(100)]
+        names += [client.session("s").fork().id for _ in range(10)]
+    assert len(set(names)) == 110
+    for name in names:
+        assert uuid.UUID(hex=name.removeprefix("session-")).version == 4  # 122 random bits
