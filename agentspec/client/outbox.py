@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from agentspec.cache.store import MessageRecord, RecordReader, Store, encode, namespace
+from agentspec.cache.store import NEW_SESSION, MessageRecord, NewEntry, RecordReader, Store, encode, namespace
 from agentspec.errors import InvalidInputError, SessionConflictError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -248,8 +248,8 @@ class Outbox:
         if behind and [entry.payload for entry in behind] != payloads:  # ours if only the answer was lost
             raise conflict_error(place.session)
         if payloads and not behind:
-            store.append(NAMESPACE, [(place.session, payload) for payload in payloads])
-            behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
+            entries = [NewEntry(place.session, payload) for payload in payloads]
+            place.last = store.append(NAMESPACE, entries, expect=place.last or NEW_SESSION)[-1]
         if behind:
             place.last = behind[-1].sequence
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from agentspec.cache.store import Entry, MemoryStore
+from agentspec.cache.store import Entry, Erasure, MemoryStore
 from agentspec.errors import StoreUnavailableError
 
 
@@ -31,6 +31,6 @@ class FailingStore(MemoryStore):
         self._may("read")
         return super().read(*args, **options)
 
-    def remove_session(self, *args: Any, **options: Any) -> int:
+    def erase_session(self, *args: Any, **options: Any) -> Erasure:
         self._may("remove")
-        return super().remove_session(*args, **options)
+        return super().erase_session(*args, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import pytest
 
 from agentspec import AgentClient, Gap, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
 from agentspec.cache.store import open_store
+from tests.store.helpers import damage_payload
 
 from .fake_server import FakeServer
 from .stores import FailingStore
@@ -182,15 +182,7 @@ def test_a_default_store_that_cannot_open_costs_new_sessions_nothing(
 def test_damaged_messages_leave_a_gap(server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "sessions.db"
     converse(server.url, f"sqlite:///{path}", ["one", "two"])
-    with sqlite3.connect(path) as database:
-        (table,) = (
-            name
-            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-            if "payload" in {row[1] for row in database.execute(f"PRAGMA table_info({name})")}
-        )
-        first = database.execute(f"SELECT min(rowid) FROM {table}").fetchone()[0]
-        database.execute(f"UPDATE {table} SET payload = x'00' WHERE rowid = ?", (first,))
-    database.close()
+    damage_payload(path, 1)
     with AgentClient(base_url=server.url, model="small", store=f"sqlite:///{path}") as client:
         session = client.session("fix-42")
         assert [message["content"] for message in session.messages] == ["answer 1", "two", "answer 2"]

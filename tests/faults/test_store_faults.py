@@ -12,6 +12,7 @@ from agentspec.cache.store import (
     BackgroundLoader,
     BackgroundWriter,
     CircuitBreaker,
+    NewEntry,
     SQLiteStore,
     Store,
     decode,
@@ -157,7 +158,7 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
 def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
     with RedisServer() as server:
         store = open_store(server.url)
-        store.append(NS, [("s", b"")])
+        store.append(NS, [NewEntry("s", b"")])
         server.kill()
         loader = BackgroundLoader(store, NS, breaker=quick())
         loader.request("s")

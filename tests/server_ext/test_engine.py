@@ -11,7 +11,7 @@ import pytest
 
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.cache.store import TurnRecord, encode, open_store
+from agentspec.cache.store import NewEntry, TurnRecord, encode, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -137,7 +137,7 @@ def test_turns_stored_when_nothing_was_shared_stay_with_their_sessions() -> None
     """A server without a tenant used to keep every session to itself; its records say nothing of a scope."""
     store = open_store("memory://")
     old = TurnRecord("s", 0, np.array([1, 2, 3], np.int32), np.array(TEXT, np.int32), 1.0)
-    store.append("ns", [("s", encode(old))])
+    store.append("ns", [NewEntry("s", encode(old))])
     for tenant, scope in ((None, "session"), ("t", "tenant")):
         cache = SuffixCache()
         restored: list[FinishedTurn] = []

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import TurnRecord, encode, model_name, namespace, open_store, tokenizer_fingerprint
+from agentspec.cache.store import NewEntry, TurnRecord, encode, model_name, namespace, open_store, tokenizer_fingerprint
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> str:
             )
             for i in range(turns)
         ]
-        opened.append(key, [(record.session, encode(record)) for record in records])
+        opened.append(key, [NewEntry(record.session, encode(record)) for record in records])
     opened.close()
     return url
 

@@ -1,12 +1,15 @@
 """Turns to store, and a store that fails when told to."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from agentspec.cache.store import Entry, MemoryStore, TurnRecord, encode
+from agentspec.cache.store import Entry, MemoryStore, NewEntry, TurnRecord, encode
+from agentspec.cache.store.sqlite import _FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 
@@ -29,8 +32,8 @@ def number_of(record: object) -> int:
     return int(record.response[0])
 
 
-def entry_of(record: TurnRecord) -> tuple[str, bytes]:
-    return record.session, encode(record)
+def entry_of(record: TurnRecord) -> NewEntry:
+    return NewEntry(record.session, encode(record))
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
@@ -51,21 +54,23 @@ class FlakyStore(MemoryStore):
         self.gate = threading.Event()
         self.gate.set()
         self.calls = 0
-        self.appended: list[list[tuple[str, bytes]]] = []
+        self.appended: list[list[NewEntry]] = []
 
-    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
+    def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         self.calls += 1
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        super().append(namespace, entries)
+        sequences = super().append(namespace, entries, expect=expect)
         self.appended.append(list(entries))
+        return sequences
 
     def read(
         self,
         namespace: str,
         *,
         session: str | None = None,
+        group: str | None = None,
         after: str | None = None,
         newest: int | None = None,
     ) -> Iterator[Entry]:
@@ -73,7 +78,7 @@ class FlakyStore(MemoryStore):
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        return self._failing(super().read(namespace, session=session, after=after, newest=newest))
+        return self._failing(super().read(namespace, session=session, group=group, after=after, newest=newest))
 
     def ping(self) -> None:
         if self.error is not None:
@@ -85,3 +90,15 @@ class FlakyStore(MemoryStore):
                 self.fail_read_after = None
                 raise StoreUnavailableError("went away in the middle")
             yield entry
+
+
+def damage_payload(path: Path, sequence: int) -> None:
+    """Flip a bit near the end of a stored payload."""
+    connection = sqlite3.connect(path)
+    query = "SELECT padded, size FROM payloads JOIN entries USING (sequence) WHERE sequence = ?"
+    padded, size = connection.execute(query, (sequence,)).fetchone()
+    at = _FRONT + size - 3
+    damaged = padded[:at] + bytes([padded[at] ^ 0x40]) + padded[at + 1 :]
+    connection.execute("UPDATE payloads SET padded = ? WHERE sequence = ?", (damaged, sequence))
+    connection.commit()
+    connection.close()

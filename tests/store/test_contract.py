@@ -1,13 +1,14 @@
 """What every store promises, on each of them; Redis is a real server."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import Store, open_store
-from agentspec.errors import InvalidInputError, StoreError
+from agentspec.cache.store import NEW_SESSION, EraseRecord, Erasure, NewEntry, Retention, Store, decode, open_store
+from agentspec.errors import InvalidInputError, SessionConflictError, StoreError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
 
@@ -41,8 +42,8 @@ def payloads(store: Store, session: str | None = None, *, newest: int | None = N
     return [entry.payload for entry in store.read(NS, session=session, newest=newest)]
 
 
-def fill(store: Store, count: int, sessions: int = 3) -> list[tuple[str, bytes]]:
-    entries = [(f"s{number % sessions}", b"payload %d" % number) for number in range(count)]
+def fill(store: Store, count: int, sessions: int = 3) -> list[NewEntry]:
+    entries = [NewEntry(f"s{number % sessions}", b"payload %d" % number) for number in range(count)]
     for start in range(0, count, 100):
         store.append(NS, entries[start : start + 100])
     return entries
@@ -50,8 +51,8 @@ def fill(store: Store, count: int, sessions: int = 3) -> list[tuple[str, bytes]]
 
 def test_entries_come_back_in_order_and_exact(store: Store) -> None:
     raw = bytes(range(256)) * 3
-    store.append(NS, [("a", raw), ("b", b""), ("a", b"2")])
-    store.append(NS, [("a", b"3")])
+    store.append(NS, [NewEntry("a", raw), NewEntry("b", b""), NewEntry("a", b"2")])
+    store.append(NS, [NewEntry("a", b"3")])
     assert [(entry.session, entry.payload) for entry in store.read(NS)] == [
         ("a", raw),
         ("b", b""),
@@ -95,41 +96,190 @@ def test_a_read_ends_with_what_was_there_when_it_began(store: Store) -> None:
     entries = fill(store, 300)
     reading = store.read(NS)
     first = next(reading)
-    store.append(NS, [("s0", b"later")])
-    assert [first.payload, *(entry.payload for entry in reading)] == [payload for _, payload in entries]
+    store.append(NS, [NewEntry("s0", b"later")])
+    assert [first.payload, *(entry.payload for entry in reading)] == [payload for _, payload, _ in entries]
 
 
 def test_namespaces_are_apart(store: Store) -> None:
-    store.append(NS, [("s", b"ours")])
-    store.append("other", [("s", b"theirs")])
+    store.append(NS, [NewEntry("s", b"ours")])
+    store.append("other", [NewEntry("s", b"theirs")])
     assert payloads(store) == [b"ours"]
     assert [entry.payload for entry in store.read("other", session="s")] == [b"theirs"]
-    assert store.remove_session("other", "s") == 1
+    assert store.erase_session("other", "s") == Erasure(1, complete=True)
     assert payloads(store, "s") == [b"ours"]
     assert store.sessions("other") == []
 
 
-def test_removing_a_session_is_exact(store: Store) -> None:
+def test_erasing_a_session_is_exact_and_leaves_a_tombstone(store: Store) -> None:
     entries = fill(store, 600)
     last = list(store.read(NS))[-1].sequence
-    assert store.remove_session(NS, "s1") == 200
+    assert store.erase_session(NS, "s1") == Erasure(200, complete=True)
     assert payloads(store, "s1") == []
-    assert payloads(store) == [payload for session, payload in entries if session != "s1"]
-    assert store.sessions(NS) == ["s0", "s2"]
-    assert store.remove_session(NS, "s1") == 0
-    store.append(NS, [("s1", b"again")])
+    *rest, tombstone = store.read(NS)
+    assert [entry.payload for entry in rest] == [payload for session, payload, _ in entries if session != "s1"]
+    assert decode(tombstone.payload) == EraseRecord("s1")
+    assert (tombstone.session, tombstone.sequence > last) == ("s1", True)
+    assert [usage.session for usage in store.sessions(NS)] == ["s0", "s2"]
+    store.append(NS, [NewEntry("s1", b"again")])
     (entry,) = store.read(NS, session="s1")
     assert entry.payload == b"again"
-    assert entry.sequence > last  # cursors of other readers stay valid
+    assert entry.sequence > tombstone.sequence  # cursors of other readers stay valid
 
 
-def test_sessions_are_listed_once_and_any_unicode_id_works(store: Store) -> None:
+def test_erasing_again_adds_nothing_and_an_unknown_session_is_marked_once(store: Store) -> None:
+    store.append(NS, [NewEntry("s", b"1"), NewEntry("t", b"2")])
+    for session in ("s", "nobody"):
+        for _ in range(3):
+            store.erase_session(NS, session)
+    found = [entry.payload for entry in store.read(NS)]
+    assert found[0] == b"2"
+    assert [decode(payload) for payload in found[1:]] == [EraseRecord("s"), EraseRecord("nobody")]
+    store.append(NS, [NewEntry("s", b"3")])
+    store.erase_session(NS, "s")
+    assert [decode(entry.payload) for entry in list(store.read(NS))[1:]] == [EraseRecord("nobody"), EraseRecord("s")]
+    assert store.erase_session(NS, "t", mark=False) == Erasure(1, complete=True)
+    assert [decode(entry.payload) for entry in store.read(NS)] == [EraseRecord("nobody"), EraseRecord("s")]
+
+
+def test_groups_are_read_across_sessions(store: Store) -> None:
+    for number in range(300):
+        group = (None, "g", "h")[number % 3]
+        store.append(NS, [NewEntry(f"s{number % 2}", b"%d" % number, group)])
+    entries = list(store.read(NS, group="g"))
+    assert [entry.payload for entry in entries] == [b"%d" % number for number in range(1, 300, 3)]
+    assert {(entry.session, entry.group) for entry in entries} == {("s0", "g"), ("s1", "g")}
+    assert list(store.read(NS, group="g", after=entries[4].sequence, newest=7)) == entries[-7:]
+    assert list(store.read(NS, group="nobody")) == []
+    store.erase_session(NS, "s0")
+    assert [entry.payload for entry in store.read(NS, group="g")] == [
+        b"%d" % number for number in range(1, 300, 3) if number % 2
+    ]
+    with pytest.raises(InvalidInputError, match="session, group"):
+        store.read(NS, session="s1", group="g")
+
+
+def test_an_append_may_expect_the_sessions_newest_entry(store: Store) -> None:
+    first = store.append(NS, [NewEntry("s", b"1"), NewEntry("s", b"2")], expect=NEW_SESSION)
+    assert first == [entry.sequence for entry in store.read(NS, session="s")]
+    store.append(NS, [NewEntry("other", b"x")])
+    (second,) = store.append(NS, [NewEntry("s", b"3")], expect=first[-1])
+    for stale in (NEW_SESSION, first[0], first[-1]):
+        with pytest.raises(SessionConflictError, match="'s'"):
+            store.append(NS, [NewEntry("s", b"lost"), NewEntry("s", b"lost")], expect=stale)
+    assert payloads(store, "s") == [b"1", b"2", b"3"]
+    store.erase_session(NS, "s")
+    with pytest.raises(SessionConflictError):
+        store.append(NS, [NewEntry("s", b"lost")], expect=second)
+    store.append(NS, [NewEntry("s", b"4")], expect=NEW_SESSION)
+    assert payloads(store, "s") == [b"4"]
+    with pytest.raises(InvalidInputError, match="expect"):
+        store.append(NS, [NewEntry("s", b"5"), NewEntry("t", b"5")], expect=NEW_SESSION)
+    with pytest.raises(InvalidInputError, match="expect"):
+        store.append(NS, [NewEntry("s", b"5")], expect="no cursor")
+
+
+def test_of_many_who_append_to_one_session_at_once_one_wins_each_time(store: Store) -> None:
+    conflicts = []
+
+    def work() -> None:
+        for _ in range(20):
+            newest = [entry.sequence for entry in store.read(NS, session="s")][-1:] or [NEW_SESSION]
+            try:
+                store.append(NS, [NewEntry("s", newest[0].encode())], expect=newest[0])
+            except SessionConflictError as error:
+                conflicts.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    entries = list(store.read(NS, session="s"))
+    assert len(entries) + len(conflicts) == 60
+    # each entry names the one before it
+    assert [entry.payload.decode() for entry in entries] == ["", *(entry.sequence for entry in entries)][:-1]
+
+
+def test_sessions_tell_what_they_hold_and_any_unicode_key_works(store: Store) -> None:
     names = ["b", "a", "ünïcode/{x}:*", "日本語 ", "%s' OR 1=1 --", ""]
+    before = time.time()
     for name in names * 2:
-        store.append(NS, [(name, name.encode())])
-    assert store.sessions(NS) == sorted(names)
-    for name in names:
-        assert payloads(store, name) == [name.encode()] * 2
+        store.append(NS, [NewEntry(name, name.encode(), name or None)])
+    found = store.sessions(NS)
+    assert [usage.session for usage in found] == sorted(names)
+    for usage in found:
+        assert (usage.records, usage.bytes) == (2, 2 * len(usage.session.encode()))
+        assert before - 1 < usage.used < time.time() + 1
+        assert payloads(store, usage.session) == [usage.session.encode()] * 2
+        if usage.session:
+            assert len(list(store.read(NS, group=usage.session))) == 2
+
+
+def test_the_secret_is_made_once(store: Store) -> None:
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(store.secret())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert len(found[0]) == 32
+    assert len(set(found[0])) > 8
+
+
+def trim(store: Store, retention: Retention) -> int:
+    """Trim slice by slice, and return how many entries went."""
+    removed = 0
+    for _ in range(10_000):
+        records, more = store.trim(retention)
+        assert records <= 256
+        removed += records
+        if not more:
+            return removed
+    raise AssertionError("trimming does not end")
+
+
+def test_retention_by_records_keeps_the_newest(store: Store) -> None:
+    entries = fill(store, 1000)
+    store.append("other", [NewEntry("t", b"newer")])
+    store.erase_session(NS, "s2")
+    left = [payload for session, payload, _ in entries if session != "s2"]
+    assert trim(store, Retention(records=102)) == 667 + 2 - 102
+    assert [payload for payload in payloads(store) if payload.startswith(b"payload")] == left[-100:]
+    assert [entry.payload for entry in store.read("other")] == [b"newer"]
+    assert store.usage().records == 102
+    assert trim(store, Retention(records=102)) == 0
+    assert trim(store, Retention(records=0)) == 102
+    assert (payloads(store), store.sessions(NS), store.usage().records) == ([], [], 0)
+    (sequence,) = store.append(NS, [NewEntry("s1", b"x")])  # a session whose head is gone goes on
+    assert [entry.sequence for entry in store.read(NS)] == [sequence]
+
+
+def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_back(store: Store) -> None:
+    empty = store.usage().bytes
+    limit = 2 << 20
+    for number in range(2500):
+        store.append(NS, [NewEntry(f"s{number % 97}", number.to_bytes(2) * 4200, f"g{number % 5}")])
+    full = store.usage().bytes
+    assert full > 10 * limit
+    removed = trim(store, Retention(bytes=limit))
+    usage = store.usage()
+    assert empty < usage.bytes < 1.15 * limit
+    assert usage.bytes > 0.7 * limit
+    assert usage.records == 2500 - removed == len(payloads(store))
+    numbers = [int.from_bytes(payload[:2]) for payload in payloads(store)]
+    assert numbers == list(range(removed, 2500))
+    assert sum(session.records for session in store.sessions(NS)) == usage.records
+    assert sum(len(list(store.read(NS, group=f"g{group}"))) for group in range(5)) == usage.records
+
+
+def test_retention_by_age(store: Store) -> None:
+    fill(store, 600)
+    assert trim(store, Retention(days=1)) == 0
+    time.sleep(0.02)
+    assert trim(store, Retention(days=0.01 / 86_400)) == 600
+    assert payloads(store) == []
 
 
 def test_an_empty_append_and_an_empty_log(store: Store) -> None:
@@ -142,14 +292,14 @@ def test_an_empty_append_and_an_empty_log(store: Store) -> None:
 
 def test_a_large_record(store: Store) -> None:
     payload = bytes(range(256)) * 1600  # about 100 000 tokens
-    store.append(NS, [("s", payload)])
+    store.append(NS, [NewEntry("s", payload)])
     assert payloads(store) == [payload]
 
 
 def test_threads_may_share_it(store: Store) -> None:
     def work(name: str) -> None:
         for number in range(20):
-            store.append(NS, [(name, b"%d" % number)] * 3)
+            store.append(NS, [NewEntry(name, b"%d" % number)] * 3)
             assert sum(1 for _ in store.read(NS, session=name)) == 3 * (number + 1)
 
     errors: list[BaseException] = []
@@ -172,7 +322,7 @@ def test_threads_may_share_it(store: Store) -> None:
 @pytest.mark.parametrize("namespace", ["", "a{b}", "x" * 129, "a b", "é"])
 def test_an_unusable_namespace_is_refused(store: Store, namespace: str) -> None:
     with pytest.raises(InvalidInputError, match="namespace"):
-        store.append(namespace, [("s", b"x")])
+        store.append(namespace, [NewEntry("s", b"x")])
     with pytest.raises(InvalidInputError, match="namespace"):
         store.read(namespace)
 
@@ -185,11 +335,11 @@ def test_unusable_bounds_are_refused_by_name(store: Store) -> None:
 
 
 def test_a_closed_store_says_so(store: Store) -> None:
-    store.append(NS, [("s", b"x")])
+    store.append(NS, [NewEntry("s", b"x")])
     store.close()
     store.close()
     with pytest.raises(StoreError, match="closed"):
-        store.append(NS, [("s", b"x")])
+        store.append(NS, [NewEntry("s", b"x")])
     with pytest.raises(StoreError, match="closed"):
         list(store.read(NS))
     with pytest.raises(StoreError, match="closed"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache.store import BackgroundLoader, Chain, CircuitBreaker, MessageRecord, TurnRecord, encode
+from agentspec.cache.store import BackgroundLoader, Chain, CircuitBreaker, MessageRecord, NewEntry, TurnRecord, encode
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, tokens, turn, wait_until
 
@@ -208,8 +208,8 @@ def test_unusable_records_are_skipped_counted_and_warned_of_once(
     store: FlakyStore, loader: BackgroundLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = entry_of(turn("s", 1))
-    damaged = ("s", good[1][:-1] + b"\x7f")
-    for entry in (damaged, good, damaged, ("s", b""), ("s", encode(MessageRecord("s", {}, 1.0)))):
+    damaged = NewEntry("s", good[1][:-1] + b"\x7f")
+    for entry in (damaged, good, damaged, NewEntry("s", b""), NewEntry("s", encode(MessageRecord("s", {}, 1.0)))):
         store.append(NS, [entry])
     loader.request("s")
     assert [number_of(record) for record in gather(loader, "s")] == [1]

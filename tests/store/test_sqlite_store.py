@@ -1,16 +1,17 @@
 """The SQLite file: what it is, what it refuses, what happens to a damaged one, and several processes at it."""
 
 import multiprocessing
+import random
 import sqlite3
 import stat
 from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import MemoryStore, RecordReader, SQLiteStore, encode
+from agentspec.cache.store import Erasure, MemoryStore, NewEntry, RecordReader, Retention, SQLiteStore, encode
 from agentspec.cache.store.sqlite import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
-from tests.store.helpers import NS, entry_of, number_of, turn
+from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn
 
 
 def pragma(path: Path, name: str) -> object:
@@ -33,7 +34,7 @@ def test_the_file_is_marked_private_and_logs_ahead(tmp_path: Path) -> None:
 def test_what_was_appended_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     for number in range(3):
         store = SQLiteStore(tmp_path / "store.db")
-        store.append(NS, [("s", b"%d" % number)])
+        store.append(NS, [NewEntry("s", b"%d" % number)])
         store.close()
     assert [entry.payload for entry in SQLiteStore(tmp_path / "store.db").read(NS)] == [b"0", b"1", b"2"]
 
@@ -80,7 +81,7 @@ def test_an_empty_file_becomes_a_store(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.touch()
     store = SQLiteStore(path)
-    store.append(NS, [("s", b"x")])
+    store.append(NS, [NewEntry("s", b"x")])
     assert len(list(store.read(NS))) == 1
 
 
@@ -97,13 +98,8 @@ def test_a_damaged_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCa
     store = SQLiteStore(path)
     store.append(NS, [entry_of(turn("s", number)) for number in range(5)])
     store.close()
-    connection = sqlite3.connect(path)
     for sequence in (2, 4):
-        (payload,) = connection.execute("SELECT payload FROM entries WHERE sequence = ?", (sequence,)).fetchone()
-        damaged = payload[:-3] + bytes([payload[-3] ^ 0x40]) + payload[-2:]
-        connection.execute("UPDATE entries SET payload = ? WHERE sequence = ?", (damaged, sequence))
-    connection.commit()
-    connection.close()
+        damage_payload(path, sequence)
     reader = RecordReader()
     records = [record for _, record in reader.read(SQLiteStore(path), NS)]
     assert [None if record is None else number_of(record) for record in records] == [0, None, 2, None, 4]
@@ -114,7 +110,7 @@ def test_a_damaged_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_record_under_another_session_is_not_used(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "store.db")
-    store.append(NS, [("mallory", encode(turn("alice", 1)))])
+    store.append(NS, [NewEntry("mallory", encode(turn("alice", 1)))])
     reader = RecordReader()
     assert [record for _, record in reader.read(store, NS)] == [None]
     assert reader.damaged == 1
@@ -123,7 +119,7 @@ def test_a_record_under_another_session_is_not_used(tmp_path: Path) -> None:
 def test_a_file_damaged_in_its_structure_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)
-    store.append(NS, [("s", bytes(3000))] * 100)
+    store.append(NS, [NewEntry("s", bytes(3000))] * 100)
     store.close()
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
@@ -132,23 +128,89 @@ def test_a_file_damaged_in_its_structure_is_an_error_that_names_it(tmp_path: Pat
         list(SQLiteStore(path).read(NS))
 
 
+def everything(folder: Path) -> bytes:
+    """All bytes of the database, its write-ahead log and its index."""
+    return b"".join(file.read_bytes() for file in folder.iterdir())
+
+
 def test_an_erased_session_is_gone_from_the_files_bytes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)
     secret = b"correct horse battery staple"
-    store.append(NS, [("private", secret * 300), ("other", b"kept")] * 20)
-    assert secret in b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert store.remove_session(NS, "private") == 20
-    files = b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert secret not in files
-    assert b"private" not in files
-    assert b"kept" in files
+    store.append(NS, [NewEntry("key-1", secret * 300), NewEntry("other", b"kept")] * 20)
+    assert secret in everything(tmp_path)
+    assert store.erase_session(NS, "key-1") == Erasure(20, complete=True)
+    assert secret not in everything(tmp_path)
+    assert b"kept" in everything(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_byte_of_an_erased_session_stays_whatever_moved_in_the_file(tmp_path: Path, seed: int) -> None:
+    """Rows that move to another page leave copies behind, which SQLite's secure_delete does not blank."""
+    store, chance = SQLiteStore(tmp_path / "store.db"), random.Random(seed)
+    alive: list[int] = []
+    for number in range(250):
+        alive.append(number)
+        entries = []
+        for _ in range(chance.choice((1, 3, 30))):
+            for session in {number, *chance.sample(alive, min(3, len(alive)))}:
+                size = chance.choice((1, 3, 20, 100, 127, 128, 400, 700))
+                entries.append(NewEntry(f"k{session}", b"<%06d>" % session * size, chance.choice((None, "g"))))
+        store.append(NS, entries)
+        if len(alive) > 5 and chance.random() < 0.8:
+            session = alive.pop(chance.randrange(len(alive)))
+            assert store.erase_session(NS, f"k{session}").complete
+            assert b"<%06d>" % session not in everything(tmp_path)
+        if chance.random() < 0.3:
+            store.trim(Retention(bytes=1 << 20))
+
+
+def test_an_erasure_is_incomplete_while_another_process_reads_the_old_state(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SQLiteStore(path)
+    store.append(NS, [NewEntry("key-1", b"correct horse" * 100)])
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN")
+    other.execute("SELECT count(*) FROM entries").fetchall()
+    assert store.erase_session(NS, "key-1") == Erasure(1, complete=False)
+    assert list(store.read(NS, session="key-1")) == []  # it is gone for every new reader
+    assert store.erase_session(NS, "key-1") == Erasure(0, complete=False)
+    other.execute("COMMIT")
+    assert store.erase_session(NS, "key-1") == Erasure(0, complete=True)
+    assert b"correct horse" not in everything(tmp_path)
+    other.close()
+
+
+def test_the_file_shrinks_when_it_is_trimmed(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SQLiteStore(path)
+    for number in range(1200):
+        store.append(NS, [NewEntry(f"s{number % 50}", bytes([number % 256]) * 9_000)])
+    limit = 1 << 20
+    assert path.stat().st_size > 10 * limit
+    while store.trim(Retention(bytes=limit)).more:
+        pass
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1.4 * limit
+    assert len(list(store.read(NS))) > 80
+
+
+def test_a_file_of_the_first_schema_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    old = sqlite3.connect(path)
+    old.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    old.execute("PRAGMA user_version = 1")
+    old.execute("CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace, session, payload)")
+    old.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreVersionError, match=rf"agentspec sessions convert sqlite:///{path}"):
+        SQLiteStore(path)
+    assert path.read_bytes() == before
 
 
 def _append_many(path: Path, name: str, count: int) -> None:
     store = SQLiteStore(path)
     for number in range(count):
-        store.append(NS, [(name, b"%s %d" % (name.encode(), number))] * 2)
+        store.append(NS, [NewEntry(name, b"%s %d" % (name.encode(), number))] * 2)
     store.close()
 
 
@@ -171,10 +233,10 @@ def test_processes_share_a_file_even_a_new_one(tmp_path: Path) -> None:
 def test_a_full_memory_store_drops_its_oldest_entries() -> None:
     store = MemoryStore(max_bytes=1 << 20)
     for number in range(40):
-        store.append(NS, [("s", bytes([number]) * 100_000)])
+        store.append(NS, [NewEntry("s", bytes([number]) * 100_000)])
     kept = [entry.payload[0] for entry in store.read(NS)]
     assert 8 <= len(kept) <= 10
     assert kept == list(range(40 - len(kept), 40))
-    store.append(NS, [("s", bytes(2 << 20))])  # larger than all of it
-    store.append(NS, [("s", b"small")])
+    store.append(NS, [NewEntry("s", bytes(2 << 20))])  # larger than all of it
+    store.append(NS, [NewEntry("s", b"small")])
     assert [entry.payload for entry in store.read(NS)] == [b"small"]

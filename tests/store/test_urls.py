@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import MemoryStore, RedisStore, SQLiteStore, open_store, redact
+from agentspec.cache.store import MemoryStore, NewEntry, RedisStore, SQLiteStore, open_store, redact
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreURLError
 from tests.store.helpers import NS
 
@@ -26,7 +26,7 @@ def test_sqlite_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         store = open_store(url)
         assert isinstance(store, SQLiteStore)
-        store.append(NS, [("s", b"x")])
+        store.append(NS, [NewEntry("s", b"x")])
         store.close()
         assert path.is_file()
 
@@ -55,7 +55,7 @@ def test_the_parts_of_a_redis_url_arrive() -> None:
     assert (settings["username"], settings["password"]) == ("user", "p@ss")
     assert settings["socket_timeout"] <= 0.25
     assert settings["socket_connect_timeout"] <= 0.25
-    assert store._tag(NS) == "{team:0123abcd}"
+    assert store._tag(NS) == "{team:0123abcd}:2:"
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_an_unreachable_server_is_an_error_without_the_password() -> None:
     store = open_store("redis://user:hunter2@127.0.0.1:1/0")
     for call in (
         store.ping,
-        lambda: store.append(NS, [("s", b"x")]),
+        lambda: store.append(NS, [NewEntry("s", b"x")]),
         lambda: list(store.read(NS)),
         lambda: store.sessions(NS),
-        lambda: store.remove_session(NS, "s"),
+        lambda: store.erase_session(NS, "s"),
     ):
         with pytest.raises(StoreUnavailableError, match=r"redis://\*\*\*@127.0.0.1:1/0") as error:
             call()

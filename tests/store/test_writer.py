@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentspec.cache.store import BackgroundWriter, CircuitBreaker, MessageRecord, Record, TurnRecord, decode
+from agentspec.cache.store import BackgroundWriter, CircuitBreaker, MessageRecord, NewEntry, Record, TurnRecord, decode
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, number_of, tokens, turn, wait_until
 
@@ -141,10 +141,10 @@ def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
 
 def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
     """Else a store could not tell that it has it already."""
-    sent: list[list[tuple[str, bytes]]] = []
+    sent: list[list[NewEntry]] = []
     original = store.append
 
-    def failing_twice(namespace: str, entries: list[tuple[str, bytes]]) -> None:
+    def failing_twice(namespace: str, entries: list[NewEntry]) -> None:
         sent.append(entries)
         writer.put(turn("s", 100 + len(sent)))
         if len(sent) <= 2:
@@ -178,8 +178,8 @@ def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, ca
 def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyStore, error: Exception) -> None:
     original = store.append
 
-    def picky(namespace: str, entries: list[tuple[str, bytes]]) -> None:
-        if any(number_of(decode(payload)) == 13 for _, payload in entries):
+    def picky(namespace: str, entries: list[NewEntry]) -> None:
+        if any(number_of(decode(payload)) == 13 for _, payload, _ in entries):
             raise error
         original(namespace, entries)
 

@@ -7,30 +7,54 @@
 ``BackgroundWriter``, ``BackgroundLoader``  write and read in threads, so that a decode path never waits for a store
 """
 
-from agentspec.cache.store.base import Entry, Store, frame, model_name, namespace, tokenizer_fingerprint
+from agentspec.cache.store.base import (
+    NEW_SESSION,
+    Entry,
+    Erasure,
+    Keys,
+    NewEntry,
+    Retention,
+    SessionUsage,
+    Store,
+    Trimmed,
+    Usage,
+    frame,
+    model_name,
+    namespace,
+    tokenizer_fingerprint,
+)
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.loader import BackgroundLoader, Chain, LoaderStats, RecordReader
-from agentspec.cache.store.records import MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import default_store_url, open_store, redact
 from agentspec.cache.store.writer import BackgroundWriter, WriterStats
 
 __all__ = [
+    "NEW_SESSION",
     "BackgroundLoader",
     "BackgroundWriter",
     "Chain",
     "CircuitBreaker",
     "Entry",
+    "EraseRecord",
+    "Erasure",
+    "Keys",
     "LoaderStats",
     "MemoryStore",
     "MessageRecord",
+    "NewEntry",
     "Record",
     "RecordReader",
     "RedisStore",
+    "Retention",
     "SQLiteStore",
+    "SessionUsage",
     "Store",
+    "Trimmed",
     "TurnRecord",
+    "Usage",
     "WriterStats",
     "decode",
     "default_store_url",

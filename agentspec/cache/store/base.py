@@ -1,19 +1,31 @@
-"""Define the interface of every store, and name the logs in it."""
+"""Define the interface of every store, and name the logs, sessions and groups in it."""
 
 import hashlib
+import hmac
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from agentspec.cache.identifiers import check_ids
-from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.errors import ConfigurationError, InvalidInputError, SessionConflictError
 
 SCHEMA = "agentspec-log-1"
-"""Version of the records' meaning. Every namespace contains it, so a new version starts new logs."""
+"""Part of every namespace. It stays when records get a new version, so that an old log is found and refused by name."""
+
+NEW_SESSION = ""
+"""``expect`` of an append to a session that must have no entries yet."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class NewEntry(NamedTuple):
+    """Hold one record to append: the keys of its session and group, and its bytes. session "": no session."""
+
+    session: str
+    payload: bytes
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,53 @@ class Entry:
     sequence: str
     session: str
     payload: bytes
+    group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """Hold the result of erasing a session.
+
+    records: entries erased. complete: no byte of them is left where the store keeps its data. False while another
+    process still reads the old state; erase again to ask again.
+    """
+
+    records: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionUsage:
+    """Hold a session's key, its number of entries, their bytes, and when the newest was appended (epoch seconds)."""
+
+    session: str
+    records: int
+    bytes: int
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Hold what a whole store holds, in entries, and what it takes on disk or in memory, in bytes."""
+
+    records: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Limit a store by age in days, by size in bytes and by number of entries. None: no limit."""
+
+    days: float | None = None
+    bytes: int | None = None
+    records: int | None = None
+
+
+class Trimmed(NamedTuple):
+    """Hold the result of one slice of trimming: entries removed, and whether more remains to be done."""
+
+    records: int
+    more: bool
 
 
 class Store(Protocol):
@@ -35,26 +94,57 @@ class Store(Protocol):
     StoreError.
     """
 
-    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Append ``(session, payload)`` pairs in this order, all or none. They are stored when the call returns."""
+    def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
+        """Append entries in this order, all or none, and return their sequences. They are stored when it returns.
+
+        expect: the sequence of the newest entry of the session that all entries belong to, or NEW_SESSION. If the
+        session's newest entry is another one, nothing is appended and SessionConflictError is raised.
+        """
         ...
 
     def read(
-        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
+        self,
+        namespace: str,
+        *,
+        session: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        newest: int | None = None,
     ) -> Iterator[Entry]:
         """Yield entries, oldest first, up to the last one stored when the iteration began.
 
-        session: yield only this session's entries. after: yield only entries behind this cursor (an
+        session, group: yield only the entries of this session or of this group (give at most one). A whole log also
+        yields the tombstones of erased sessions (EraseRecord). after: yield only entries behind this cursor (an
         ``Entry.sequence``). newest: yield only the last so many of them. Pages keep the memory for a long log small.
         """
         ...
 
-    def sessions(self, namespace: str) -> list[str]:
-        """Return the sorted ids of all sessions with entries; "" stands for entries without a session."""
+    def sessions(self, namespace: str) -> list[SessionUsage]:
+        """Return what each session holds, sorted by key; the key "" stands for entries without a session."""
         ...
 
-    def remove_session(self, namespace: str, session: str) -> int:
-        """Erase every entry of ``session``. Returns how many there were."""
+    def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
+        """Erase every entry of a session and append a tombstone to the log, in one transaction.
+
+        mark: whether to append the tombstone. Erasing a session again changes nothing, and tries to complete the
+        first erasure.
+        """
+        ...
+
+    def secret(self) -> bytes:
+        """Return the store's secret, 32 bytes. The first call on a new store makes it; all processes get the same."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return what all namespaces together hold."""
+        ...
+
+    def trim(self, retention: Retention) -> Trimmed:
+        """Remove one slice of the oldest entries beyond the limits, of all namespaces, and return their space.
+
+        A slice is at most 256 entries or about 1 MB, so that appends do not wait long. Call it again while it says
+        that there is more.
+        """
         ...
 
     def ping(self) -> None:
@@ -64,6 +154,27 @@ class Store(Protocol):
     def close(self) -> None:
         """Close files and connections. Later calls raise StoreError."""
         ...
+
+
+class Keys:
+    """Make the keys of sessions and groups: HMACs, so that a store's keys tell nothing about names.
+
+    secret: AGENTSPEC_SECRET, or the store's own secret.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def session(self, tenant: str | None, session: str | None) -> str:
+        """Return the key of a tenant's session, 32 hexadecimal digits; "" for no session."""
+        return "" if not session else self._digest("session", tenant, session)
+
+    def group(self, tenant: str | None, group: str | None) -> str | None:
+        """Return the key of a tenant's group, 32 hexadecimal digits; None for no group."""
+        return None if not group else self._digest("group", tenant, group)
+
+    def _digest(self, kind: str, tenant: str | None, name: str) -> str:
+        return hmac.new(self._secret, frame([kind, tenant, name]), hashlib.sha256).hexdigest()[:32]
 
 
 def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
@@ -122,13 +233,29 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_newest(newest: int | None) -> int | None:
-    """Return ``newest`` if it is a count or None. Raises InvalidInputError."""
+def check_read(session: str | None, group: str | None, newest: int | None) -> None:
+    """Raise InvalidInputError if a read names both a session and a group, or a negative number of entries."""
+    if session is not None and group is not None:
+        raise InvalidInputError("session, group: give one of them, or none to read the whole log")
     if newest is not None and newest < 0:
         raise InvalidInputError(f"newest: a count of at least 0 expected, got {newest}")
-    return newest
 
 
-def bad_cursor(cursor: str) -> InvalidInputError:
-    """Return the error for an ``after`` that is not a cursor."""
-    return InvalidInputError(f"after: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")
+def expected_session(entries: Sequence[NewEntry]) -> str:
+    """Return the session of a conditional append. Raises InvalidInputError unless all entries belong to one."""
+    sessions = {entry.session for entry in entries}
+    if len(sessions) != 1:
+        raise InvalidInputError(f"expect: needs entries of one session, got {len(sessions)}; append them one by one")
+    return sessions.pop()
+
+
+def conflict(session: str) -> SessionConflictError:
+    """Return the error for a conditional append to a session that has changed."""
+    return SessionConflictError(
+        f"session {session!r}: somebody else has changed it since it was read; read it again, or fork it"
+    )
+
+
+def bad_cursor(name: str, cursor: str) -> InvalidInputError:
+    """Return the error for an argument ``name`` that is not a cursor."""
+    return InvalidInputError(f"{name}: not a cursor of this store: {cursor!r}; pass an Entry.sequence it gave")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
-from agentspec.cache.store.base import Entry, Store, check_namespace, check_newest
+from agentspec.cache.store.base import Entry, Store, check_namespace
 from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
@@ -199,7 +199,6 @@ class BackgroundLoader:
 
     def preload(self, newest: int) -> None:
         """Request the ``newest`` records of the log and the earlier ones of their sessions. Call once, at start."""
-        check_newest(newest)
         with self._wake:
             if self._counts.preloading or self._closed:
                 return

@@ -2,7 +2,7 @@
 
 A payload is a msgpack map::
 
-    {"v": 1, "kind": "turn" | "message", "crc": crc32, "meta": bytes, "data": bytes}
+    {"v": 1, "kind": "turn" | "message" | "erase", "crc": crc32, "meta": bytes, "data": bytes}
 
 ``meta`` is itself msgpack, so that the checksum covers exact bytes. ``data`` is little-endian int32 token ids, or the
 msgpack of a message. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown keys
@@ -26,6 +26,7 @@ from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidToken
 VERSION = 1
 _TURN = "turn"
 _MESSAGE = "message"
+_ERASE = "erase"
 _KEYS = {"v", "kind", "crc", "meta", "data"}
 _OPTIONAL = ("group", "tenant", "scope")  # meta omits these fields of a turn if they are None
 _OVERHEAD = 256  # approximate bytes of a record in memory without its tokens or message
@@ -96,7 +97,19 @@ class MessageRecord:
         return _OVERHEAD + _packed_size(self.message)
 
 
-Record = TurnRecord | MessageRecord
+@dataclass(frozen=True, slots=True)
+class EraseRecord:
+    """Mark that a session was erased. session: its key in the store; its name is nowhere."""
+
+    session: str
+
+    @property
+    def size(self) -> int:
+        """Bytes that the record takes in memory, roughly."""
+        return _OVERHEAD
+
+
+Record = TurnRecord | MessageRecord | EraseRecord
 
 
 def encode(record: Record) -> bytes:
@@ -106,7 +119,10 @@ def encode(record: Record) -> bytes:
     arrays that are not one-dimensional int32 or hold negative ids.
     """
     check_ids(session=record.session or None)  # a turn may have no session
-    meta: dict[str, Any] = {"session": record.session, "created": float(record.created)}
+    meta: dict[str, Any] = {"session": record.session}
+    if isinstance(record, EraseRecord):
+        return _seal(_ERASE, meta, b"")
+    meta["created"] = float(record.created)
     if isinstance(record, MessageRecord):
         if record.position is not None:
             if record.position < 0:
@@ -137,6 +153,8 @@ def decode(payload: bytes) -> Record:
     kind, meta, data = _open(envelope)
     try:
         fields = _unpack(meta)
+        if kind == _ERASE:
+            return EraseRecord(_text(fields, "session"))
         return _turn(fields, data) if kind == _TURN else _message(fields, data)
     except CorruptRecordError:
         raise
@@ -156,7 +174,7 @@ def _open(envelope: object) -> tuple[str, bytes, bytes]:
         _corrupt("a field has the wrong type")
     if crc != _checksum(kind, meta, data):
         _corrupt("the checksum does not hold")
-    if kind not in (_TURN, _MESSAGE):
+    if kind not in (_TURN, _MESSAGE, _ERASE):
         raise RecordVersionError(f"record kind {kind!r} is not known to this release")
     return kind, meta, data
 

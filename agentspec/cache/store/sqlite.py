@@ -1,11 +1,16 @@
 """Store records in SQLite: in a file that several processes may share, or in this process's memory.
 
 A file has a write-ahead log with ``synchronous=NORMAL``. Once an append returns, its records survive the death of the
-process (kill -9). A power cut or kernel crash can lose the latest records but leaves the file consistent. Erased
-sessions are overwritten, in the log as well. The file must not lie on a network file system.
+process (kill -9). A power cut or kernel crash can lose the latest records but leaves the file consistent. The file must
+not lie on a network file system.
+
+Erased payloads leave no byte behind. SQLite's ``secure_delete`` blanks a page that becomes free, but not the copies
+that stay in the gaps of a page when its rows move to a neighbour. So every payload is padded such that SQLite keeps all
+of it on overflow pages, which belong to one row and never move within a page. The rows that do move hold keys only.
 """
 
 import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -13,24 +18,55 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentspec.cache.store.base import Entry, bad_cursor, check_namespace, check_newest
+from agentspec.cache.store.base import (
+    Entry,
+    Erasure,
+    NewEntry,
+    Retention,
+    SessionUsage,
+    Trimmed,
+    Usage,
+    bad_cursor,
+    check_namespace,
+    check_read,
+    conflict,
+    expected_session,
+)
+from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
 APPLICATION_ID = 0x41675370
 """Mark of agentspec's files (PRAGMA application_id)."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the schema (PRAGMA user_version)."""
 
 _BUSY_SECONDS = 5.0
-_PAGE = 64  # entries that a read takes at once
+_CHECKPOINT_SECONDS = 0.2  # wait for readers before an erasure counts as incomplete
+_ROWS = 64  # entries that a read takes at once
 _MAGIC = b"SQLite format 3\x00"
+
+_SLICE_ENTRIES = 256
+_SLICE_BYTES = 1 << 20
+_PAGE_SIZE = 1024
+_FREE_PAGES = 256  # left in the file for the next records
+_WAL_BYTES = 4 << 20
+
+# A table row larger than _PAGE_SIZE - 35 keeps its first bytes in the leaf: _LOCAL if what remains fills whole overflow
+# pages (https://sqlite.org/fileformat2.html#b_tree_pages). _FRONT of them are the padding in front of a payload.
+_OVERFLOW = _PAGE_SIZE - 4
+_LOCAL = (_PAGE_SIZE - 12) * 32 // 255 - 23
+_FRONT = _LOCAL - 3  # a row's header takes 3 bytes or more
 
 # AUTOINCREMENT never reuses the number of an erased entry, so cursors stay valid
 _SCHEMA = (
-    "CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL,"
-    " session TEXT NOT NULL, payload BLOB NOT NULL)",
-    "CREATE INDEX entries_by_session ON entries (namespace, session)",
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL)",
+    "CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, session TEXT NOT NULL,"
+    " grouped TEXT, created REAL NOT NULL, erased INTEGER NOT NULL, size INTEGER NOT NULL)",
+    "CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, padded BLOB NOT NULL)",
+    "CREATE INDEX entries_by_session ON entries (namespace, session, erased)",
+    "CREATE INDEX entries_by_group ON entries (namespace, grouped) WHERE grouped IS NOT NULL",
     "CREATE INDEX entries_by_namespace ON entries (namespace)",
+    "CREATE INDEX entries_by_age ON entries (created)",
 )
 
 
@@ -46,38 +82,87 @@ class _Database:
         self._reader: sqlite3.Connection | None = reader
         self._write_lock = threading.Lock()
         self._read_lock = self._write_lock if reader is writer else threading.Lock()
+        self._trimmed = False
 
-    def append(self, namespace: str, entries: Sequence[tuple[str, bytes]]) -> None:
+    def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         check_namespace(namespace)
-        rows = [(namespace, session, payload) for session, payload in entries]
+        if expect is not None:
+            expected, newest = expected_session(entries), _parse_cursor("expect", expect)
+        now = time.time()
         with self._write() as connection, _transaction(connection):
-            connection.executemany("INSERT INTO entries (namespace, session, payload) VALUES (?, ?, ?)", rows)
+            if expect is not None and _newest(connection, namespace, expected) != newest:
+                raise conflict(expected)
+            found = [_insert(connection, namespace, entry, now) for entry in entries]
             self._make_room(connection)
+        return [_cursor(sequence) for sequence in found]
 
     def read(
-        self, namespace: str, *, session: str | None = None, after: str | None = None, newest: int | None = None
+        self,
+        namespace: str,
+        *,
+        session: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        newest: int | None = None,
     ) -> Iterator[Entry]:
+        check_read(session, group, newest)
         where, values = "namespace = ?", [check_namespace(namespace)]
         if session is not None:
-            where, values = "namespace = ? AND session = ?", [namespace, session]
-        return self._pages(where, values, _parse_cursor(after), check_newest(newest))
+            where, values = "namespace = ? AND session = ? AND erased = 0", [namespace, session]
+        elif group is not None:
+            where, values = "namespace = ? AND grouped = ?", [namespace, group]
+        return self._pages(where, values, _parse_cursor("after", after), newest)
 
-    def sessions(self, namespace: str) -> list[str]:
+    def sessions(self, namespace: str) -> list[SessionUsage]:
         check_namespace(namespace)
+        query = (
+            "SELECT session, count(*), sum(size), max(created) FROM entries WHERE namespace = ? AND erased = 0"
+            " GROUP BY session ORDER BY session"
+        )
         with self._read() as connection:
-            query = "SELECT DISTINCT session FROM entries WHERE namespace = ? ORDER BY session"
-            return [session for (session,) in connection.execute(query, (namespace,))]
+            return [SessionUsage(*row) for row in connection.execute(query, (namespace,))]
 
-    def remove_session(self, namespace: str, session: str) -> int:
+    def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
         check_namespace(namespace)
+        theirs = "SELECT sequence FROM entries WHERE namespace = ? AND session = ? AND erased = ?"
         with self._write() as connection:
             with _transaction(connection):
-                removed = connection.execute(
-                    "DELETE FROM entries WHERE namespace = ? AND session = ?", (namespace, session)
-                ).rowcount
-            if removed:  # removes what secure_delete has blanked from the write-ahead log too
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        return removed
+                removed = _delete(connection, theirs, (namespace, session, 0))
+                marked = connection.execute(theirs, (namespace, session, 1)).fetchone() is not None
+                if mark and (removed or not marked):
+                    _delete(connection, theirs, (namespace, session, 1))
+                    payload = encode(EraseRecord(session))
+                    _insert(connection, namespace, NewEntry(session, payload), time.time(), erased=True)
+            return Erasure(removed, _empty_log(connection))
+
+    def secret(self) -> bytes:
+        with self._write() as connection, _transaction(connection):
+            new = secrets.token_bytes(32)
+            connection.execute("INSERT OR IGNORE INTO facts VALUES ('secret', ?)", (new,))
+            (secret,) = connection.execute("SELECT value FROM facts WHERE name = 'secret'").fetchone()
+        return bytes(secret)
+
+    def usage(self) -> Usage:
+        with self._read() as connection:
+            (records,) = connection.execute("SELECT count(*) FROM entries").fetchone()
+            return Usage(records, _pragma(connection, "page_count") * _PAGE_SIZE)
+
+    def trim(self, retention: Retention) -> Trimmed:
+        with self._write() as connection:
+            with _transaction(connection):
+                query = _oldest(connection, retention)
+                removed = _delete(connection, *query) if query else 0
+            if removed:
+                self._trimmed = True
+                return Trimmed(removed, True)
+            if _pragma(connection, "freelist_count") > _FREE_PAGES:
+                self._trimmed = True
+                # `execute` would stop after the first page, because the statement has rows without columns
+                connection.executescript(f"PRAGMA incremental_vacuum({_SLICE_BYTES // _PAGE_SIZE})")
+                return Trimmed(0, True)
+            if self._trimmed:
+                self._trimmed = not _empty_log(connection)  # only a checkpoint makes the file smaller
+            return Trimmed(0, False)
 
     def ping(self) -> None:
         with self._read() as connection:
@@ -106,15 +191,15 @@ class _Database:
         if low is None:
             return
         page = (
-            f"SELECT sequence, session, payload FROM entries WHERE {where} AND sequence BETWEEN ? AND ?"
-            f" ORDER BY sequence LIMIT {_PAGE}"
+            f"SELECT sequence, session, substr(padded, {_FRONT + 1}, size), grouped FROM entries JOIN payloads USING"
+            f" (sequence) WHERE {where} AND sequence BETWEEN ? AND ? ORDER BY sequence LIMIT {_ROWS}"
         )
         while low <= high:
             with self._read() as connection:
                 rows = connection.execute(page, (*values, low, high)).fetchall()
-            for sequence, session, payload in rows:
-                yield Entry(f"{sequence:020d}", session, payload)  # padded, so that string order is numeric order
-            if len(rows) < _PAGE:
+            for sequence, session, payload, group in rows:
+                yield Entry(_cursor(sequence), session, payload, group)
+            if len(rows) < _ROWS:
                 return
             low = rows[-1][0] + 1
 
@@ -167,15 +252,96 @@ class MemoryStore(_Database):
         super().__init__("memory://", connection, connection)
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
-        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-        while True:
-            (pages,) = connection.execute("PRAGMA page_count").fetchone()
-            (free,) = connection.execute("PRAGMA freelist_count").fetchone()
-            if (pages - free) * page_size <= self._max_bytes:
+        retention = Retention(bytes=self._max_bytes)
+        while query := _oldest(connection, retention):
+            if _delete(connection, *query) == 0:
                 return
-            oldest = "DELETE FROM entries WHERE sequence = (SELECT min(sequence) FROM entries)"
-            if connection.execute(oldest).rowcount == 0:
-                return
+
+
+_Query = tuple[str, tuple[str | int | float, ...]]
+
+
+def _insert(
+    connection: sqlite3.Connection, namespace: str, entry: NewEntry, created: float, *, erased: bool = False
+) -> int:
+    sequence = connection.execute(
+        "INSERT INTO entries (namespace, session, grouped, created, erased, size) VALUES (?, ?, ?, ?, ?, ?)",
+        (namespace, entry.session, entry.group, created, erased, len(entry.payload)),
+    ).lastrowid
+    assert sequence is not None
+    connection.execute("INSERT INTO payloads VALUES (?, ?)", (sequence, _padded(entry.payload)))
+    return sequence
+
+
+def _padded(payload: bytes) -> bytes:
+    """Return the payload with zeros around it, so that all of it lies on overflow pages of its row."""
+    spilled = -(-(len(payload) + 4) // _OVERFLOW) * _OVERFLOW
+    # The row is a header and the blob. The header is its own size, the key's type and the blob's type 12 + 2 * length.
+    for width in (1, 2, 3, 4, 5):
+        length = _LOCAL + spilled - 2 - width
+        if 12 + 2 * length < 1 << 7 * width:
+            break
+    return bytes(_FRONT) + payload + bytes(length - _FRONT - len(payload))
+
+
+def _delete(connection: sqlite3.Connection, query: str, values: tuple[str | int | float, ...]) -> int:
+    """Delete the entries whose sequences the query selects. Return their number."""
+    connection.execute(f"DELETE FROM payloads WHERE sequence IN ({query})", values)
+    return connection.execute(f"DELETE FROM entries WHERE sequence IN ({query})", values).rowcount
+
+
+def _oldest(connection: sqlite3.Connection, retention: Retention) -> _Query | None:
+    """Return the query of a slice of entries beyond the limits, or None if all are within."""
+    if retention.days is not None:
+        cutoff = time.time() - retention.days * 86_400
+        if connection.execute("SELECT 1 FROM entries WHERE created < ? LIMIT 1", (cutoff,)).fetchone():
+            return "SELECT sequence FROM entries WHERE created < ? ORDER BY created LIMIT ?", (cutoff, _SLICE_ENTRIES)
+    count = 0
+    if retention.records is not None:
+        (held,) = connection.execute("SELECT count(*) FROM entries").fetchone()
+        count = held - retention.records
+    if retention.bytes is not None and count < _SLICE_ENTRIES:
+        used = (_pragma(connection, "page_count") - _pragma(connection, "freelist_count")) * _PAGE_SIZE
+        if used > retention.bytes:
+            count = max(count, _entries_of(connection, min(used - retention.bytes, _SLICE_BYTES)))
+    if count <= 0:
+        return None
+    return "SELECT sequence FROM entries ORDER BY sequence LIMIT ?", (min(count, _SLICE_ENTRIES),)
+
+
+def _entries_of(connection: sqlite3.Connection, size: int) -> int:
+    """Return how many of the oldest entries hold about this many bytes; at least 1."""
+    count = 0
+    for (held,) in connection.execute("SELECT size FROM entries ORDER BY sequence LIMIT ?", (_SLICE_ENTRIES,)):
+        count += 1
+        size -= held + _OVERFLOW // 2
+        if size <= 0:
+            break
+    return max(count, 1)
+
+
+def _newest(connection: sqlite3.Connection, namespace: str, session: str) -> int:
+    """Return the sequence of a session's newest entry; 0 if it has none."""
+    query = "SELECT max(sequence) FROM entries WHERE namespace = ? AND session = ? AND erased = 0"
+    (newest,) = connection.execute(query, (namespace, session)).fetchone()
+    return newest or 0
+
+
+def _empty_log(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that."""
+    connection.execute(f"PRAGMA busy_timeout = {int(_CHECKPOINT_SECONDS * 1000)}")
+    try:
+        (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.OperationalError:  # another process writes
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_SECONDS * 1000)}")
+    return bool(busy == 0)
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
+    return int(value)
 
 
 @contextmanager
@@ -203,12 +369,16 @@ def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Ite
         raise
 
 
-def _parse_cursor(cursor: str | None) -> int:
-    """Return the row number of ``cursor``, or 0 for None, which is before every row."""
-    if cursor is None:
+def _cursor(sequence: int) -> str:
+    return f"{sequence:020d}"  # padded, so that string order is numeric order
+
+
+def _parse_cursor(name: str, cursor: str | None) -> int:
+    """Return the row number of a cursor, or 0 for none, which is before every row."""
+    if not cursor:
         return 0
     if not (cursor.isascii() and cursor.isdigit()):
-        raise bad_cursor(cursor)
+        raise bad_cursor(name, cursor)
     return int(cursor)
 
 
@@ -235,7 +405,12 @@ def _prepare_file(path: Path) -> None:
 def _check_marks(path: Path, application: int, version: int) -> None:
     if application != APPLICATION_ID:
         raise _not_ours(path, "a database of another program")
-    if version != SCHEMA_VERSION:
+    if version < SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path}: store file of schema version {version}, this release reads version {SCHEMA_VERSION};"
+            f" convert it with: agentspec sessions convert sqlite:///{path}"
+        )
+    if version > SCHEMA_VERSION:
         raise StoreVersionError(
             f"{path}: store file of schema version {version}, this release reads version {SCHEMA_VERSION};"
             " use the release that wrote it, or name another file"
@@ -248,21 +423,29 @@ def _not_ours(path: Path, what: str) -> StoreError:
 
 def _connect(database: str) -> sqlite3.Connection:
     connection = sqlite3.connect(database, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute("PRAGMA secure_delete = ON")
+    for setting in (
+        "synchronous = NORMAL",
+        "secure_delete = ON",
+        "temp_store = MEMORY",
+        f"wal_autocheckpoint = {_WAL_BYTES // _PAGE_SIZE}",
+        f"journal_size_limit = {_WAL_BYTES}",
+    ):
+        connection.execute(f"PRAGMA {setting}").fetchall()
     return connection
 
 
 def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Write the schema into an empty file, under a lock because another process may have opened the same file."""
+    if _is_empty(connection):  # a file with tables keeps the two settings that it has
+        connection.execute(f"PRAGMA page_size = {_PAGE_SIZE}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     with _transaction(connection, "EXCLUSIVE" if _is_empty(connection) else ""):
         if _is_empty(connection):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        application, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
         _check_marks(path, application, version)
 
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 
-from agentspec.cache.store.base import Store, check_namespace
+from agentspec.cache.store.base import NewEntry, Store, check_namespace
 from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.records import Record, TurnRecord, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
@@ -181,7 +181,7 @@ class BackgroundWriter:
                 "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
             )
 
-    def _encode(self, record: Record, gaps: set[str]) -> tuple[str, bytes] | None:
+    def _encode(self, record: Record, gaps: set[str]) -> NewEntry | None:
         """Return the record as an entry, or None if it cannot be encoded. gaps: sessions that just lost a turn."""
         try:
             if isinstance(record, TurnRecord) and record.session in gaps:
@@ -194,7 +194,7 @@ class BackgroundWriter:
             gaps.add(record.session)
             return None
         gaps.discard(record.session)
-        return record.session, payload
+        return NewEntry(record.session, payload)
 
     def _keep(self, batch: list[_Item], gaps: set[str], error: Exception) -> None:
         """Queue a failed batch again. If the store will never accept it, halve it until the bad record is alone."""
