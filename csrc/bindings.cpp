@@ -24,6 +24,7 @@ using Probabilities = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::d
 using Name = std::optional<std::string>;
 
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
+std::vector<Token> copy(const Vector& array) { return {array.data(), array.data() + array.size()}; }
 const std::string* pointer(const Name& key) { return key ? &*key : nullptr; }
 
 // Hands a vector's memory to numpy without copying it. A vector of arrays becomes one row for each array.
@@ -195,10 +196,22 @@ nb::tuple candidates(Cache& cache, std::size_t slot) {
                         column(integer, &Candidate::count), column(0.0, &Candidate::share));
 }
 
-nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> output_limit) {
-  std::optional<Turn> turn = without_gil([&] { return cache.finish(slot, output_limit); });
+nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record) {
+  std::optional<Turn> turn = without_gil([&] { return cache.finish(slot, output_limit, record); });
   if (!turn) return nb::none();
-  return nb::make_tuple(turn->kept, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
+  return nb::make_tuple(turn->kept, turn->parent, turn->block, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
+}
+
+// Returns the hash of a context after each of the tokens that it goes on with.
+nb::object context_hashes(const Vector& tokens, std::uint64_t parent, std::size_t kept) {
+  ContextHash context{parent, kept};
+  std::vector<std::uint64_t> hashes;
+  hashes.reserve(tokens.size());
+  for (const Token token : view(tokens)) {
+    context.add(token);
+    hashes.push_back(context.value);
+  }
+  return to_numpy(std::move(hashes));
 }
 
 double draft_value(double expected, std::size_t drafted, double cost) {
@@ -246,6 +259,7 @@ NB_MODULE(_native, module) {
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
+  module.def("context_hashes", &context_hashes, "tokens"_a.noconvert(), "parent"_a, "kept"_a);
   module.def(
       "watch_clock", [](bool watched) { Stopwatch::watched = watched; }, "watched"_a);
   nb::class_<Cache>(module, "Core")
@@ -267,17 +281,18 @@ NB_MODULE(_native, module) {
       .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "room"_a.none(),
            "scheduled"_a.none(), "cost"_a)
-      .def("finish", &finish, "slot"_a, "output_limit"_a.none())
+      .def("finish", &finish, "slot"_a, "output_limit"_a.none(), "record"_a)
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, std::size_t kept,
-             const Vector& prompt_tail, const Vector& response) {
+             std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail, const Vector& response,
+             std::uint64_t record) {
             const Names names{pointer(session), pointer(group), pointer(tenant), shared};
-            cache.restore(names, kept, view(prompt_tail), view(response));
+            cache.restore(names, {kept, parent, block, copy(prompt_tail), copy(response), record});
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "prompt_tail"_a.noconvert(),
-          "response"_a.noconvert(), Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "parent"_a, "block"_a,
+          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {
@@ -285,6 +300,18 @@ NB_MODULE(_native, module) {
           },
           "session"_a, "tenant"_a.none(), Released())
       .def("has_session", &Cache::has_session, "session"_a, Released())
+      .def(
+          "needs_load",
+          [](Cache& cache, const Name& session, const Name& group) {
+            return cache.needs_load(pointer(session), pointer(group));
+          },
+          "session"_a.none(), "group"_a.none(), Released())
+      .def(
+          "mark_loaded",
+          [](Cache& cache, const Name& session, const Name& group) {
+            cache.mark_loaded(pointer(session), pointer(group));
+          },
+          "session"_a.none(), "group"_a.none(), Released())
       .def("catch_up", &Cache::catch_up, "budget"_a, Released())
       .def(
           "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)

@@ -23,7 +23,7 @@ from agentspec.cache.types import (
 )
 
 if TYPE_CHECKING:
-    from agentspec.cache.suffix_cache import SuffixCache
+    from agentspec.cache.suffix_cache import SuffixCache, context_hashes
 
 __all__ = [
     "SCOPES",
@@ -38,13 +38,14 @@ __all__ = [
     "Scope",
     "StepDrafts",
     "SuffixCache",
+    "context_hashes",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name != "SuffixCache":
+    if name not in ("SuffixCache", "context_hashes"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache.suffix_cache import SuffixCache
+    from agentspec.cache import suffix_cache
 
-    globals()[name] = SuffixCache
-    return SuffixCache
+    globals()[name] = getattr(suffix_cache, name)
+    return globals()[name]

@@ -34,7 +34,9 @@ from agentspec.cache.types import (
     Int32Array,
     Scope,
     StepDrafts,
+    UInt64Array,
     no_drafts,
+    record_of,
 )
 from agentspec.errors import (
     ConfigurationError,
@@ -55,6 +57,16 @@ except ImportError as error:
 
 draft_value = _native.draft_value
 """draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
+
+
+def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Array:
+    """Return the hash of a context after each of its tokens, uint64 [n]. tokens: int32 [n] or a sequence of int.
+
+    The context goes on behind `kept` tokens that hash to `parent`. A turn's `parent` and `block` are such hashes.
+    Raises InvalidTokenError for an illegal token.
+    """
+    return _native.context_hashes(as_tokens(tokens, "tokens", MAX_VOCAB), parent, kept)
+
 
 _ALL = 2**62
 _UNNAMED = ""
@@ -234,10 +246,13 @@ class SuffixCache:
             raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
 
-    def finish(self, request_id: str, *, output_limit: int | None = None) -> FinishedTurn | None:
+    def finish(
+        self, request_id: str, *, output_limit: int | None = None, name: tuple[str, int] | None = None
+    ) -> FinishedTurn | None:
         """End a request and keep its response for its session and tenant; return the turn to store, or None.
 
         output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
+        name: writer and number under which the turn will be stored. While the cache holds it, `restore` ignores it.
         The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if
         the session was removed meanwhile.
         """
@@ -245,9 +260,14 @@ class SuffixCache:
         if output_limit is not None and output_limit < 0:
             raise InvalidInputError(f"output_limit={output_limit}: give a number of tokens, at least 0")
         names = running.names
-        turn = self._core.finish(running.slot, output_limit)
+        writer, number = name or ("", 0)
+        turn = self._core.finish(running.slot, output_limit, record_of(writer, number) if writer else 0)
         self._release(request_id)
-        return None if turn is None else FinishedTurn(names.tenant, names.session, *turn, names.group, names.scope)
+        if turn is None:
+            return None
+        kept, parent, block, tail, response = turn
+        of_session = (names.tenant, names.session, kept, tail, response, names.group, names.scope)
+        return FinishedTurn(*of_session, parent, block, writer, number)
 
     def abort(self, request_id: str) -> None:
         """End a request and keep nothing of it."""
@@ -255,14 +275,27 @@ class SuffixCache:
         self._release(request_id)
 
     def restore(self, turn: FinishedTurn) -> None:
-        """Add a stored turn to the indexes, as if it had run here. Restore a session's turns in order."""
+        """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
+
+        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds a
+        turn without a name as far as its text is new, and group and tenant if any of that was. Turns may come in any
+        order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
+        for a turn that cannot be right, and then changes nothing.
+        """
         check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
-        if turn.kept < 0:
-            raise InvalidInputError(f"kept={turn.kept}: give a number of tokens, at least 0")
+        for field, value, limit in (
+            ("kept", turn.kept, 2**32),
+            ("parent", turn.parent, 2**64),
+            ("block", turn.block, 2**64),
+        ):
+            if not 0 <= value < limit:
+                raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
+        if turn.kept == 0 != turn.parent:
+            raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
         tail = as_tokens(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
         names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
-        self._core.restore(*names.keys(), turn.kept, tail, response)
+        self._core.restore(*names.keys(), turn.kept, turn.parent, turn.block, tail, response, turn.record)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.
@@ -280,6 +313,20 @@ class SuffixCache:
         key = key_of(tenant, session)
         assert key is not None
         return self._core.has_session(key)
+
+    def needs_load(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> bool:
+        """Return whether the store may hold turns of a session, or of a named group, that were not restored yet.
+
+        That is so until `mark_loaded` says otherwise, and again when the session or group was evicted. Name one.
+        """
+        return self._core.needs_load(*self._keys_of(tenant, session, group))
+
+    def mark_loaded(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> None:
+        """Note that all that the store holds of a session, or of a named group, was restored. Name one of them.
+
+        Does nothing where the cache holds neither text nor a running request of it.
+        """
+        self._core.mark_loaded(*self._keys_of(tenant, session, group))
 
     def catch_up(self, budget: int | None = None) -> int:
         """Index pending text, evict what exceeds the budgets, and remove evicted text from the indexes.
@@ -357,6 +404,12 @@ class SuffixCache:
         if not 0.0 <= cost <= 10.0:
             raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
         return cost
+
+    def _keys_of(self, tenant: str | None, session: str | None, group: str | None) -> tuple[str | None, str | None]:
+        check_ids(session=session, group=group, tenant=tenant)
+        if (session is None) == (group is None):
+            raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them")
+        return key_of(tenant, session), key_of(tenant, group)
 
     def _request(self, request_id: str) -> "_Running":
         running = self._running.get(request_id)

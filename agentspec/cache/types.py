@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Literal, get_args
@@ -23,6 +24,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 Int32Array = NDArray[np.int32]
 UInt8Array = NDArray[np.uint8]
+UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
@@ -146,9 +148,15 @@ def no_drafts(count: int) -> StepDrafts:
 class FinishedTurn:
     """Hold what a finished request adds to its session: enough to rebuild the indexes.
 
-    kept: tokens at the start of the session's previous context that this prompt repeats, so that the prompt is
-    previous_context[:kept] + prompt_tail. prompt_tail, response: int32 arrays. Without a session, kept is 0 and
-    prompt_tail is only the end of the prompt. group, scope: what the request was started with.
+    kept: tokens at the start of the prompt that the session held already, so that the prompt is context[:kept] +
+    prompt_tail for an earlier context of the session. prompt_tail, response: int32 arrays. Without a session, kept is 0
+    and prompt_tail is only the end of the prompt. group, scope: what the request was started with.
+    parent: hash of the prompt's first `kept` tokens (`context_hashes`). block: hash of its first kept // 64 * 64. Both
+    are 0 for no tokens. They find where in the session the turn goes on, in whatever order turns are restored. A turn
+    with `kept` but without `parent` goes on behind the session's newest turn if that has `kept` tokens, and else stands
+    alone.
+    writer, number: name the turn in the store. A cache that holds a turn of this name ignores it. `writer` is empty for
+    a turn without a name.
     """
 
     tenant: str | None
@@ -158,6 +166,20 @@ class FinishedTurn:
     response: Int32Array
     group: str | None = None
     scope: Scope = "tenant"
+    parent: int = 0
+    block: int = 0
+    writer: str = ""
+    number: int = 0
+
+    @property
+    def record(self) -> int:
+        """Return a 64-bit number that stands for writer and number; 0 for a turn without a name."""
+        return record_of(self.writer, self.number) if self.writer else 0
+
+
+def record_of(writer: str, number: int) -> int:
+    """Return the 64-bit number, never 0, that stands for the turn `number` of a writer."""
+    return int.from_bytes(blake2b(f"{writer}:{number}".encode(), digest_size=8).digest()) or 1
 
 
 @dataclass(frozen=True, slots=True)

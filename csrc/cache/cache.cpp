@@ -10,10 +10,6 @@
 namespace agentspec {
 namespace {
 
-std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
-  return static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
-}
-
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
 std::unique_ptr<Drafter> make_drafter(const PolicySettings& settings) {
@@ -67,7 +63,15 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
   fresh->learned = learned_of(*fresh);
   fresh->prompt_length = fresh->state.begin = prompt.size();
   fresh->state.ends.assign(ends.begin(), ends.end());
-  drafter_->start(fresh->index, prompt, fresh->session ? common_prefix(prompt, fresh->session->last) : 0);
+  std::size_t begin = 0, end = 0;  // of what the session holds
+  if (fresh->session) {
+    ContextHash().add(prompt, fresh->blocks);
+    if (const auto known = fresh->session->find(prompt, fresh->blocks)) {
+      end = known->length;
+      begin = std::min<std::size_t>(fresh->session->missing_at(known->position), end);
+    }
+  }
+  drafter_->start(fresh->index, prompt, begin, end);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   advance(*requests_[slot], kIndexPerCall);
@@ -79,24 +83,38 @@ void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
   take(request(slot), tokens, kMaxDraft, accepted, drafted);
 }
 
-std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> output_limit) {
+std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record) {
   std::lock_guard lock(mutex_);
   const Request& current = request(slot);
   const auto tenant = current.tenant;
-  const Session* session = current.session.get();
   std::optional<Turn> turn;
-  if (session ? !session->gone : current.shared) {
-    const auto text = current.index.text();
-    const auto prompt = text.first(current.prompt_length);
-    auto response = text.subspan(current.prompt_length);
-    if (output_limit) response = response.first(std::min(response.size(), *output_limit));
-    const std::size_t kept = session ? common_prefix(prompt, session->last) : 0;
-    const auto tail = session ? prompt.subspan(kept) : last_of(prompt, kOverlap);
-    turn = Turn{kept, {tail.begin(), tail.end()}, {response.begin(), response.end()}};
-    keep(current, *turn);
+  if (current.session ? !current.session->gone : current.shared) {
+    turn = turn_of(current, output_limit);
+    turn->record = record;
+    keep(current, *turn, false);
   }
   release(slot);
   if (turn) entries_.evict(tenant.get());
+  return turn;
+}
+
+Turn Cache::turn_of(const Request& request, std::optional<std::size_t> output_limit) {
+  const auto prompt = request.index.text().first(request.prompt_length);
+  auto response = request.index.text().subspan(request.prompt_length);
+  if (output_limit) response = response.first(std::min(response.size(), *output_limit));
+  Turn turn;
+  auto tail = last_of(prompt, kOverlap);
+  if (request.session) {
+    const auto known = request.session->find(prompt, request.blocks);
+    if (known) turn.kept = known->length;
+    if (turn.kept >= kBlock) turn.block = request.blocks[turn.kept / kBlock - 1];
+    ContextHash parent{turn.block, turn.kept / kBlock * kBlock};
+    for (const Token token : prompt.subspan(parent.length, turn.kept - parent.length)) parent.add(token);
+    turn.parent = parent.value;
+    tail = prompt.subspan(turn.kept);
+  }
+  turn.prompt_tail.assign(tail.begin(), tail.end());
+  turn.response.assign(response.begin(), response.end());
   return turn;
 }
 
@@ -114,47 +132,47 @@ void Cache::release(std::size_t slot) {
   }
 }
 
-void Cache::restore(Names names, std::size_t kept, std::span<const Token> prompt_tail,
-                    std::span<const Token> response) {
+void Cache::restore(Names names, Turn turn) {
   std::lock_guard lock(mutex_);
   Request to;
   to.tenant = entries_.tenant(names.tenant);
   to.session = entries_.session(names.session, to.tenant);
   to.group = entries_.group(names, to.tenant);
   to.shared = to.tenant && names.shared;
-  if (!to.session || kept > to.session->last.size()) kept = 0;  // the session no longer has what the turn continued
-  keep(to, {kept, {prompt_tail.begin(), prompt_tail.end()}, {response.begin(), response.end()}});
+  if (to.session) to.session->find_parent(turn);
+  keep(to, turn, true);
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
   entries_.evict(to.tenant.get());
 }
 
-// Adds a finished turn to the session, group and tenant of a request.
-void Cache::keep(const Request& of, const Turn& turn) {
+// Adds a finished or restored turn to the session, group and tenant of a request.
+void Cache::keep(const Request& of, const Turn& turn, bool restored) {
   std::size_t budget = kIndexPerCall;
-  if (of.shared && !turn.response.empty()) {
-    std::vector<Token> context;
-    if (of.session) {
-      const auto before = last_of(std::span(of.session->last).first(turn.kept), kOverlap);
-      context.assign(before.begin(), before.end());
+  bool wanted = true;  // by the group and the tenant: a restored turn without a record must bring something new
+  std::vector<Token> context;
+  const bool has_text = !turn.prompt_tail.empty() || !turn.response.empty();
+  if (of.session && has_text) {
+    context = of.session->context_of(turn);
+    if (!of.session->holds(turn.record)) {
+      const bool is_new = of.session->append(turn);
+      wanted = is_new || turn.record != 0 || !restored;
+      entries_.trim(*of.session);
     }
+  }
+  if (of.shared && !turn.response.empty() && wanted) {
     context.insert(context.end(), turn.prompt_tail.begin(), turn.prompt_tail.end());
     const auto kept_context = last_of(context, drafter_->kept_context());
     const std::string* session = of.session ? &of.session->key : nullptr;
-    of.tenant->corpus.add(session, kept_context, turn.response);
-    entries_.touch(*of.tenant);
-    if (of.group && !of.group->gone) {
-      of.group->corpus.add(session, kept_context, turn.response);
-      entries_.touch(*of.group);
-      budget -= of.group->corpus.advance(budget);
-      entries_.count(*of.group);
+    for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
+      if (!group || group->gone || group->corpus.holds(turn.record)) continue;
+      group->corpus.add(session, turn.record, kept_context, turn.response);
+      entries_.touch(*group);
+      budget -= group->corpus.advance(budget);
+      entries_.count(*group);
     }
-    budget -= of.tenant->corpus.advance(budget);
-    entries_.count(*of.tenant);
   }
-  if (of.session && !(turn.prompt_tail.empty() && turn.response.empty())) {
-    of.session->append(turn.kept, turn.prompt_tail, turn.response);
-    entries_.trim(*of.session);
+  if (of.session && has_text) {
     entries_.touch(*of.session);
     of.session->advance(budget);
     entries_.count(*of.session);
@@ -180,6 +198,22 @@ bool Cache::has_session(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto session = entries_.find_session(key);
   return session && session->size().tokens > 0;
+}
+
+std::shared_ptr<CacheEntry> Cache::find(const std::string* session, const std::string* group) const {
+  if (session) return entries_.find_session(*session);
+  return entries_.find_group(*group);
+}
+
+bool Cache::needs_load(const std::string* session, const std::string* group) {
+  std::lock_guard lock(mutex_);
+  const auto entry = find(session, group);
+  return !entry || !entry->loaded;
+}
+
+void Cache::mark_loaded(const std::string* session, const std::string* group) {
+  std::lock_guard lock(mutex_);
+  if (const auto entry = find(session, group)) entry->loaded = true;
 }
 
 std::size_t Cache::catch_up(std::size_t budget) {

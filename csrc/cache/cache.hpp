@@ -17,12 +17,6 @@ namespace agentspec {
 
 inline constexpr std::size_t kIndexPerCall = 1024;  // positions indexed in one call, which takes less than 1 ms
 
-// Holds what a finished request adds to its session, group and tenant.
-struct Turn {
-  std::size_t kept = 0;  // tokens of the session's last context that the prompt repeats
-  std::vector<Token> prompt_tail, response;  // the rest of the prompt, and the response
-};
-
 using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
 
 // Holds a step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
@@ -61,6 +55,7 @@ struct Request {
   bool shared = false;     // it drafts from its tenant's responses and adds its own
   bool own_group = false;  // its group is its session's own, not a named one
   std::size_t prompt_length = 0;
+  std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
   MatchState state;
   Draft draft;
 
@@ -81,12 +76,17 @@ class Cache {
   // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens.
   void start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends);
   void extend(std::size_t slot, std::span<const Token> tokens);
-  std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit);
+  // Ends a request. Returns what it adds, null if nothing. `record` names that in the store; 0: it has no name.
+  std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);
   void abort(std::size_t slot);
-  void restore(Names names, std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
+  // Adds a stored turn where its record isn't held yet; a turn without a record if its text isn't.
+  void restore(Names names, Turn turn);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
+  // Tell and note whether what the store holds of a session, or else of a named group, was restored. Evicting forgets.
+  bool needs_load(const std::string* session, const std::string* group);
+  void mark_loaded(const std::string* session, const std::string* group);
   // Evicts, indexes and removes dropped positions, for at most about `budget`. Returns how much of it was used.
   std::size_t catch_up(std::size_t budget);
   void resize(Limits limits);
@@ -112,7 +112,9 @@ class Cache {
   Request& request(std::size_t slot) { return *requests_.at(slot); }
   std::shared_ptr<Learned> learned_of(const Request& request);
   void release(std::size_t slot);
-  void keep(const Request& names, const Turn& turn);
+  static Turn turn_of(const Request& request, std::optional<std::size_t> output_limit);
+  void keep(const Request& of, const Turn& turn, bool restored);
+  std::shared_ptr<CacheEntry> find(const std::string* session, const std::string* group) const;
   std::size_t advance(Request& request, std::size_t budget);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);

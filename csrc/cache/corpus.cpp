@@ -22,18 +22,25 @@ std::uint64_t hash_of(const std::string& key) {
 
 }  // namespace
 
-void Corpus::add(const std::string* session, std::span<const Token> context, std::span<const Token> response) {
+void Corpus::add(const std::string* session, std::uint64_t record, std::span<const Token> context,
+                 std::span<const Token> response) {
   const auto begin = static_cast<Position>(index_.size());
   index_.append_boundary();
   index_.append(context, false);
   index_.append(response);
   const auto end = static_cast<Position>(index_.size());
-  documents_.push_back({session ? hash_of(*session) : 0, begin, end});
+  documents_.push_back({session ? hash_of(*session) : 0, record, begin, end});
+  if (record != 0) records_.insert(record);
   tokens_ += end - begin;
 }
 
+void Corpus::forget(const Document& document) {
+  tokens_ -= document.end - document.begin;
+  records_.erase(document.record);
+}
+
 void Corpus::drop_oldest() {
-  tokens_ -= documents_.front().end - documents_.front().begin;
+  forget(documents_.front());
   dropped_.push_back(documents_.front());
   documents_.pop_front();
 }
@@ -42,7 +49,7 @@ void Corpus::drop_session(const std::string& session) {
   const std::uint64_t hash = hash_of(session);
   std::erase_if(documents_, [&](const Document& document) {
     if (document.session != hash) return false;
-    tokens_ -= document.end - document.begin;
+    forget(document);
     dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
     return true;
   });
@@ -88,11 +95,12 @@ void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& docume
     if (document.begin > document.end || document.end > index_.size())
       reader.damaged("a document lies outside its text");
     tokens_ += document.end - document.begin;
+    if (document.record != 0) records_.insert(document.record);
   }
 }
 
 std::size_t Corpus::bytes() const {
-  return index_.bytes() + (documents_.size() + dropped_.size()) * sizeof(Document);
+  return index_.bytes() + (documents_.size() + dropped_.size()) * sizeof(Document) + records_.size() * kBytesPerRecord;
 }
 
 }  // namespace agentspec

@@ -5,6 +5,7 @@
 #include <deque>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "index/suffix_index.hpp"
@@ -17,13 +18,18 @@ namespace agentspec {
 // A dropped document counts as gone at once. Its positions leave the index with the next sweeps, a few at a time.
 class Corpus {
  public:
+  static constexpr std::size_t kBytesPerRecord = 40;
+
   struct Document {
     std::uint64_t session;  // hash of its key; 0: no session
+    std::uint64_t record;   // names the turn in the store; 0: it has no name
     Position begin, end;
   };
 
+  bool holds(std::uint64_t record) const { return records_.contains(record); }
   // Adds a response behind the end of its context. `session` is null if the response belongs to none.
-  void add(const std::string* session, std::span<const Token> context, std::span<const Token> response);
+  void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
+           std::span<const Token> response);
   void drop_oldest();
   void drop_session(const std::string& session);
 
@@ -50,12 +56,14 @@ class Corpus {
  private:
   void restore(SnapshotReader& reader, const std::vector<Document>& documents);
   void release();
+  void forget(const Document& document);
 
   SuffixIndex index_;
   std::deque<Document> documents_;
   std::deque<Document> dropped_;  // documents of erased sessions first, then the others, oldest first
   std::size_t erased_ = 0;        // documents of erased sessions in dropped_
   std::size_t tokens_ = 0;        // in documents_
+  std::unordered_set<std::uint64_t> records_;  // of documents_
 };
 
 }  // namespace agentspec

@@ -61,6 +61,8 @@ std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) cons
   return std::static_pointer_cast<Session>(entries_.find("s" + key));
 }
 
+std::shared_ptr<CacheEntry> CacheEntries::find_group(const std::string& key) const { return entries_.find("g" + key); }
+
 void CacheEntries::touch(CacheEntry& entry) {
   if (entry.tenant) {
     entries_.use(entry, ++tick_);
@@ -125,7 +127,7 @@ void CacheEntries::trim(Session& session) {
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
-  session.trim(tokens / 4);  // of the text, and as many of the last context
+  session.trim(tokens / 2);
 }
 
 std::size_t CacheEntries::evict(Tenant* tenant) {
@@ -144,6 +146,9 @@ bool CacheEntries::evict_one(Tenant* only) {
   if (shared.tokens == 0 || 2 * shared.tokens <= all) {
     for (const auto& [tick, entry] : entries_.by_use) {
       if (entry->running > 0 || entry->counted.tokens == 0 || (only && entry->tenant.get() != only)) continue;
+      if (entry->key.front() == 'o') {  // it comes back with its session
+        if (const auto session = entries_.find("s" + entry->key.substr(1))) session->loaded = false;
+      }
       drop(*entry);
       return true;
     }

@@ -73,6 +73,7 @@ class CacheEntries {
   std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Session> find_session(const std::string& key) const;
+  std::shared_ptr<CacheEntry> find_group(const std::string& key) const;  // a named one
 
   std::shared_ptr<Learned> learned_of(Tenant& tenant);
   std::shared_ptr<Learned> learned_of(Session& session);

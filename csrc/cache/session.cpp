@@ -1,47 +1,245 @@
 #include "cache/session.hpp"
 
-#include <utility>
+#include <algorithm>
 
 namespace agentspec {
 namespace {
 
-// Appends a piece of another index's text. Its boundaries become boundaries here.
-void append_text(SuffixIndex& index, std::span<const Token> text) {
-  std::size_t begin = 0;
-  for (std::size_t i = 0; i <= text.size(); ++i) {
-    if (i < text.size() && text[i] != kBoundary) continue;
-    index.append(text.subspan(begin, i - begin));
-    if (i < text.size()) index.append_boundary();
-    begin = i + 1;
-  }
+constexpr std::size_t kSearched = 1024;  // newest documents in which a context is searched for
+
+std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
+  return static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
 }
 
 }  // namespace
 
-void Session::append(std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response) {
-  if (kept < last.size()) {
-    last.resize(kept);
-    text.append_boundary();
-    text.append(last_of(last, kOverlap), false);
+std::optional<Position> Session::position_of(std::uint64_t hash) const {
+  const auto found = places_.find(hash);
+  if (found == places_.end() || found->second == kNowhere) return std::nullopt;
+  return found->second;
+}
+
+// Returns whether the text at a position leads from a context to one of `length` tokens with this hash.
+bool Session::goes_on_to(ContextHash context, Position position, std::size_t length, std::uint64_t hash) const {
+  const auto behind = text_.text().subspan(position);
+  const std::size_t count = length - context.length;
+  if (behind.size() < count) return false;
+  for (const Token token : behind.first(count)) {
+    if (token == kBoundary) return false;
+    context.add(token);
   }
-  text.append(prompt_tail);
-  text.append(response);
-  last.insert(last.end(), prompt_tail.begin(), prompt_tail.end());
-  last.insert(last.end(), response.begin(), response.end());
+  return context.value == hash;
+}
+
+// Returns where the context that a turn continues ends: at a place, or behind the last block boundary before it, or in
+// a document that begins between the two.
+std::optional<Position> Session::parent_of(const Turn& turn) const {
+  if (const auto position = position_of(turn.parent)) return position;
+  const ContextHash block{turn.block, turn.kept / kBlock * kBlock};
+  if (const auto at = position_of(turn.block); at && goes_on_to(block, *at, turn.kept, turn.parent)) {
+    return static_cast<Position>(*at + turn.kept - block.length);
+  }
+  const auto newest = std::span(documents_).last(std::min(documents_.size(), kSearched));
+  for (auto it = newest.rbegin(); it != newest.rend(); ++it) {
+    const std::size_t length = it->context.length;
+    if (length < block.length || length >= turn.kept) continue;
+    if (goes_on_to(it->context, it->begin, turn.kept, turn.parent)) {
+      return static_cast<Position>(it->begin + turn.kept - length);
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Prefix> Session::find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const {
+  return longest({}, position_of(0), prompt, blocks);
+}
+
+// Returns the longest known prefix of a context that goes on behind `from` with `tokens`, if it is at least as long as
+// `from`, which ends at `position`, if that is known.
+std::optional<Prefix> Session::longest(ContextHash from, std::optional<Position> position,
+                                      std::span<const Token> tokens, std::span<const std::uint64_t> blocks) const {
+  for (std::size_t b = blocks.size(); b-- > 0;) {
+    if (!places_.contains(blocks[b])) continue;
+    const ContextHash at{blocks[b], (from.length / kBlock + b + 1) * kBlock};
+    const auto prefix = furthest(at, position_of(at.value), tokens.subspan(at.length - from.length));
+    if (prefix) return prefix;
+  }
+  return furthest(from, position, tokens);
+}
+
+// Returns the furthest known end of a context before the next block boundary: in the text at `position`, or behind one
+// of the places on the way.
+std::optional<Prefix> Session::furthest(ContextHash at, std::optional<Position> position,
+                                        std::span<const Token> tokens) const {
+  tokens = tokens.first(std::min(tokens.size(), kBlock - 1 - at.length % kBlock));
+  std::optional<Prefix> best;
+  for (;;) {
+    if (position) {
+      const std::size_t same = common_prefix(tokens, text_.text().subspan(*position));
+      if (!best || at.length + same > best->length) {
+        best = {at.length + same, static_cast<Position>(*position + same)};
+      }
+    }
+    if (tokens.empty()) return best;
+    at.add(tokens.front());
+    tokens = tokens.subspan(1);
+    position = position_of(at.value);
+  }
+}
+
+std::uint32_t Session::missing_at(Position position) const {
+  const auto behind = std::ranges::upper_bound(documents_, position, {}, &Document::begin);
+  return std::prev(behind)->missing;
+}
+
+std::span<const Token> Session::before(Position position) const {
+  const auto text = text_.text().first(position);
+  std::size_t count = 0;
+  while (count < std::min(kOverlap, text.size()) && text[text.size() - 1 - count] != kBoundary) ++count;
+  return text.last(count);
+}
+
+std::vector<Token> Session::context_of(const Turn& turn) const {
+  const auto parent = parent_of(turn);
+  if (!parent) return {};
+  const auto tokens = before(*parent);
+  return {tokens.begin(), tokens.end()};
+}
+
+void Session::find_parent(Turn& turn) const {
+  if (turn.kept == 0 || turn.parent != 0) return;
+  if (turn.kept == newest_.length) {
+    turn.parent = newest_.value;
+  } else {
+    turn.kept = 0;
+  }
+}
+
+// Two texts of one context are rare: the first stays, unless nothing is known in front of it.
+void Session::set_place(std::uint64_t hash, Position position) {
+  const auto [known, is_new] = places_.try_emplace(hash, position);
+  if (!is_new && (known->second == kNowhere || before(known->second).empty())) known->second = position;
+}
+
+// Begins a document of text that goes on with `first` behind a context, whose end is here if `prefix` is set.
+void Session::begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first) {
+  const auto start = static_cast<Position>(text_.size());
+  if (start > 0) text_.append_boundary();
+  auto missing = static_cast<std::uint32_t>(context.length);
+  if (prefix) {
+    const auto tokens = before(prefix->position);
+    text_.append(std::vector<Token>(tokens.begin(), tokens.end()), false);
+    missing = missing_at(prefix->position);
+  }
+  const auto begin = static_cast<Position>(text_.size());
+  documents_.push_back({context, prefix ? prefix->position : kNowhere, start, begin, missing});
+  if (!prefix) set_place(context.value, begin);
+  context.add(first);
+  set_place(context.value, begin + 1);
+}
+
+bool Session::append(const Turn& turn) {
+  std::vector<Token> tokens(turn.prompt_tail);
+  tokens.insert(tokens.end(), turn.response.begin(), turn.response.end());
+  std::vector<std::uint64_t> blocks;
+  ContextHash context{turn.parent, turn.kept};
+  newest_ = context;
+  newest_.add(tokens, blocks);
+  const auto prefix = longest(context, parent_of(turn), tokens, blocks);
+  const std::size_t known = prefix ? prefix->length - turn.kept : 0;
+  const bool is_new = known < tokens.size();
+  auto end = prefix ? prefix->position : Position{0};
+  if (is_new) {
+    if (!prefix || prefix->position != text_.size()) {
+      for (const Token token : std::span(tokens).first(known)) context.add(token);
+      begin_document(prefix, context, tokens[known]);
+      if (!prefix && turn.kept % kBlock != 0) places_.try_emplace(turn.block, kNowhere);
+    }
+    const std::size_t begin = text_.size() - known;  // where all of the tokens would begin
+    text_.append(std::span(tokens).subspan(known));
+    for (std::size_t b = 0; b < blocks.size(); ++b) {
+      const std::size_t count = (turn.kept / kBlock + b + 1) * kBlock - turn.kept;
+      if (count > known) set_place(blocks[b], static_cast<Position>(begin + count));
+    }
+    end = static_cast<Position>(text_.size());
+  }
+  set_place(newest_.value, end);
+  if (turn.record != 0) records_[turn.record] = end;
+  return is_new;
 }
 
 void Session::trim(std::size_t tokens) {
-  const auto newest = last_of(text.text(), tokens);
-  const std::vector<Token> kept(newest.begin(), newest.end());
-  text.clear();
-  append_text(text, kept);
-  if (last.size() > tokens) std::vector<Token>().swap(last);
+  if (tokens >= text_.size()) return;
+  const auto cut = static_cast<Position>(text_.size() - tokens);
+  const std::vector<Token> old(text_.text().begin(), text_.text().end());
+  const std::vector<Document> documents = std::move(documents_);
+  documents_.clear();
+  text_.clear();
+  Position first = kNowhere;  // the first position that stays as the text of a turn
+  for (std::size_t i = 0; i < documents.size(); ++i) {
+    const bool last = i + 1 == documents.size();
+    const Position end = last ? static_cast<Position>(cut + tokens) : documents[i + 1].start;
+    if (end <= cut) continue;
+    Document document = documents[i];
+    if (document.begin < cut) {
+      for (const Token token : std::span(old).subspan(document.begin, cut - document.begin)) document.context.add(token);
+      document.begin = document.start = cut;
+      document.parent = kNowhere;
+    }
+    first = std::min(first, document.begin);
+    const bool known = document.parent != kNowhere && document.parent >= first;
+    document.parent = known ? document.parent - cut : kNowhere;
+    document.missing = known ? missing_at(document.parent) : static_cast<std::uint32_t>(document.context.length);
+    document.start = std::max(document.start, cut);
+    text_.append(std::span(old).subspan(document.start, document.begin - document.start), false);
+    text_.append(std::span(old).subspan(document.begin, end - document.begin));
+    document.start -= cut;
+    document.begin -= cut;
+    documents_.push_back(document);
+  }
+  std::erase_if(places_, [&](const auto& place) { return place.second == kNowhere || place.second < first; });
+  std::erase_if(records_, [&](const auto& record) { return record.second <= first; });
+  for (auto* map : {&places_, &records_}) {
+    for (auto& [hash, position] : *map) position -= cut;
+  }
 }
 
 Size Session::size() const {
-  const std::size_t tokens = text.size() + last.size();
+  const std::size_t tokens = text_.size();
   if (tokens == 0) return {};
-  return {tokens, Size::kBytesPerToken * tokens + (learned ? Size::kBytesPerLearner : 0)};
+  return {tokens, Size::kBytesPerToken * tokens + kBytesPerPlace * places_.size() + kBytesPerRecord * records_.size() +
+                      (learned ? Size::kBytesPerLearner : 0)};
+}
+
+std::size_t Session::bytes() const {
+  return text_.bytes() + documents_.capacity() * sizeof(Document) + kBytesPerPlace * places_.size() +
+         kBytesPerRecord * records_.size();
+}
+
+void Session::restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map) {
+  map.reserve(entries.size());
+  for (const auto& [hash, position] : entries) {
+    const bool right = position <= text_.size() || (position == kNowhere && &map == &places_);
+    if (!right || !map.emplace(hash, static_cast<Position>(position)).second) reader.damaged("a turn's place");
+  }
+}
+
+// Throws unless the documents cover the text in order and the places lie in them.
+void Session::check(SnapshotReader& reader) const {
+  bool right = documents_.empty() == (text_.size() == 0);
+  Position last = 0;
+  for (const Document& document : documents_) {
+    right = right && document.start >= last && document.begin >= document.start && document.begin < text_.size() &&
+            (document.parent == kNowhere || (document.parent <= document.start && !(&document == &documents_[0])));
+    last = document.begin + 1;
+  }
+  const auto in_document = [&](Position position) {
+    return position == kNowhere || (!documents_.empty() && position >= documents_.front().begin);
+  };
+  for (const Document& document : documents_) right = right && in_document(document.parent);
+  for (const auto& [hash, position] : places_) right = right && in_document(position);
+  for (const auto& [record, position] : records_) right = right && in_document(position);
+  if (!right) reader.damaged("a session's turns");
 }
 
 }  // namespace agentspec

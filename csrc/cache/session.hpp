@@ -1,33 +1,110 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
+#include "cache/context_hash.hpp"
 #include "cache/entry.hpp"
+#include "storage/snapshot.hpp"
 
 namespace agentspec {
 
-// Holds the turns of one conversation as one growing text.
-struct Session final : CacheEntry {
-  SuffixIndex text;
-  std::vector<Token> last;  // full text of the last finished request
+// Holds what a finished request adds to its session, group and tenant.
+struct Turn {
+  std::size_t kept = 0;                        // tokens of the context that the session held already
+  std::uint64_t parent = 0, block = 0;         // hashes of that context, and of it up to its last block boundary
+  std::vector<Token> prompt_tail, response;    // the rest of the prompt, and the response
+  std::uint64_t record = 0;                    // names the turn in the store; 0: it has no name
+};
 
-  // Appends a finished turn, as a new document if its prompt does not repeat all of `last`.
-  void append(std::size_t kept, std::span<const Token> prompt_tail, std::span<const Token> response);
-  // Cuts the text to its newest `tokens` tokens, and drops `last` if it is longer than that.
+// The first `length` tokens of a context. A session has the last of them before text[position].
+struct Prefix {
+  std::size_t length;
+  Position position;
+};
+
+// Holds the turns of one conversation. They form a tree: each continues the context of another, or begins anew.
+//
+// The text is a log of documents. A turn that continues the text's end goes on in its document. Any other begins a
+// document, behind a boundary and the last tokens of the context that it continues. `places_` finds that context again
+// by its hash. A turn whose context isn't here (it was cut off, or comes later) begins a document without such tokens.
+class Session final : public CacheEntry {
+ public:
+  static constexpr std::size_t kBytesPerPlace = 48, kBytesPerRecord = 48;
+
+  // Returns the longest prefix of a prompt that the session knows; the text of its beginning may be missing. `blocks`
+  // holds the prompt's hashes at the block boundaries.
+  std::optional<Prefix> find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const;
+  // Counts the tokens in front of the context at a place whose text isn't here.
+  std::uint32_t missing_at(Position position) const;
+  // Returns the last tokens of the context that a turn continues, at most kOverlap.
+  std::vector<Token> context_of(const Turn& turn) const;
+  // Lets a turn without a parent's hash continue the newest turn, if its `kept` fits. Otherwise it will begin anew.
+  void find_parent(Turn& turn) const;
+
+  bool holds(std::uint64_t record) const { return records_.contains(record); }
+  // Appends what is new in a turn. Returns whether anything was.
+  bool append(const Turn& turn);
+  // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest.
   void trim(std::size_t tokens);
 
   Size size() const override;
-  std::size_t bytes() const override { return text.bytes() + last.capacity() * sizeof(Token); }
-  const SuffixIndex& index() const override { return text; }
-  std::size_t advance(std::size_t budget) override { return text.advance(budget); }
+  std::size_t bytes() const override;
+  const SuffixIndex& index() const override { return text_; }
+  std::size_t advance(std::size_t budget) override { return text_.advance(budget); }
 
   template <class Archive>
   void describe(Archive& archive) {
-    archive.vector(last);
-    text.describe(archive);
+    text_.describe(archive);
+    archive.vector(documents_);
+    archive.number(newest_.value);
+    archive.number(newest_.length);
+    for (auto* map : {&places_, &records_}) {
+      std::vector<Entry> entries;
+      for (const auto& [hash, position] : *map) entries.push_back({hash, position});
+      archive.vector(entries);
+      if constexpr (Archive::kLoading) restore(archive, entries, *map);
+    }
+    if constexpr (Archive::kLoading) check(archive);
   }
+
+ private:
+  static constexpr Position kNowhere = ~Position{0};
+
+  struct Document {
+    ContextHash context;    // that it continues
+    Position parent;        // where that ends; kNowhere: it isn't here
+    Position start, begin;  // of its boundary, and of the text that is its own
+    std::uint32_t missing;  // tokens in front of it whose text isn't here
+  };
+  using Positions = std::unordered_map<std::uint64_t, Position>;
+  struct Entry {  // of one of them, in a snapshot
+    std::uint64_t hash, position;
+  };
+
+  std::optional<Position> position_of(std::uint64_t hash) const;
+  std::optional<Position> parent_of(const Turn& turn) const;
+  bool goes_on_to(ContextHash context, Position position, std::size_t length, std::uint64_t hash) const;
+  std::optional<Prefix> longest(ContextHash from, std::optional<Position> position, std::span<const Token> tokens,
+                               std::span<const std::uint64_t> blocks) const;
+  std::optional<Prefix> furthest(ContextHash at, std::optional<Position> position, std::span<const Token> tokens) const;
+  std::span<const Token> before(Position position) const;
+  void begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first);
+  void set_place(std::uint64_t hash, Position position);
+  void restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map);
+  void check(SnapshotReader& reader) const;
+
+  SuffixIndex text_;
+  std::vector<Document> documents_;  // in the order of their text
+  // Ends of contexts, by hash: at block boundaries, behind the first token of each document, and at turns' ends.
+  // kNowhere stands for a boundary whose text isn't here, but text of its block is.
+  Positions places_;
+  Positions records_;                // ends of the turns that came from or went to the store
+  ContextHash newest_;               // context of the turn that was appended last
 };
 
 }  // namespace agentspec

@@ -444,7 +444,7 @@ class SourceSearch {
 
 }  // namespace
 
-void ArcticSuffixRule::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t) const {
+void ArcticSuffixRule::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t, std::size_t) const {
   own.append(prompt);
   while (own.advance(prompt.size()) > 0) {
   }

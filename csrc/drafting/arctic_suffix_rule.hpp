@@ -14,7 +14,7 @@ class ArcticSuffixRule final : public Drafter {
  public:
   explicit ArcticSuffixRule(const ArcticSettings& settings) : settings_(settings) {}
 
-  void start(SuffixIndex& own, std::span<const Token> prompt, std::size_t in_session) const override;
+  void start(SuffixIndex& own, std::span<const Token> prompt, std::size_t begin, std::size_t end) const override;
   std::size_t kept_context() const override { return 0; }
   void draft(DraftRequest request, std::size_t limit, double cost) override;
   void merge_draft(DraftRequest request, const ExternalDraft& external, std::size_t limit, double cost) override;

@@ -21,8 +21,8 @@ class Drafter {
  public:
   virtual ~Drafter() = default;
 
-  // Puts a new request's prompt into its own index. The session holds the first `in_session` tokens already.
-  virtual void start(SuffixIndex& own, std::span<const Token> prompt, std::size_t in_session) const = 0;
+  // Puts a new request's prompt into its own index. The session holds its tokens from `begin` to `end` already.
+  virtual void start(SuffixIndex& own, std::span<const Token> prompt, std::size_t begin, std::size_t end) const = 0;
   // Returns how many tokens of context are kept in front of a stored response, so that its first tokens can be matched.
   virtual std::size_t kept_context() const = 0;
 

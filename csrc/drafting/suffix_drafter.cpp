@@ -76,9 +76,11 @@ void take(std::size_t length, Draft& draft) {
 
 }  // namespace
 
-void SuffixDrafter::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t in_session) const {
-  own.append(prompt.first(in_session), false);
-  own.append(prompt.subspan(in_session));
+void SuffixDrafter::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t begin,
+                         std::size_t end) const {
+  own.append(prompt.first(begin));
+  own.append(prompt.subspan(begin, end - begin), false);
+  own.append(prompt.subspan(end));
 }
 
 void SuffixDrafter::draft(DraftRequest request, std::size_t limit, double cost) {

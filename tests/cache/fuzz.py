@@ -10,6 +10,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,12 @@ class Fuzzer:
             "finish",
             "abort",
             "restore",
+            "load",
             "remove",
             "evict",
             "reload",
         ]
-        weights = [10, 30, 20, 30, 20, 9, 1, 2, 0.5, 1, 0.05]
+        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 1, 0.05]
         for name in self.rng.choices(names, weights, k=operations):
             if name in ("extend", "propose", "step", "offer", "finish", "abort") and not self.texts:
                 name = "start"
@@ -158,7 +160,8 @@ class Fuzzer:
 
     def finish(self) -> None:
         request = self.rng.choice(list(self.texts))
-        turn = self.pair.finish(request, self.rng.choice([None, None, 3]))
+        name = ("w", self.number) if self.rng.random() < 0.6 else None
+        turn = self.pair.finish(request, self.rng.choice([None, None, 3]), name)
         self.said = [*self.said[-30:], self.texts.pop(request)[-200:]]
         self.drafts.pop(request, None)
         if turn is not None:
@@ -172,8 +175,28 @@ class Fuzzer:
         self.drafts.pop(request, None)
 
     def restore(self) -> None:
-        if self.turns:
-            self.pair.restore(self.rng.choice(self.turns))
+        """Mostly turns of this world as they are; some in another session, renamed, hand-made or without a parent."""
+        rng = self.rng
+        if not self.turns:
+            return
+        turn = rng.choice(self.turns)
+        for change in rng.choices(("none", "session", "name", "hand-made", "cut"), [6, 2, 2, 1, 1], k=2):
+            if change == "session":
+                turn = replace(turn, session=rng.choice(SESSIONS), tenant=rng.choice(TENANTS))
+            elif change == "name":
+                turn = replace(turn, writer=rng.choice(["", "w", "x"]), number=rng.randrange(40))
+            elif change == "hand-made":
+                turn = replace(turn, parent=0)
+            elif change == "cut":
+                turn = replace(turn, prompt_tail=turn.prompt_tail[: rng.randrange(len(turn.prompt_tail) + 1)])
+        self.pair.restore(turn)
+        self.pair.check_stats()
+
+    def load(self) -> None:
+        rng = self.rng
+        named = rng.random() < 0.3
+        session, group = (None, rng.choice(["g", "h"])) if named else (rng.choice(["a", "b", "c"]), None)
+        self.pair.check_loaded(rng.choice(TENANTS), session, group)
 
     def remove(self) -> None:
         self.pair.remove_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))

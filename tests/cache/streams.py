@@ -8,8 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
+from agentspec.cache.types import record_of
 from tests.oracle.cache import Drafted, Oracle
 from tests.oracle.entries import Limits
+from tests.oracle.session import Turn
 
 LARGEST = 2**31 - 1
 
@@ -117,13 +119,17 @@ class Pair:
         assert_same(ours, self.oracle.offer(requests, offers, room, cost))
         return ours
 
-    def finish(self, request: str, output_limit: int | None = None) -> FinishedTurn | None:
-        ours, expected = self.core.finish(request, output_limit=output_limit), self.oracle.finish(request, output_limit)
+    def finish(
+        self, request: str, output_limit: int | None = None, name: tuple[str, int] | None = None
+    ) -> FinishedTurn | None:
+        ours = self.core.finish(request, output_limit=output_limit, name=name)
+        expected = self.oracle.finish(request, output_limit, record_of(*name) if name else 0)
         if ours is None or expected is None:
             assert ours is None and expected is None
             return None
         assert ours.prompt_tail.dtype == ours.response.dtype == np.int32
-        assert (ours.kept, ours.prompt_tail.tolist(), ours.response.tolist()) == expected
+        tail, response = ours.prompt_tail.tolist(), ours.response.tolist()
+        assert Turn(ours.kept, ours.parent, ours.block, tail, response, ours.record) == expected
         return ours
 
     def abort(self, request: str) -> None:
@@ -133,6 +139,14 @@ class Pair:
     def restore(self, turn: FinishedTurn) -> None:
         self.core.restore(turn)
         self.oracle.restore(turn)
+
+    def check_loaded(self, tenant: str | None, session: str | None, group: str | None = None) -> bool:
+        """Return whether a load is needed, and mark it as done."""
+        needed = self.core.needs_load(tenant, session, group=group)
+        assert needed == self.oracle.needs_load(tenant, session, group)
+        self.core.mark_loaded(tenant, session, group=group)
+        self.oracle.mark_loaded(tenant, session, group)
+        return needed
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self.core.remove_session(tenant, session)

@@ -75,7 +75,7 @@ def test_session_pays_for_new_tokens_only() -> None:
         assert finished is not None
         assert finished.kept == (len(text) - 2 if turn else 0)
         text = [*text, *[100 + turn] * 3, 50, 51]
-    assert cache.stats().tokens == 2 * (len(text) - 2)  # the text and the last context, nothing twice
+    assert cache.stats().tokens == len(text) - 2  # nothing twice
 
 
 def test_a_changed_prompt_starts_where_it_differs() -> None:
@@ -164,13 +164,13 @@ def test_long_prompt_is_indexed_little_by_little() -> None:
 
 
 def test_budget_evicts_the_least_recently_used_session() -> None:
-    cache = SuffixCache(max_tokens=100)
+    cache = SuffixCache(max_tokens=50)
     for name in "abc":
-        run(cache, [], list(range(16)), name, None, "session")  # 32 tokens each: text and last context
+        run(cache, [], list(range(16)), name, None, "session")
     cache.start("r", list(range(16)), session="a")  # a is in use now
     run(cache, [], list(range(16)), "d", None, "session")
     held = {name for name in "abcd" if cache.has_session(None, name)}
-    assert held == {"a", "c", "d"} and cache.stats().tokens <= 100
+    assert held == {"a", "c", "d"} and cache.stats().tokens <= 50
     for name in "efgh":
         run(cache, [], list(range(16)), name, None, "session")
     assert cache.has_session(None, "a")  # never while a request of it runs

@@ -6,6 +6,7 @@ Read in this order:
 ``scoring``             the candidates for one token and their probabilities
 ``drafting``            how a draft grows, and what is learned from verification
 ``arctic_suffix_rule``  ArcticInference's rule, to compare with
+``session``             a session's turns: a tree in one text
 ``entries``             what is kept of finished requests, and what is evicted
 ``cache``               the calls
 

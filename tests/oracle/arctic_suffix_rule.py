@@ -38,7 +38,7 @@ class ArcticSuffixRule:
         self._rule = policy.rule
         self.kept_context = 0  # the responses of all have no context in front
 
-    def start(self, own: SuffixIndex, prompt: list[int], _: int) -> None:
+    def start(self, own: SuffixIndex, prompt: list[int], _: int, __: int) -> None:
         """Index the whole prompt at once, whatever the session holds."""
         own.append(prompt)
         own.advance(len(prompt))

@@ -17,12 +17,10 @@ from tests.oracle.entries import CacheEntries, CacheEntry, Group, Limits, Sessio
 from tests.oracle.index import OVERLAP, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
+from tests.oracle.session import BLOCK, Context, Turn
 
 INDEX_PER_CALL = 1024  # positions indexed in one call
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
-
-Turn = tuple[int, list[int], list[int]]
-"""Tokens of the session's previous context that the prompt repeats, the rest of the prompt, the response."""
 
 
 @dataclass(slots=True)
@@ -104,8 +102,8 @@ class Oracle:
             entry.running += 1
         request.state.begin = len(prompt)
         request.state.ends = frozenset(end_tokens)
-        in_session = common_prefix(prompt, of_session.last) if of_session else 0
-        self._drafter.start(request.index, list(prompt), in_session)
+        begin, end = of_session.held_of(list(prompt)) if of_session else (0, 0)
+        self._drafter.start(request.index, list(prompt), begin, end)
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -182,7 +180,7 @@ class Oracle:
             positions.pop()
         return positions
 
-    def finish(self, request_id: str, output_limit: int | None = None) -> Turn | None:
+    def finish(self, request_id: str, output_limit: int | None = None, record: int = 0) -> Turn | None:
         request = self._requests[request_id]
         session, tenant = request.session, request.tenant
         if (not session and not request.shared) or (session and session.gone):
@@ -190,12 +188,19 @@ class Oracle:
             return None
         prompt = request.index.text[: request.prompt_length]
         response = request.index.text[request.prompt_length :][:output_limit]
-        kept = common_prefix(prompt, session.last) if session else 0
-        tail = prompt[kept:] if session else prompt[-OVERLAP:]
-        self._keep(session, request.group, tenant, request.shared, (kept, tail, response))
+        if session:
+            known = session.turns.find(prompt)
+            kept = known.length if known else 0
+            contexts = Context().walk(prompt[:kept])
+            turn = Turn(
+                kept, contexts[kept].hash, contexts[kept // BLOCK * BLOCK].hash, prompt[kept:], response, record
+            )
+        else:
+            turn = Turn(0, 0, 0, prompt[-OVERLAP:], response, record)
+        self._keep(session, request.group, tenant, request.shared, turn, restored=False)
         self.abort(request_id)
         self._held.evict(tenant)
-        return kept, tail, response
+        return turn
 
     def abort(self, request_id: str) -> None:
         slot = self._slots.index(request_id)
@@ -205,17 +210,26 @@ class Oracle:
             entry.running -= 1
             self._held.forget_if_empty(entry)
 
-    def restore(self, turn: FinishedTurn) -> None:
-        tenant, session, group = self._names(turn.session, turn.group, turn.tenant, turn.scope)
-        # Keep the turn alone if the session no longer has what it continued.
-        kept = turn.kept if session and turn.kept <= len(session.last) else 0
-        self._keep(
-            session, group, tenant, turn.scope == "tenant", (kept, turn.prompt_tail.tolist(), turn.response.tolist())
-        )
+    def restore(self, stored: FinishedTurn) -> None:
+        tenant, session, group = self._names(stored.session, stored.group, stored.tenant, stored.scope)
+        tail, response = stored.prompt_tail.tolist(), stored.response.tolist()
+        turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
+        if session:
+            turn = session.turns.find_parent(turn)
+        self._keep(session, group, tenant, stored.scope == "tenant", turn, restored=True)
         for entry in (session, group):
             if entry:
                 self._held.forget_if_empty(entry)
         self._held.evict(tenant)
+
+    def needs_load(self, tenant: str | None, session: str | None, group: str | None) -> bool:
+        entry = self._held.find(tenant, session, group)
+        return entry is None or not entry.loaded
+
+    def mark_loaded(self, tenant: str | None, session: str | None, group: str | None) -> None:
+        entry = self._held.find(tenant, session, group)
+        if entry is not None:
+            entry.loaded = True
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self._held.remove_session(tenant, session)
@@ -294,24 +308,40 @@ class Oracle:
         request.draft.open = is_open
 
     def _keep(
-        self, session: Session | None, group: Group | None, tenant: Tenant | None, shared: bool, turn: Turn
+        self,
+        session: Session | None,
+        group: Group | None,
+        tenant: Tenant | None,
+        shared: bool,
+        turn: Turn,
+        restored: bool,
     ) -> None:
-        kept, prompt_tail, response = turn
+        """Add a turn where its record isn't held yet.
+
+        Group and tenant add a restored turn without a record only if it brings its session something new.
+        """
         budget = INDEX_PER_CALL
-        if tenant and shared and response:
-            context = (session.last[:kept][-OVERLAP:] if session else []) + prompt_tail
+        wanted, context = True, []
+        has_text = turn.prompt_tail or turn.response
+        if session and has_text:
+            context = session.turns.context_of(turn)
+            if turn.record not in session.turns.records:
+                is_new = session.turns.append(turn)
+                wanted = is_new or turn.record != 0 or not restored
+                self._held.trim(session)
+        if tenant and shared and turn.response and wanted:
+            context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
             key = session.key if session else None
-            tenant.corpus.add(key, context, response)
-            tenant.used = self._held.next_tick()
-            if group and not group.gone:
-                group.corpus.add(key, context, response)
+            if group and not group.gone and not group.corpus.holds(turn.record):
+                group.corpus.add(key, turn.record, context, turn.response)
                 self._held.touch(group)
                 budget -= group.advance(budget)
-            budget -= tenant.corpus.advance(budget)
-        if session and (prompt_tail or response):
-            session.append(kept, prompt_tail, response)
-            self._held.trim(session)
+            if not tenant.corpus.holds(turn.record):
+                tenant.corpus.add(key, turn.record, context, turn.response)
+                tenant.used = self._held.next_tick()
+                budget -= tenant.corpus.advance(budget)
+        if session and has_text:
             self._held.touch(session)
             session.advance(budget)
 

@@ -109,10 +109,11 @@ class SuffixDrafter:
         self._policy = policy
         self.kept_context = OVERLAP  # tokens of context in front of a stored response
 
-    def start(self, own: SuffixIndex, prompt: list[int], in_session: int) -> None:
-        """Put a new request's prompt into its own index. The session holds the first `in_session` tokens already."""
-        own.append(prompt[:in_session], findable=False)
-        own.append(prompt[in_session:])
+    def start(self, own: SuffixIndex, prompt: list[int], begin: int, end: int) -> None:
+        """Put a new request's prompt into its own index. The session holds its tokens from `begin` to `end` already."""
+        own.append(prompt[:begin])
+        own.append(prompt[begin:end], findable=False)
+        own.append(prompt[end:])
 
     def draft(self, request: DraftRequest, limit: int, cost: float) -> Draft:
         """Return a draft of at most `limit` tokens behind the request's text."""

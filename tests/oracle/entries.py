@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentspec.cache import Budget, DraftPolicy
-from tests.oracle.index import BOUNDARY, OVERLAP, SuffixIndex
+from tests.oracle.index import SuffixIndex
 from tests.oracle.scoring import Learned
+from tests.oracle.session import BYTES_PER_TOKEN, Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
@@ -18,7 +19,6 @@ EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
-BYTES_PER_TOKEN = 12  # budgets count these, not measured bytes
 BYTES_PER_LEARNER = 1 << 17  # counted for what a session that shares nothing learned
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
@@ -29,6 +29,7 @@ Key = tuple[Literal["session", "group", "own group"], str, str]
 @dataclass(frozen=True, slots=True)
 class Document:
     session: Key | None
+    record: int  # the turn's name in the store; 0: none
     begin: int
     end: int
 
@@ -45,17 +46,20 @@ class Corpus:
     dropped: deque[Document] = field(default_factory=deque)
     tokens: int = 0
 
-    def add(self, session: Key | None, context: list[int], response: list[int]) -> None:
+    def add(self, session: Key | None, record: int, context: list[int], response: list[int]) -> None:
         begin = len(self.index)
         self.index.append_boundary()
         self.index.append(context, findable=False)
         self.index.append(response)
-        self.documents.append(Document(session, begin, len(self.index)))
+        self.documents.append(Document(session, record, begin, len(self.index)))
         self.tokens += len(self.index) - begin
 
     @property
     def bytes(self) -> int:
         return BYTES_PER_TOKEN * self.tokens
+
+    def holds(self, record: int) -> bool:
+        return record != 0 and any(document.record == record for document in self.documents)
 
     def drop_oldest(self) -> None:
         document = self.documents.popleft()
@@ -108,42 +112,32 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Hold the turns of one conversation as one growing text. last: the last finished request's text."""
+    """Hold the turns of one conversation."""
 
     key: Key
     tenant: Tenant
     learned: Learned | None = None  # from its requests that share nothing
-    index: SuffixIndex = field(default_factory=SuffixIndex)
-    last: list[int] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
     running: int = 0
     gone: bool = False
+    loaded: bool = False  # what the store holds of it was restored
+
+    @property
+    def index(self) -> SuffixIndex:
+        return self.turns.index
 
     @property
     def tokens(self) -> int:
-        return len(self.index) + len(self.last)
+        return len(self.index)
 
     @property
     def bytes(self) -> int:
-        return BYTES_PER_TOKEN * self.tokens + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
+        return self.turns.bytes + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
 
-    def append(self, kept: int, prompt_tail: list[int], response: list[int]) -> None:
-        """Append a finished turn, as a new document if its prompt does not repeat all of `last`."""
-        if kept < len(self.last):
-            del self.last[kept:]
-            self.index.append_boundary()
-            self.index.append(self.last[-OVERLAP:], findable=False)
-        self.index.append(prompt_tail)
-        self.index.append(response)
-        self.last += prompt_tail + response
-
-    def trim(self, tokens: int) -> None:
-        """Cut the text to its newest `tokens` tokens, and drop `last` if it is longer than that."""
-        text = self.index.text[max(len(self.index) - tokens, 0) :]
-        self.index.clear()
-        for token in text:
-            self.index.append([token], findable=token != BOUNDARY)
-        if len(self.last) > tokens:
-            self.last = []
+    def held_of(self, prompt: list[int]) -> tuple[int, int]:
+        """Return begin and end of the part of a prompt that the session holds."""
+        known = self.turns.find(prompt)
+        return (min(self.turns.missing_at(known.position), known.length), known.length) if known else (0, 0)
 
     def advance(self, budget: int) -> int:
         return self.index.advance(budget)
@@ -153,6 +147,7 @@ class Session:
 
     def settle(self) -> None:
         self.advance(EVERYTHING)
+        self.loaded = False
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +159,7 @@ class Group:
     corpus: Corpus = field(default_factory=Corpus)
     running: int = 0
     gone: bool = False
+    loaded: bool = False  # a named one: what the store holds of it was restored
 
     @property
     def index(self) -> SuffixIndex:
@@ -185,6 +181,7 @@ class Group:
 
     def settle(self) -> None:
         self.corpus.settle()
+        self.loaded = False
 
 
 CacheEntry = Session | Group
@@ -238,6 +235,11 @@ class CacheEntries:
         self.touch(group)
         return group
 
+    def find(self, tenant: str | None, session: str | None, group: str | None) -> CacheEntry | None:
+        if session is not None:
+            return self.held.get(("session", tenant or "", session))
+        return self.held.get(("group", tenant or "", group or ""))
+
     def learned(self, of: Tenant | Session) -> Learned:
         """Return what the tenant's requests learned, or the session's requests that share nothing."""
         if of.learned is None:
@@ -262,7 +264,7 @@ class CacheEntries:
             tokens = min(tokens, most.tokens)
         if most.bytes:
             tokens = min(tokens, session.tokens * most.bytes // session.bytes)
-        session.trim(tokens // 4)  # of the text, and as many of the last context
+        session.turns.trim(tokens // 2)
 
     def evict(self, tenant: Tenant | None) -> int:
         """Evict until the tenant and the process are within budget, at most EVICT_PER_CALL. Return how many."""
@@ -330,6 +332,9 @@ class CacheEntries:
             for held in self.held.values():
                 if held.running == 0 and held.tokens > 0 and (only is None or held.tenant is only):
                     self._drop(held)
+                    kind, of_tenant, name = held.key
+                    if kind == "own group" and ("session", of_tenant, name) in self.held:
+                        self.held["session", of_tenant, name].loaded = False  # it comes back with its session
                     return True
         if not shared:
             return False
