@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
 from agentspec.server_ext.identity import who_shares
+from agentspec.server_ext.prometheus import MetricsMiddleware
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
 
@@ -28,8 +29,9 @@ class AgentSpecEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's app."""
+        """Add the routes to vLLM's app, and the figures to its ``/metrics``."""
         app.include_router(router)
+        app.add_middleware(MetricsMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Store the engine client for the routes, and log who shares text with whom."""

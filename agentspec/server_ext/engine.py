@@ -91,6 +91,7 @@ class DraftingEngine:
         self._requests: dict[str, RequestState] = {}
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
+        self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
         self._model_seconds = 0.0  # time that the draft model took after the latest step
         self._logged: set[str] = set()
 
@@ -122,6 +123,11 @@ class DraftingEngine:
 
         output_limit: tokens of the response that the engine returned.
         """
+        begin = time.thread_time_ns()
+        self._finish(request_id, output_limit)
+        self._beside_ns += time.thread_time_ns() - begin
+
+    def _finish(self, request_id: str, output_limit: int | None) -> None:
         self._leave_batch()
         state = self._requests.pop(request_id, None)
         if state is None or state.failed:
@@ -143,7 +149,7 @@ class DraftingEngine:
         return {
             "steps": self._steps,
             "running": sum(not state.failed for state in self._requests.values()),
-            "counters": dict(self.metrics.counters),
+            **self.metrics.stats(),
             "verify_cost": self.step_cost.stats(),
             "step_budget": self.budget.stats(),
             "cache": {name: getattr(held, name) for name in held.__slots__},
@@ -163,6 +169,7 @@ class DraftingEngine:
             self._recorder.close()
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
+        begin = time.thread_time_ns()
         self._persistence.apply_loaded(self.cache)
         for new in step.started:
             if new.request_id not in self._requests:
@@ -170,6 +177,8 @@ class DraftingEngine:
         lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             lookup = self._look_up(step.batch)
+        self.metrics.beside_seconds.observe(1e-9 * (self._beside_ns + time.thread_time_ns() - begin))
+        self._beside_ns = 0
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -183,9 +192,11 @@ class DraftingEngine:
             room, model = np.zeros_like(room), None
         begin = time.perf_counter_ns()
         drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost)
+        took = time.perf_counter_ns() - begin
+        self.metrics.draft_seconds.observe(1e-9 * took)
         self._steps += 1
         if step.num_draft_tokens or self._recorder is not None:
-            self._account(lookup, step, drafts, (time.perf_counter_ns() - begin) // count)
+            self._account(lookup, step, drafts, took // count)
         else:
             lookup.quiet += 1
         return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])

@@ -7,6 +7,7 @@ import atexit
 import json
 import logging
 import threading
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT_REQUESTS = 4_096
 _FLUSH_SECONDS = 0.1
+_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
+"""Bounds of the histograms, from ten microseconds on."""
 _MAX_QUEUED_LINES = 200_000
 
 
@@ -47,11 +50,35 @@ class RequestFigures:
         }
 
 
+class Histogram:
+    """Count durations in buckets. bounds: upper bounds of the buckets but the last, in seconds."""
+
+    __slots__ = ("_counts", "_sum", "bounds")
+
+    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self.bounds, seconds)] += 1
+        self._sum += seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return bounds, counts (one more than bounds, not cumulative) and the sum of all durations, as JSON."""
+        return {"bounds": list(self.bounds), "counts": list(self._counts), "sum": self._sum}
+
+
 class Metrics:
-    """Hold counters since start, and figures of the latest requests by the id that the API returned."""
+    """Hold counters and durations since start, and figures of the latest requests by the id that the API returned."""
 
     def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0)
+        self.drafted = [0] * len(SOURCES)
+        self.accepted = [0] * len(SOURCES)
+        self.draft_seconds = Histogram()
+        self.beside_seconds = Histogram()
         self._requests: OrderedDict[str, RequestFigures] = OrderedDict()
 
     def begin(self, api_id: str, session: str | None) -> RequestFigures:
@@ -75,10 +102,19 @@ class Metrics:
         for source, (n, ok) in enumerate(zip(drafted, accepted, strict=True)):
             figures.drafted[source] += n
             figures.accepted[source] += ok
+            self.drafted[source] += n
+            self.accepted[source] += ok
         self.counters["drafts"] += 1
-        self.counters["drafted"] += total
-        self.counters["accepted"] += sum(accepted)
         return total, sum(accepted)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since start, drafted and accepted tokens by source, and durations, as JSON."""
+        return {
+            "counters": {**self.counters, "drafted": sum(self.drafted), "accepted": sum(self.accepted)},
+            "drafted_by_source": dict(zip(SOURCES, self.drafted, strict=True)),
+            "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
+            "seconds": {"draft": self.draft_seconds.as_dict(), "beside": self.beside_seconds.as_dict()},
+        }
 
     def request(self, request_id: str) -> dict[str, Any] | None:
         """Return the figures of one API request, or None if it is unknown or forgotten."""

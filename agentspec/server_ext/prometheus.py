@@ -1,0 +1,214 @@
+"""Show the engines' figures on vLLM's ``/metrics``.
+
+The figures live in the engines' workers. So whichever API server answers a scrape asks all engines for them, and adds
+them to what vLLM shows there. A second API server gives the same figures, never a part of them. If an engine does not
+answer in time, the scrape has vLLM's own figures alone. No label names a session, a tenant or a caller.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
+
+logger = logging.getLogger("vllm.agentspec")
+
+Stats = Mapping[str, Any]
+"""One engine's answer to ``stats``."""
+
+_PATHS = frozenset({"/metrics", "/metrics/"})
+_ASK_SECONDS = 2.0
+_FRESH_SECONDS = 1.0  # anybody may read /metrics, and the engine answers between two steps
+
+
+class _Figure(NamedTuple):
+    """Describe a metric: its name without prefix and suffix, where ``stats`` has its value, its help."""
+
+    name: str
+    path: str
+    help: str
+
+
+_COUNTERS = (
+    _Figure("steps", "steps", "Decode steps in which agentspec was asked for drafts."),
+    _Figure("drafts", "counters.drafts", "Drafts that were verified, one for each request and step."),
+    _Figure("requests_started", "counters.started", "Requests that drafting began for."),
+    _Figure("requests_finished", "counters.finished", "Requests that ended."),
+    _Figure("cut_draft_tokens", "step_budget.cut_tokens", "Draft tokens cut because a step had too many."),
+    _Figure("restored_turns", "store.restored", "Stored turns put back into the suffix indexes."),
+    _Figure("refused_turns", "store.refused", "Stored turns that the suffix indexes could not take."),
+    _Figure("store_written_records", "store.writer.persisted", "Records that the store has acknowledged."),
+    _Figure("store_dropped_records", "store.writer.dropped", "Records lost because the queue was full, or at exit."),
+    _Figure("store_refused_records", "store.writer.refused", "Records that the store will never accept."),
+    _Figure("store_failed_writes", "store.writer.failed", "Writes that failed; they are repeated."),
+    _Figure("store_failed_reads", "store.loader.failed", "Reads that failed; they are repeated."),
+    _Figure("store_damaged_records", "store.loader.damaged", "Stored records skipped because they are damaged."),
+)
+_GAUGES = (
+    _Figure("requests_running", "running", "Requests that drafts are made for."),
+    _Figure("memory_bytes", "cache.bytes", "Memory of suffix indexes, texts and what was learned."),
+    _Figure("indexed_tokens", "cache.tokens", "Tokens kept of finished requests."),
+    _Figure("pending_tokens", "cache.pending", "Tokens that are not indexed yet."),
+    _Figure("sessions", "cache.sessions", "Sessions in memory."),
+    _Figure("tenants", "cache.tenants", "Tenants in memory."),
+    _Figure("store_queued_records", "store.writer.queued", "Records that wait to be written."),
+    _Figure("store_queued_bytes", "store.writer.queued_bytes", "Bytes of the records that wait to be written."),
+    _Figure("store_loading_sessions", "store.loader.pending", "Sessions that wait to be read from the store."),
+    _Figure("verify_cost_ratio", "verify_cost.cost", "Price of verifying one more token, as a share of a step."),
+)
+_BY_SOURCE = (
+    _Figure("drafted_tokens", "drafted_by_source", "Draft tokens that were verified, by where they came from."),
+    _Figure("accepted_tokens", "accepted_by_source", "Draft tokens that were accepted, by where they came from."),
+)
+_HISTOGRAMS = (
+    _Figure("draft_seconds", "seconds.draft", "Time of a step's drafting."),
+    _Figure("index_seconds", "seconds.beside", "CPU time of a step's other work: starting, finishing, restoring."),
+)
+
+
+def metric_families(engines: Sequence[Stats]) -> Iterator[Metric]:
+    """Yield the metrics of all engines. A figure that no engine has is left out."""
+    for family in _families([(str(number), stats) for number, stats in enumerate(engines)]):
+        if family.samples:
+            yield family
+
+
+def exposition(engines: Sequence[Stats]) -> bytes:
+    """Return the metrics of all engines in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Engines(engines))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class MetricsMiddleware:
+    """Add the engines' figures to the answers of ``GET /metrics``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._asked = -_FRESH_SECONDS
+        self._text = b""
+        self._lock = asyncio.Lock()  # so that several scrapes at once ask once
+        self._failed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        body = b""
+
+        async def collect(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            body += message.get("body", b"")
+            if message.get("more_body", False) or start is None:
+                return
+            if scope["method"] == "GET" and _is_plain_text(start):
+                body += await self._ours(scope["app"].state)
+                length = (b"content-length", str(len(body)).encode())
+                start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, collect)
+
+    async def _ours(self, state: Any) -> bytes:
+        engine = getattr(state, "agentspec_engine", None)
+        if engine is None or not uses_agentspec(engine.vllm_config):
+            return b""
+        async with self._lock:
+            if time.monotonic() - self._asked >= _FRESH_SECONDS:
+                self._text = await self._ask(engine)
+                self._asked = time.monotonic()
+            return self._text
+
+    async def _ask(self, engine: Any) -> bytes:
+        try:
+            answers = await asyncio.wait_for(ask_engines(engine, "stats"), _ASK_SECONDS)
+            text = exposition(answers)
+        except Exception as error:  # a scrape must have vLLM's own figures, whatever our engine does
+            if not self._failed:
+                self._failed = True
+                logger.warning("agentspec: /metrics lacks the figures of agentspec: %r", error)
+            return b""
+        self._failed = False
+        return text
+
+
+class _Engines:
+    """Hand answers that were given before to a registry of prometheus_client."""
+
+    def __init__(self, engines: Sequence[Stats]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        return metric_families(self._engines)
+
+
+def _families(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    for kind, figures in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+        for figure in figures:
+            family = kind(f"agentspec_{figure.name}", figure.help, labels=["engine"])
+            for engine, value in _values(engines, figure):
+                family.add_metric([engine], float(value))
+            yield family
+    for figure in _BY_SOURCE:
+        tokens = CounterMetricFamily(f"agentspec_{figure.name}", figure.help, labels=["engine", "source"])
+        for engine, by_source in _values(engines, figure):
+            for source, count in by_source.items():
+                tokens.add_metric([engine, source], count)
+        yield tokens
+    for figure in _HISTOGRAMS:
+        histogram = HistogramMetricFamily(f"agentspec_{figure.name}", figure.help, labels=["engine"])
+        for engine, found in _values(engines, figure):
+            histogram.add_metric([engine], _buckets(found["bounds"], found["counts"]), found["sum"])
+        yield histogram
+    yield from _health(engines)
+
+
+def _health(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    errors = CounterMetricFamily(
+        "agentspec_errors", "Errors; each costs drafts, no request.", labels=["engine", "kind"]
+    )
+    available = GaugeMetricFamily("agentspec_store_available", "Whether the store answers.", labels=["engine"])
+    for engine, stats in engines:
+        for name, count in stats["counters"].items():
+            if name.startswith("errors_"):
+                errors.add_metric([engine, name.removeprefix("errors_")], count)
+        states = {stats["store"][side]["state"] for side in ("writer", "loader")}
+        available.add_metric([engine], float(states == {"closed"}))
+    yield from (errors, available)
+
+
+def _values(engines: Sequence[tuple[str, Stats]], figure: _Figure) -> Iterator[tuple[str, Any]]:
+    """Yield each engine's number and value; nothing for an engine that has no such value."""
+    for engine, stats in engines:
+        value: Any = stats
+        for name in figure.path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            yield engine, value
+
+
+def _is_plain_text(start: Message) -> bool:
+    headers = dict(start["headers"])
+    plain = headers.get(b"content-type", b"").startswith(b"text/plain")
+    return bool(start["status"] == 200 and plain and b"content-encoding" not in headers)
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Return cumulative buckets as prometheus_client wants them. counts: one more than bounds."""
+    total, buckets = 0, []
+    for bound, count in zip([*map(str, bounds), "+Inf"], counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets

@@ -1,0 +1,87 @@
+"""The figures on a real server's /metrics, with one and with two API servers."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.server_ext.test_metrics import Samples, of, read
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def two_api_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    server = ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--api-server-count", "2"),
+        name="demo",
+        log=tmp_path_factory.mktemp("logs") / "two.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+    )
+    with server:
+        yield server
+
+
+def scrape(server: ModelServer) -> Samples:
+    samples = read(server.text("/metrics").encode())
+    assert any(name.startswith("vllm:") for name, _ in samples)
+    return samples
+
+
+def say(server: ModelServer, count: int) -> None:
+    """Make requests over connections of their own, so that every API server gets some."""
+    with openai.OpenAI(base_url=server.base_url, api_key="none") as client:
+        for _ in range(count):
+            answer = client.completions.create(
+                model="demo",
+                prompt="def slugify(text):",
+                max_tokens=40,
+                temperature=0,
+                extra_headers={"Connection": "close", "X-Session-ID": "metrics-session"},
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.choices[0].text
+
+
+def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None:
+    before = scrape(fast)
+    say(fast, 3)
+    time.sleep(1.1)  # the figures of a scrape are up to a second old
+    text, stats = fast.text("/metrics"), fast.stats()
+    samples = read(text.encode())
+    assert of(samples, "agentspec_drafted_tokens_total") == stats["counters"]["drafted"]
+    assert of(samples, "agentspec_accepted_tokens_total") == stats["counters"]["accepted"] > 0
+    finished = "agentspec_requests_finished_total"
+    assert of(samples, finished) - of(before, finished) == 3
+    assert of(samples, "agentspec_draft_seconds_count") == of(samples, "agentspec_steps_total") > 0
+    assert of(samples, "agentspec_memory_bytes") > 0
+    assert of(samples, "agentspec_store_available") == 1
+    assert "metrics-session" not in text
+    # vLLM counts the same tokens.
+    accepted = of(samples, "vllm:spec_decode_num_accepted_tokens_total")
+    assert of(samples, "agentspec_accepted_tokens_total") == pytest.approx(accepted, rel=0.05)
+    assert not any(name.startswith("agentspec_") for name, _ in scrape(plain))
+
+
+def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:
+    say(two_api_servers, 8)
+    time.sleep(1.1)
+    with ThreadPoolExecutor(8) as pool:  # connections at once, so that both processes get some
+        scrapes = list(pool.map(lambda _: scrape(two_api_servers), range(16)))
+    for samples in scrapes:
+        assert of(samples, "agentspec_requests_finished_total") == 8
+        assert of(samples, "agentspec_accepted_tokens_total") > 0
+    assert len({of(samples, "agentspec_steps_total") for samples in scrapes}) == 1
+
+
+def test_the_log_of_the_servers_is_quiet(two_api_servers: ModelServer, fast: ModelServer) -> None:
+    for server in (two_api_servers, fast):
+        log = Path(server.log).read_text(errors="replace")
+        assert "/metrics lacks" not in log
+        assert log.count("Traceback") == 0
