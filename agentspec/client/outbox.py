@@ -242,16 +242,20 @@ class Outbox:
         return None
 
     def _append(self, store: Store, place: Place, records: list[MessageRecord]) -> None:
-        """Append to the session. Raises SessionConflictError if others did behind ``place.last``."""
+        """Append to the session, or only check. Raises SessionConflictError if others wrote behind ``place.last``."""
         payloads = [payload for record in records if (payload := _encode(record, place.offset)) is not None]
-        behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
-        if behind and [entry.payload for entry in behind] != payloads:  # ours if only the answer was lost
-            raise conflict_error(place.session)
-        if payloads and not behind:
-            entries = [NewEntry(place.session, payload) for payload in payloads]
+        if not payloads:
+            if any(store.read(NAMESPACE, session=place.session, after=place.last, newest=1)):
+                raise conflict_error(place.session)
+            return
+        entries = [NewEntry(place.session, payload) for payload in payloads]
+        try:
             place.last = store.append(NAMESPACE, entries, expect=place.last or NEW_SESSION)[-1]
-        if behind:
-            place.last = behind[-1].sequence
+        except SessionConflictError:
+            behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
+            if [entry.payload for entry in behind] != payloads:
+                raise
+            place.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
     def _leave(self, write: _Write, failed: Exception | None) -> None:
         """Note how a write went. One that failed waits for the next attempt; a check is forgotten."""

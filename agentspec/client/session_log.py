@@ -76,7 +76,7 @@ class StoreLog(SessionLog):
 
     def remove(self, session: str) -> None:
         with self._outbox.paused(session, FLUSH_TIMEOUT_S):
-            self._opened().erase_session(NAMESPACE, session)
+            self._opened().erase_session(NAMESPACE, session, mark=False)  # no server follows this log
 
     def close(self) -> None:
         self._outbox.close(FLUSH_TIMEOUT_S)

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -245,6 +246,34 @@ def test_the_second_client_gets_a_conflict_before_anything_is_sent(server: FakeS
         with pytest.raises(SessionConflictError):
             theirs.chat("four")
     assert [position for position, _ in stored(store)] == list(range(6))
+
+
+def test_both_at_once(server: FakeServer) -> None:
+    """The second answer comes too late to be stored. The session keeps it, so that a fork goes on from it."""
+    store = open_store("memory://")
+    server.hold = threading.Event()
+    with connect(server, store) as first, connect(server, store) as second:
+        sessions = [first.session("s"), second.session("s")]
+        errors: list[SessionConflictError] = []
+
+        def converse(session: Session, text: str) -> None:
+            try:
+                session.chat(text)
+            except SessionConflictError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=converse, args=item) for item in zip(sessions, "ab", strict=True)]
+        for thread in threads:
+            thread.start()
+        while len(server.chats) < 2:
+            time.sleep(0.01)
+        server.hold.set()
+        for thread in threads:
+            thread.join()
+        assert len(errors) == 1
+        assert len(stored(store)) == 2
+        (loser,) = (session for session in sessions if contents(session)[0] != stored(store)[0][1])
+        assert len(loser.fork("branch").messages) == 2
 
 
 async def test_a_conflict_with_asyncio(server: FakeServer) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +79,14 @@ def test_every_figure_that_is_named_exists(engine: Engine) -> None:
     named = {f"agentspec_{figure.name}_total" for figure in prometheus._COUNTERS}
     named |= {f"agentspec_{figure.name}" for figure in prometheus._GAUGES}
     assert named <= {name for name, _ in samples}
+
+
+def test_the_documents_list_every_metric(engine: Engine) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed = set(re.findall(r"`(agentspec_\w+)`", page))
+    shown = {name for name, _ in read(exposition([engine.proposer.stats()]))}
+    shown = {re.sub("_seconds_(bucket|count|sum)$", "_seconds", name) for name in shown} | {"agentspec_errors_total"}
+    assert listed == shown
 
 
 def test_no_label_names_a_session_or_a_tenant(engine: Engine) -> None:
