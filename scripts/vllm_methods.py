@@ -29,6 +29,7 @@ READ = (
     "vllm.config.compilation:CompilationConfig.adjust_cudagraph_sizes_for_spec_decode",
     "vllm.v1.core.sched.output:SchedulerOutput",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
+    "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
     "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",

@@ -37,6 +37,15 @@ def serve(
         str | None,
         typer.Option(help="Whose server this is: its API keys share answers. Without one, each key is on its own."),
     ] = None,
+    principal_header: Annotated[
+        str | None, typer.Option(help="Header by which your gateway says who sent a request. Trusted, so guard it.")
+    ] = None,
+    tenant_header: Annotated[
+        str | None, typer.Option(help="Header by which your gateway names a request's tenant. Trusted, so guard it.")
+    ] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File of lines 'sha256-of-key tenant': whose API keys these are.")
+    ] = None,
     scope: Annotated[
         Scope | None,
         typer.Option(help="What a request drafts from beside its own text (tenant: session, group and tenant)."),
@@ -54,7 +63,15 @@ def serve(
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
     from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments  # needs the core, as others don't
 
-    settings: dict[str, Any] = {"tenant": tenant, "scope": scope, "verify_cost": verify_cost, "record": record}
+    settings: dict[str, Any] = {
+        "tenant": tenant,
+        "principal_header": principal_header,
+        "tenant_header": tenant_header,
+        "api_keys_file": api_keys_file,
+        "scope": scope,
+        "verify_cost": verify_cost,
+        "record": record,
+    }
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
         os.environ["AGENTSPEC_STORE"] = store  # vLLM prints its arguments, so keep passwords out

@@ -130,6 +130,8 @@ class DraftingEngine:
     def _finish(self, request_id: str, output_limit: int | None) -> None:
         self._leave_batch()
         state = self._requests.pop(request_id, None)
+        if state is not None:
+            self.metrics.end(state.figures)
         if state is None or state.failed:
             return
         if output_limit is not None and output_limit < _LEAST_KEPT:
@@ -157,10 +159,13 @@ class DraftingEngine:
             "model": self.fusion.stats(),
         }
 
-    def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the current figures of one API request, as JSON; None if it is unknown or forgotten."""
+    def request(self, request_id: str, caller: str | None = None, *, admin: bool = False) -> dict[str, Any] | None:
+        """Return the current figures of one API request of this caller, as JSON; None if there are none.
+
+        admin: of any caller.
+        """
         self._settle()
-        return self.metrics.request(request_id)
+        return self.metrics.request(request_id, caller, any_caller=admin)
 
     def close(self) -> None:
         """Write the queued turns and records."""
@@ -236,8 +241,10 @@ class DraftingEngine:
             self._count_error("start", error)
             state.failed = True
             return
-        state.figures = self.metrics.begin(new.api_id or new.request_id, identity.session_name)
+        state.figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
         self.metrics.counters["started"] += 1
+        if identity.ignored_ids:
+            self.metrics.counters["ignored_ids"] += identity.ignored_ids
         self._persistence.request_session(self.cache, identity)
 
     def _look_up(self, batch: Batch) -> _Lookup:

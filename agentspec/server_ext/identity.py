@@ -1,39 +1,38 @@
-"""Identify a request's tenant, group, session and scope.
+"""Give each request its identity: principal, tenant, session, parent session, group, scope and weight version.
 
 A request names its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
-``vllm_xargs.session_id``) and its group by ``vllm_xargs.group_id``. It may narrow its scope by
-``vllm_xargs.agentspec_scope``. It cannot name its tenant and its principal. The tenant is the one that the operator
-named, else the principal. The principal is the API key that vLLM checked. Without keys all callers are one principal,
-as in vLLM's prefix cache. ``cache_salt`` and the LoRA adapter separate tenants further, again as in the prefix cache.
+``vllm_xargs.session_id``) and, by ``vllm_xargs``, its parent session (``parent_session_id``), its group (``group_id``)
+and the version of the weights that it runs on (``weight_version``). It may narrow its scope (``agentspec_scope``). It
+names neither its principal nor its tenant: the API server finds those out (`callers`). ``cache_salt`` makes another
+principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
 
-The API server writes the caller into the request's ``extra_args`` and overwrites the caller's own entry
-(``tag_request``). The engine reads it (``identify``). A request without that entry, or without a key on a server that
-checks keys, drafts from its own text alone.
+The API server writes the identity into the request's ``extra_args`` and removes whatever the caller has put there under
+its name (``RequestTagger``). The engine reads it (``identify``), and it goes into the stored records. An id that cannot
+be used counts as none; it never fails a request.
 """
 
-import hashlib
+import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from agentspec.cache import SCOPES, Scope
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
-from agentspec.cache.store import frame
 from agentspec.errors import InvalidSessionError
+from agentspec.server_ext.callers import NOBODY, Callers, Presented
+
+logger = logging.getLogger("vllm.agentspec")
 
 SESSION_KEY = "session_id"
+PARENT_KEY = "parent_session_id"
 GROUP_KEY = "group_id"
+WEIGHTS_KEY = "weight_version"
 SCOPE_KEY = "agentspec_scope"
-CALLER_KEY = "agentspec_caller"
-"""Key in ``extra_args`` of [principal, cache salt], each a digest or empty. A caller's own entry is removed."""
+IDENTITY_KEY = "agentspec_identity"
+"""Key in ``extra_args`` of the identity that the API server found out."""
 
-NO_KEY = "?"
-"""Principal of a caller without a key on a server that checks keys; vLLM does not check all paths."""
-
-_DIGEST = "[0-9a-f]{32}"
-_LOOKS_QUALIFIED = re.compile(f"{_DIGEST}/")
-_NOBODY = "0" * 32
+_LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,12 @@ class Identity:
     """Name the texts that a request drafts from and adds to, for the cache and the store.
 
     tenant: the tenant that shares its text. None is a tenant too: all requests without keys, salts and adapters.
-    session, group: names that are unique within the server; None: the request has none. scope: which of these texts
-    it uses. session_name: the session as its caller named it.
+    session, parent_session, group: keys, MACs of 32 hexadecimal digits over principal and name, so nobody can choose a
+    name that is another principal's. None: the request has none. session_name, group_name: as the caller said.
+    scope: which of these texts it uses.
+    principal: whose sessions these are; a MAC, None: all callers who cannot be told apart. caller: the principal
+    without ``cache_salt``, which is told the figures of the request.
+    weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
     """
 
     tenant: str | None = None
@@ -50,70 +53,110 @@ class Identity:
     group: str | None = None
     scope: Scope = "tenant"
     session_name: str | None = None
+    group_name: str | None = None
+    parent_session: str | None = None
+    principal: str | None = None
+    caller: str | None = None
+    weight_version: str | None = None
+    ignored_ids: int = 0
 
 
-def principal_of(api_key: str) -> str:
-    """Return an API key's principal: a digest, so that the key itself is neither passed on nor stored."""
-    return _digest("key", api_key)
+_TYPES = tuple(field.type for field in fields(Identity))
+_NONE_SHARED = Identity(scope="none", principal=NOBODY, caller=NOBODY)
 
 
-def tag_request(
-    extra_args: Mapping[str, Any] | None,
-    *,
-    session_id: str | None = None,
-    principal: str | None = None,
-    cache_salt: str | None = None,
-) -> dict[str, Any]:
-    """Return a request's ``extra_args`` with its session and its caller.
+class RequestTagger:
+    """Write the identity of each request into its ``extra_args``. scope: the server's."""
 
-    session_id: from body or header; it overrides the one in ``extra_args``. principal: from ``principal_of``.
-    Raises InvalidSessionError for an unusable id or scope.
-    """
-    tagged = {key: value for key, value in (extra_args or {}).items() if key != CALLER_KEY}
-    if session_id is not None:
-        tagged[SESSION_KEY] = session_id
-    _check(tagged)
-    tagged[CALLER_KEY] = [principal or "", "" if cache_salt is None else _digest("salt", cache_salt)]
-    return tagged
+    def __init__(self, callers: Callers, scope: Scope) -> None:
+        self.callers = callers
+        self._scope = scope
+        self._ignored = False
+
+    def tag(
+        self,
+        extra_args: Mapping[str, Any] | None,
+        presented: Presented | None = None,
+        *,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
+        """Return ``extra_args`` with the request's identity. Never raises.
+
+        session_id: from body or header; it overrides the one in ``extra_args``. adapter: the request's LoRA adapter.
+        """
+        tagged = {key: value for key, value in (extra_args or {}).items() if key != IDENTITY_KEY}
+        if session_id is not None:
+            tagged[SESSION_KEY] = session_id
+        try:
+            identity = self.identity_of(tagged, presented, cache_salt=cache_salt, adapter=adapter)
+        except Exception:
+            logger.exception("agentspec: a request's identity cannot be found out; it drafts from its own text alone")
+            identity = _NONE_SHARED
+        tagged[IDENTITY_KEY] = list(astuple(identity))
+        return tagged
+
+    def identity_of(
+        self,
+        extra: Mapping[str, Any],
+        presented: Presented | None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Identity:
+        """Return the identity of a request with these ``extra_args``."""
+        names, unusable = _usable_ids(extra)
+        scope = extra.get(SCOPE_KEY, self._scope)
+        if scope not in SCOPES:
+            scope = "none"
+            unusable.append(SCOPE_KEY)
+        if unusable and not self._ignored:
+            self._ignored = True  # say it once; the counter ignored_ids shows the others
+            logger.warning("agentspec: %s of a request cannot be used and is ignored", " and ".join(unusable))
+        caller = self.callers.caller_of(presented)
+        if caller.principal == NOBODY:
+            return Identity(scope="none", principal=NOBODY, caller=NOBODY, ignored_ids=len(unusable))
+        mac = self.callers.mac
+        owner = caller.principal if cache_salt is None else mac("principal and salt", caller.principal, cache_salt)
+        session, parent, group = (names.get(key) for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY))
+        return Identity(
+            tenant=self._tenant(caller.tenant, owner, cache_salt, adapter),
+            session=None if session is None else mac("session", owner, session),
+            group=None if group is None else mac("group", owner, group),
+            scope=max(self._scope, scope, key=SCOPES.index),
+            session_name=session,
+            group_name=group,
+            parent_session=None if parent is None else mac("session", owner, parent),
+            principal=owner,
+            caller=caller.principal,
+            weight_version=names.get(WEIGHTS_KEY),
+            ignored_ids=len(unusable),
+        )
+
+    def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
+        mac = self.callers.mac
+        if named is None:
+            return owner if adapter is None else mac("tenant", owner, adapter)
+        if salt is None and adapter is None and not _LOOKS_QUALIFIED.fullmatch(named):
+            return named
+        apart = mac("apart", salt, adapter)
+        whole = f"{apart}/{named}"
+        return whole if len(whole) <= MAX_ID_LENGTH else f"{apart}/{mac('tenant name', named)}"
 
 
-def identify(
-    extra_args: Mapping[str, Any] | None,
-    *,
-    tenant: str | None = None,
-    scope: Scope = "tenant",
-    adapter: str | None = None,
-) -> Identity:
-    """Return the identity of a request that ``tag_request`` has seen.
-
-    tenant, scope: the server's settings. adapter: the request's LoRA adapter. The narrower of the server's and the
-    request's scope applies. Unusable ids count as none, an unusable scope or caller as scope "none". Never raises.
-    """
-    extra = dict(extra_args or {})
-    asked = extra.get(SCOPE_KEY, scope)
-    if asked not in SCOPES:
-        asked = "none"
-    try:
-        _check({key: extra.get(key) for key in (SESSION_KEY, GROUP_KEY)})
-    except InvalidSessionError:
-        extra[SESSION_KEY] = extra[GROUP_KEY] = None
-    principal, salt = _caller(extra.get(CALLER_KEY))
-    if principal == NO_KEY:
-        asked = "none"
-    apart = _joined(salt or None, adapter)
-    owner = _joined(principal or None, apart)
-    session = extra.get(SESSION_KEY)
-    return Identity(
-        tenant=owner if tenant is None else _qualified(apart, tenant),
-        session=_qualified(owner, session),
-        group=_qualified(owner, extra.get(GROUP_KEY)),
-        scope=max(scope, asked, key=SCOPES.index),
-        session_name=session,
-    )
+def identify(extra_args: Mapping[str, Any] | None) -> Identity:
+    """Return the identity that ``RequestTagger`` wrote. A request without one shares nothing. Never raises."""
+    tag = (extra_args or {}).get(IDENTITY_KEY)
+    if not isinstance(tag, list | tuple) or len(tag) != len(_TYPES) or tag[3] not in SCOPES:
+        return _NONE_SHARED
+    if not all(isinstance(value, int if kind is int else str | None) for value, kind in zip(tag, _TYPES, strict=True)):
+        return _NONE_SHARED
+    return Identity(*tag)
 
 
 def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
-    """Return a log line for the operator that says who drafts from whose text. keys: whether vLLM checks API keys."""
+    """Return a log line for the operator that says who drafts from whose text. keys: whether callers are told apart."""
     if scope == "none":
         return "each request drafts from its own text alone (scope none)"
     if scope == "session":
@@ -127,41 +170,17 @@ def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
     return "each API key shares with itself alone" if keys else "shared by all callers; --api-key separates them"
 
 
-def _check(extra: Mapping[str, Any]) -> None:
-    for key in (SESSION_KEY, GROUP_KEY):
+def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the ids that can be used, and the keys of those that cannot."""
+    usable: dict[str, str] = {}
+    unusable = []
+    for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY, WEIGHTS_KEY):
         value = extra.get(key)
+        if key == WEIGHTS_KEY and type(value) is int:  # training loops count their updates
+            value = str(value)
         if value is not None:
-            if not isinstance(value, str):
-                raise InvalidSessionError(f"{key} must be a string, got {type(value).__name__}")
-            check_session_id(value, field=key)
-    asked = extra.get(SCOPE_KEY, SCOPES[0])
-    if asked not in SCOPES:
-        raise InvalidSessionError(f"{SCOPE_KEY} must be one of {', '.join(SCOPES)}, got {asked!r}")
-
-
-def _caller(tag: object) -> tuple[str, str]:
-    """Return the principal and the salt of a tag; NO_KEY if ``tag_request`` did not write it."""
-    if isinstance(tag, list | tuple) and len(tag) == 2 and all(isinstance(part, str) for part in tag):
-        return tag[0], tag[1]
-    return NO_KEY, ""
-
-
-def _joined(*parts: str | None) -> str | None:
-    """Return one digest for several parts, or None if there are none."""
-    return None if all(part is None for part in parts) else _digest(*parts)
-
-
-def _qualified(owner: str | None, name: str | None) -> str | None:
-    """Return a name that includes its owner, so that no other owner's name can equal it."""
-    if name is None:
-        return None
-    if owner is None:
-        if not _LOOKS_QUALIFIED.match(name):
-            return name
-        owner = _NOBODY
-    whole = f"{owner}/{name}"
-    return whole if len(whole) <= MAX_ID_LENGTH else f"{owner}/{_digest(name)}"
-
-
-def _digest(*parts: str | None) -> str:
-    return hashlib.blake2b(frame(parts), digest_size=16, person=b"agentspec-caller").hexdigest()
+            try:
+                usable[key] = check_session_id(value, field=key)
+            except InvalidSessionError:
+                unusable.append(key)
+    return usable, unusable

@@ -27,9 +27,14 @@ _MAX_QUEUED_LINES = 200_000
 
 @dataclass(slots=True)
 class RequestFigures:
-    """Count what drafting did for one request (for all its samples together)."""
+    """Count what drafting did for one request (for all its samples together).
 
-    session: str | None = None
+    key: who sent it and the id that the API returned, by which `Metrics` keeps the figures. running: its samples that
+    have not ended.
+    """
+
+    key: tuple[str | None, str] = (None, "")
+    running: int = 0
     tokens: int = 0
     steps: int = 0
     drafts: int = 0
@@ -71,7 +76,10 @@ class Histogram:
 
 
 class Metrics:
-    """Hold counters and durations since start, and figures of the latest requests by the id that the API returned."""
+    """Hold counters and durations since start, and figures of running and of the latest finished requests.
+
+    Figures are kept by caller and id: a caller may choose the ids of its requests, but gets at nobody else's figures.
+    """
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0)
@@ -79,15 +87,24 @@ class Metrics:
         self.accepted = [0] * len(SOURCES)
         self.draft_seconds = Histogram()
         self.beside_seconds = Histogram()
-        self._requests: OrderedDict[str, RequestFigures] = OrderedDict()
+        self._running: dict[tuple[str | None, str], RequestFigures] = {}
+        self._finished: OrderedDict[tuple[str | None, str], RequestFigures] = OrderedDict()
 
-    def begin(self, api_id: str, session: str | None) -> RequestFigures:
+    def begin(self, api_id: str, caller: str | None) -> RequestFigures:
         """Return the figures for a new engine request. The samples of one API request share them."""
-        figures = self._requests.setdefault(api_id, RequestFigures(session))
-        self._requests.move_to_end(api_id)
-        if len(self._requests) > _KEPT_REQUESTS:
-            self._requests.popitem(last=False)
+        key = (caller, api_id)
+        figures = self._running.get(key) or self._finished.pop(key, None) or RequestFigures(key)
+        figures.running += 1
+        self._running[key] = figures
         return figures
+
+    def end(self, figures: RequestFigures) -> None:
+        """Count an engine request of these figures as finished. Forget figures of the request that finished first."""
+        figures.running -= 1
+        if figures.running == 0 and self._running.pop(figures.key, None) is not None:
+            self._finished[figures.key] = figures
+            if len(self._finished) > _KEPT_REQUESTS:
+                self._finished.popitem(last=False)
 
     def judged(
         self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
@@ -116,10 +133,16 @@ class Metrics:
             "seconds": {"draft": self.draft_seconds.as_dict(), "beside": self.beside_seconds.as_dict()},
         }
 
-    def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the figures of one API request, or None if it is unknown or forgotten."""
-        figures = self._requests.get(request_id)
-        return None if figures is None else figures.as_dict(request_id)
+    def request(self, request_id: str, caller: str | None = None, *, any_caller: bool = False) -> dict[str, Any] | None:
+        """Return the figures of one API request of this caller, or None if it is unknown or forgotten."""
+        keys = [(caller, request_id)]
+        if any_caller:
+            keys = [key for held in (self._running, self._finished) for key in held if key[1] == request_id]
+        for key in keys:
+            figures = self._running.get(key) or self._finished.get(key)
+            if figures is not None:
+                return figures.as_dict(request_id)
+        return None
 
 
 class Recorder:

@@ -6,6 +6,7 @@ a secret, such as the store URL with its password, can come from the environment
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from agentspec.cache.store import default_store_url
 from agentspec.errors import ConfigurationError
 
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def default_store() -> str:
@@ -74,6 +76,12 @@ class Settings(BaseModel):
     """Switch for drafting; False: agentspec is installed but never drafts."""
     tenant: str | None = None
     """Tenant of all callers, who then share one index. None: each principal (API key) is a tenant of its own."""
+    principal_header: str | None = None
+    """Header by which a trusted gateway names a request's principal. None: no header names it."""
+    tenant_header: str | None = None
+    """Header by which a trusted gateway names a request's tenant. None: no header names it."""
+    api_keys_file: str | None = None
+    """File of lines ``sha256-of-key tenant``: the tenants of single API keys. Read again when it changes."""
     scope: Scope = "tenant"
     """Texts that a request drafts from beside its own: "tenant" (session, group and tenant), "session", or "none"."""
     store: str = Field(default_factory=default_store)
@@ -115,6 +123,13 @@ class Settings(BaseModel):
     @classmethod
     def _printable(cls, value: str | None) -> str | None:
         return None if value is None else check_session_id(value)
+
+    @field_validator("principal_header", "tenant_header")
+    @classmethod
+    def _header_name(cls, value: str | None) -> str | None:
+        if value is not None and not _HEADER_NAME.fullmatch(value):
+            raise ValueError("give the name of an HTTP header, such as X-Principal")
+        return value
 
     @model_validator(mode="after")
     def _one_draft_model(self) -> "Settings":

@@ -59,12 +59,30 @@ def test_the_client_sees_where_its_drafts_came_from(fast: ModelServer) -> None:
     assert reply.speculation.mean_acceptance_length >= 1
 
 
-@pytest.mark.parametrize("bad", ["x" * 300, "line\nbreak", "nul\x00"])
-def test_a_bad_session_id_is_a_clear_400(fast: ModelServer, bad: str) -> None:
-    body = {"model": "demo", "prompt": "x", "max_tokens": 2, "session_id": bad}
-    response = httpx.post(f"{fast.base_url}/completions", json=body, timeout=60)
-    assert response.status_code == 400, response.text
-    assert "session_id" in response.text
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "long": {"session_id": "x" * 300},
+    "line break": {"session_id": "line\nbreak"},
+    "nul": {"session_id": "nul\x00"},
+    "blank": {"session_id": " "},
+    "empty": {"vllm_xargs": {"session_id": ""}},
+    "number": {"vllm_xargs": {"session_id": 42}},
+    "list": {"vllm_xargs": {"session_id": ["a", "b"]}},
+    "group": {"vllm_xargs": {"group_id": 1.5}},
+    "parent": {"vllm_xargs": {"parent_session_id": 1}},
+    "scope": {"vllm_xargs": {"agentspec_scope": "everyone"}},
+    "scope of a wrong type": {"vllm_xargs": {"agentspec_scope": ["tenant"]}},
+}
+
+
+@pytest.mark.parametrize("way", UNUSABLE)
+def test_what_vllm_answers_is_answered_with_an_unusable_id(fast: ModelServer, plain: ModelServer, way: str) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 2, "temperature": 0, **UNUSABLE[way]}
+    before = fast.stats()["counters"].get("ignored_ids", 0)
+    with_it, without = (httpx.post(f"{server.base_url}/completions", json=body, timeout=60) for server in (fast, plain))
+    assert with_it.status_code == without.status_code == 200, with_it.text
+    assert with_it.json()["choices"][0]["text"] == without.json()["choices"][0]["text"]
+    assert fast.stats()["counters"]["ignored_ids"] == before + 1
+    assert fast.log.read_text().count("of a request cannot be used and is ignored") == 1
 
 
 def test_unknown_requests_are_404(fast: ModelServer) -> None:

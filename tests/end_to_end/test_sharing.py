@@ -3,8 +3,11 @@
 Each denial stands beside a hit with the same text, which shows that it could have been drafted from.
 """
 
+import hashlib
+import importlib.util
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentspec.server_ext.identity import CALLER_KEY, principal_of
+from agentspec.server_ext.callers import Callers, Presented
+from agentspec.server_ext.identity import IDENTITY_KEY, RequestTagger
+from agentspec.server_ext.settings import Settings
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
 from tests.end_to_end.mixed_load import code
 
 pytestmark = pytest.mark.engine
 
-ADA, BOB = "key-of-ada", "key-of-bob"
+ADA, BOB, CAT, DAN = "key-of-ada", "key-of-bob", "key-of-cat", "key-of-dan"
+ADMIN = "key-of-the-administrator"
+SECRET = "secret of the tests' servers"
 NOWHERE = {"session": 0, "group": 0, "global": 0}
 KEEP_TO_SESSION: dict[str, Any] = {"vllm_xargs": {"agentspec_scope": "session"}}
 
@@ -41,22 +48,48 @@ def silent_adapter(folder: Path) -> Path:
     return folder
 
 
+def scale_out() -> tuple[str, ...]:
+    """The option that opens the route for token ids, where this vLLM has one."""
+    files = Path(importlib.util.find_spec("vllm").origin or "").parent.glob("entrypoints/*/cli_args.py")  # type: ignore[union-attr]
+    return ("--enable-scale-out",) if any("enable_scale_out" in file.read_text() for file in files) else ()
+
+
 @pytest.fixture(scope="module")
 def shared_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModelServer]]:
-    """Servers that check two API keys: one without a tenant, which also has two adapters, and one of tenant acme."""
+    """Servers that check API keys: one without a tenant, which has two adapters, and one of tenant acme, on which two
+    keys belong to tenant rival. A third checks no keys and trusts a gateway's headers."""
     folder = tmp_path_factory.mktemp("sharing")
+    keys = folder / "keys"
+    keys.write_text("".join(f"{hashlib.sha256(key.encode()).hexdigest()} rival\n" for key in (CAT, DAN)))
     adapters = [f"{name}={silent_adapter(folder / name)}" for name in ("twin", "other")]
     options = {
-        "keys": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters),
-        "acme": ("--tenant", "acme"),
+        "keys": (
+            "--api-key",
+            ADA,
+            BOB,
+            "--enable-lora",
+            "--max-lora-rank",
+            "8",
+            "--max-loras",
+            "2",
+            "--lora-modules",
+            *adapters,
+        ),
+        "acme": ("--api-key", ADA, BOB, CAT, DAN, "--tenant", "acme", "--api-keys-file", str(keys)),
+        "gateway": ("--principal-header", "X-Principal", "--tenant-header", "X-Tenant"),
     }
     found = {
         name: ModelServer(
             MODEL,
-            options=(*OPTIONS, "--api-key", ADA, BOB, *own),
+            options=(*OPTIONS, *own),
             name="demo",
             log=folder / f"{name}.log",
-            environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+            environment={
+                **ENVIRONMENT,
+                "AGENTSPEC_STORE": "memory://",
+                "AGENTSPEC_SECRET": SECRET,
+                "AGENTSPEC_ADMIN_KEY": ADMIN,
+            },
         )
         for name, own in options.items()
     }
@@ -71,30 +104,95 @@ def shared_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mo
             server.stop()
 
 
+ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
+    "completions": ("/v1/completions", lambda text: {"prompt": text}, ("cmpl-{}",)),
+    "chat": ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}, ("chatcmpl-{}",)),
+    "batch": (
+        "/v1/chat/completions/batch",
+        lambda text: {"messages": [[{"role": "user", "content": text}]]},
+        ("chatcmpl-{}_0", "chatcmpl-{}"),
+    ),
+    "responses": ("/v1/responses", lambda text: {"input": text}, ("{}", "{}_0", "resp_{}_0", "resp_{}")),
+    "messages": ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}, ("chatcmpl-{}",)),
+    "tokens": (
+        "/inference/v1/generate",
+        lambda text: {"token_ids": [ord(c) % 200 + 5 for c in text]},
+        ("generate-tokens-{}",),
+    ),
+}
+"""Routes into the engine: path, body for a prompt, ids under which the figures of a request may be kept."""
+
+
 class Caller:
     """Asks for the same long answer each time, and says what it was drafted from."""
 
-    def __init__(self, server: ModelServer, seed: int) -> None:
+    def __init__(self, server: ModelServer, seed: int, route: str = "completions") -> None:
         self.server = server
+        self.path, self._body, self._ids = ROUTES[route]
         self.prompt = code(seed, 12)
-        self.text: str | None = None
+        self.text: Any = None
+        self._own = uuid.uuid4().hex[:8]
+
+    def named(self, name: str) -> str:
+        """A session or group of this test alone."""
+        return f"{name}-{self._own}"
 
     def ask(
-        self, key: str, session: str, *, model: str = "demo", group: str = "problem", **body: Any
+        self,
+        key: str | None,
+        session: str,
+        *,
+        model: str = "demo",
+        group: str = "problem",
+        headers: dict[str, str] | None = None,
+        **body: Any,
     ) -> dict[str, int]:
         """Tokens accepted from what others said, by source. The text must always be the same."""
-        xargs = {"group_id": group, **body.pop("vllm_xargs", {})}
-        request = {"model": model, "prompt": self.prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
-        headers = {"Authorization": f"Bearer {key}", "X-Session-ID": session}
-        with httpx.Client(base_url=self.server.base_url, headers=headers, timeout=120) as client:
-            reply = client.post("/completions", json={**request, **body, "vllm_xargs": xargs})
+        number = uuid.uuid4().hex
+        xargs = {"group_id": self.named(group), **body.pop("vllm_xargs", {})}
+        request = {"model": model, **self._body(self.prompt), "temperature": 0, "max_tokens": 48, "ignore_eos": True}
+        if self.path == "/v1/responses":
+            request |= {"max_output_tokens": request.pop("max_tokens"), "request_id": number}
+        if self.path == "/inference/v1/generate":
+            sampling = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "extra_args": xargs}
+            request = {"model": model, "token_ids": request["token_ids"], "sampling_params": sampling}
+        else:
+            request["vllm_xargs"] = xargs
+        sent = {"X-Session-ID": self.named(session), "X-Request-Id": number, **(headers or {})}
+        sent |= {} if key is None else {"Authorization": f"Bearer {key}"}
+        root = self.server.base_url.removesuffix("/v1")
+        with httpx.Client(base_url=root, headers=sent, timeout=120) as client:
+            reply = client.post(self.path, json={**request, **body})
             assert reply.status_code == 200, reply.text
-            answer = reply.json()
-            figures = client.get(f"/agentspec/requests/{answer['id']}").json()
-        text = answer["choices"][0]["text"]
+            text = _text_of(reply.json())
+            names = [name.format(number) for name in self._ids]
+            answers = [client.get(f"/v1/agentspec/requests/{name}") for name in names]
+        figures = [answer.json() for answer in answers if answer.status_code == 200]
+        assert len(figures) == 1, (names, reply.text)
         self.text = self.text or text
         assert text == self.text
-        return {source: figures["accepted_by_source"][source] for source in NOWHERE}
+        return {source: figures[0]["accepted_by_source"][source] for source in NOWHERE}
+
+
+def _text_of(answer: Any) -> Any:
+    """What a reply says: all its texts and token ids."""
+    if isinstance(answer, dict):
+        return [answer.get("text"), answer.get("content"), answer.get("token_ids")] + [
+            _text_of(value)
+            for name, value in sorted(answer.items())
+            if isinstance(value, list | dict) and name != "usage"
+        ]
+    return [_text_of(item) for item in answer] if isinstance(answer, list) else None
+
+
+def forged(key: str, session: str, group: str = "g") -> list[Any]:
+    """The identity of the caller with this key, as the API server would write it. The forger even knows the secret."""
+    shown = Presented([(b"authorization", f"Bearer {key}".encode())], verified=True)
+    tagger = RequestTagger(Callers(Settings(store="memory://"), SECRET.encode()), "tenant")
+    given = {"session_id": session, "group_id": group, "parent_session_id": "p", "weight_version": "w"}
+    identity: list[Any] = tagger.tag(given, shown)[IDENTITY_KEY]
+    assert None not in identity
+    return identity
 
 
 def test_each_key_shares_with_itself_alone(shared_by: dict[str, ModelServer]) -> None:
@@ -106,15 +204,56 @@ def test_each_key_shares_with_itself_alone(shared_by: dict[str, ModelServer]) ->
     assert caller.ask(BOB, "two", group="elsewhere")["global"] > 0
 
 
-def test_nobody_can_pass_for_another(shared_by: dict[str, ModelServer]) -> None:
-    caller = Caller(shared_by["keys"], 902)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_key_hits_and_another_does_not_by_every_route(shared_by: dict[str, ModelServer], route: str) -> None:
+    caller = Caller(shared_by["keys"], 920 + len(route), route)
     caller.ask(ADA, "one")
     assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
-    for forged in ([principal_of(ADA), ""], principal_of(ADA), 1):
-        xargs = {CALLER_KEY: forged, "agentspec_scope": "session"}
-        assert caller.ask(BOB, f"one of {forged}", vllm_xargs=xargs) == NOWHERE
-    assert caller.ask(BOB, "one", vllm_xargs={CALLER_KEY: [principal_of(ADA), ""]})["session"] == 0
-    assert httpx.post(f"{caller.server.base_url}/completions", json={}).status_code == 401
+    assert caller.ask(ADA, "two", group="elsewhere")["global"] > 0
+    as_ada = forged(ADA, caller.named("one"), caller.named("problem"))
+    claims: list[dict[str, Any]] = [
+        {IDENTITY_KEY: as_ada},
+        {"tenant": as_ada[0], "session": as_ada[1], "group": as_ada[2], "principal": as_ada[7], "caller": as_ada[8]},
+        {"agentspec_tenant": as_ada[0], "agentspec_principal": as_ada[7], "agentspec_session": as_ada[1]},
+    ]
+    headers = {"X-Principal": "ada", "X-Tenant": str(as_ada[0]), "X-Agentspec-Identity": json.dumps(as_ada)}
+    for number, claim in enumerate(claims):
+        claimed = {"agentspec_scope": "session", **claim}
+        assert caller.ask(BOB, f"one of {number}", vllm_xargs=claimed, headers=headers) == NOWHERE
+    assert caller.ask(BOB, "one", **KEEP_TO_SESSION, headers=headers) == NOWHERE
+
+
+def test_nobody_without_a_key_gets_in(shared_by: dict[str, ModelServer]) -> None:
+    for path, _, _ in ROUTES.values():
+        url = shared_by["keys"].base_url.removesuffix("/v1") + path
+        assert httpx.post(url, json={}).status_code == 401
+        assert httpx.post(url, json={}, headers={"Authorization": f"Bearer {ADMIN}"}).status_code == 401
+
+
+def test_figures_are_told_to_their_principal_alone(shared_by: dict[str, ModelServer]) -> None:
+    url = shared_by["keys"].base_url
+    body = {"model": "demo", "prompt": "x", "max_tokens": 2}
+    adas, bobs, admins = ({"Authorization": f"Bearer {key}"} for key in (ADA, BOB, ADMIN))
+    name = httpx.post(f"{url}/completions", json=body, headers=adas, timeout=60).json()["id"]
+    path = f"{url}/agentspec/requests/{name}"
+    assert [httpx.get(path, headers=who).status_code for who in (adas, bobs, admins)] == [200, 404, 200]
+
+
+def test_stats_and_log_name_no_session_and_no_key(shared_by: dict[str, ModelServer]) -> None:
+    server = shared_by["keys"]
+    caller = Caller(server, 907)
+    caller.ask(ADA, "a-session-of-ada")
+    stats = httpx.get(f"{server.base_url}/agentspec/stats", headers={"Authorization": f"Bearer {BOB}"}).text
+    unkeyed = hashlib.sha256(ADA.encode()).hexdigest()
+    for text in (stats, server.log.read_text()):
+        for secret in (
+            "a-session-of-ada",
+            unkeyed[:16],
+            SECRET,
+            ADMIN,
+            str(forged(ADA, caller.named("a-session-of-ada"))[1]),
+        ):
+            assert secret not in text
 
 
 @pytest.mark.parametrize("way", ["salt", "adapter"])
@@ -137,6 +276,48 @@ def test_keys_of_one_tenant_share_its_index_and_nothing_else(shared_by: dict[str
     assert bobs["global"] > 0 and bobs["session"] == bobs["group"] == 0
 
 
+def test_a_file_gives_keys_to_a_tenant(shared_by: dict[str, ModelServer]) -> None:
+    caller = Caller(shared_by["acme"], 908)
+    assert caller.ask(ADA, "one") == NOWHERE
+    assert caller.ask(CAT, "one") == NOWHERE  # tenant rival
+    dans = caller.ask(DAN, "one")
+    assert dans["global"] > 0 and dans["session"] == dans["group"] == 0
+
+
+def test_a_gateways_headers_separate_principals_and_tenants(shared_by: dict[str, ModelServer]) -> None:
+    caller = Caller(shared_by["gateway"], 909)
+
+    def ask(principal: str | None, tenant: str | None, session: str = "one", **more: Any) -> dict[str, int]:
+        given = {"X-Principal": principal, "X-Tenant": tenant}
+        headers = {name: value for name, value in given.items() if value is not None}
+        return caller.ask(None, session, headers=headers, **more)
+
+    assert ask("ada", "acme") == NOWHERE
+    assert ask("ada", "acme", **KEEP_TO_SESSION)["session"] > 0
+    bobs = ask("bob", "acme")
+    assert bobs["global"] > 0 and bobs["session"] == bobs["group"] == 0
+    assert ask("ada", "rival") == NOWHERE
+    assert ask("ada", None) == NOWHERE
+    assert ask("ada", None, "two", group="elsewhere")["global"] > 0  # a tenant of her own
+    assert ask("bob", None) == NOWHERE
+
+
+def test_who_does_not_come_through_the_gateway_shares_nothing(shared_by: dict[str, ModelServer]) -> None:
+    server = shared_by["gateway"]
+    caller = Caller(server, 910)
+    caller.ask(None, "one", headers={"X-Principal": "ada"})
+    body = {"model": "demo", "prompt": caller.prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    for headers in ([], [("X-Principal", "ada"), ("X-Principal", "bob")], [("X-Principal", "")]):
+        sent = httpx.Headers([("X-Session-ID", "one"), ("X-Request-Id", "nobodys"), *headers])
+        for _ in range(2):
+            reply = httpx.post(f"{server.base_url}/completions", json=body, headers=sent, timeout=120)
+            assert reply.status_code == 200
+        path = f"{server.base_url}/agentspec/requests/{reply.json()['id']}"
+        assert httpx.get(path, headers=sent).status_code == 404
+        figures = httpx.get(path, headers={"Authorization": f"Bearer {ADMIN}"}).json()["accepted_by_source"]
+        assert {source: figures[source] for source in NOWHERE} == NOWHERE
+
+
 def test_a_request_can_narrow_its_scope(shared_by: dict[str, ModelServer]) -> None:
     caller = Caller(shared_by["acme"], 906)
     caller.ask(ADA, "one")
@@ -144,14 +325,6 @@ def test_a_request_can_narrow_its_scope(shared_by: dict[str, ModelServer]) -> No
         assert caller.ask(ADA, "two", vllm_xargs={"agentspec_scope": scope}) == NOWHERE
     assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
     assert caller.ask(ADA, "three", group="elsewhere", vllm_xargs={"agentspec_scope": "tenant"})["global"] > 0
-
-
-def test_an_unknown_scope_is_a_clear_400(shared_by: dict[str, ModelServer]) -> None:
-    server = shared_by["acme"]
-    body = {"model": "demo", "prompt": "x", "max_tokens": 2, "vllm_xargs": {"agentspec_scope": "everyone"}}
-    headers = {"Authorization": f"Bearer {ADA}"}
-    response = httpx.post(f"{server.base_url}/completions", json=body, headers=headers, timeout=60)
-    assert response.status_code == 400 and "agentspec_scope must be one of tenant" in response.text
 
 
 def test_the_server_says_at_start_who_shares(shared_by: dict[str, ModelServer], fast: ModelServer) -> None:

@@ -183,7 +183,9 @@ class Extension:
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-        self.engine = SimpleNamespace(stats=lambda: {"steps": 7}, request=lambda name: {"request_id": name})
+        self.engine = SimpleNamespace(
+            stats=lambda: {"steps": 7}, request=lambda name, caller, admin: {"asked": (name, caller, admin)}
+        )
         self.finished: list[tuple[str, Any]] = []
         self.passes: list[ForwardPass] = []
 
@@ -223,7 +225,7 @@ class TestRunner:
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}
-        assert vllm_adapter.worker_rpc(worker, "request", "a") == {"request_id": "a"}
+        assert vllm_adapter.worker_rpc(worker, "request", "a", "p", True) == {"asked": ("a", "p", True)}
 
     def test_a_runner_of_another_method_stays_vllms(self, monkeypatch: pytest.MonkeyPatch) -> None:
         holder = self.made(monkeypatch, "ngram")

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from agentspec.server_ext.identity import Identity, tag_request
+from agentspec.server_ext.callers import Callers
+from agentspec.server_ext.identity import RequestTagger, identify
+from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Step
 from agentspec.server_ext.vllm_adapter.step_reader import StepReader
 
 LONGEST = 100
+
+
+TAGGER = RequestTagger(Callers(Settings(tenant="t"), b"secret of the tests"), "tenant")
+
+
+def extra_args(session: str) -> dict[str, Any]:
+    """What the API server writes into a request of this session."""
+    return TAGGER.tag({"session_id": session})
 
 
 class Runner:
@@ -26,13 +36,11 @@ class Runner:
         )
         self.requests: dict[str, Any] = {}
         self.known: set[str] = set()
-        self.reader = StepReader(4, LONGEST, "t", "tenant", self.known.__contains__)
+        self.reader = StepReader(4, LONGEST, self.known.__contains__)
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:
-            params = SamplingParams(
-                max_tokens=max_tokens, extra_args=tag_request({"session_id": f"of-{name}"}), stop_token_ids=[7]
-            )
+            params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args(f"of-{name}"), stop_token_ids=[7])
             self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
             self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
             self.input_batch.req_ids.append(name)
@@ -68,8 +76,8 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     runner.add("a", "b")
     step = runner.step(1, 1, new=True, prefilled=18)
     assert [(new.request_id, len(new.prompt), new.identity) for new in step.started] == [
-        ("a", 10, Identity("t", "of-a", session_name="of-a")),
-        ("b", 10, Identity("t", "of-b", session_name="of-b")),
+        ("a", 10, identify(extra_args("of-a"))),
+        ("b", 10, identify(extra_args("of-b"))),
     ]
     assert [new.api_id for new in step.started] == ["a", "b"]
     assert [new.end_tokens for new in step.started] == [[7], [7]]

@@ -5,16 +5,29 @@ from typing import Any
 import pytest
 
 from agentspec.cache import Scope
-from agentspec.errors import InvalidSessionError
-from agentspec.server_ext.identity import CALLER_KEY, NO_KEY, Identity, identify, principal_of, tag_request, who_shares
+from agentspec.cache.identifiers import check_ids
+from agentspec.server_ext.callers import NOBODY, Callers, Presented
+from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify, who_shares
+from agentspec.server_ext.settings import Settings
 
-ADA, BOB = principal_of("key-ada"), principal_of("key-bob")
+SECRET = b"the secret of these tests"
+
+
+def sender(key: str | None) -> Presented:
+    """What a request with this checked API key shows; "" stands for none on a server that checks keys."""
+    return Presented(
+        [] if not key else [(b"authorization", f"Bearer {key}".encode())], None if key is None else bool(key)
+    )
+
+
+def tagger(tenant: str | None = None, scope: Scope = "tenant") -> RequestTagger:
+    return RequestTagger(Callers(Settings(store="memory://", tenant=tenant), SECRET), scope)
 
 
 def request(
     extra: dict[str, Any] | None = None,
     *,
-    principal: str | None = None,
+    key: str | None = None,
     salt: str | None = None,
     tenant: str | None = None,
     scope: Scope = "tenant",
@@ -22,88 +35,122 @@ def request(
 ) -> Identity:
     """The identity that a request with session "s" and group "g" ends up with, by way of the API server."""
     given = {"session_id": "s", "group_id": "g", **(extra or {})}
-    tagged = tag_request(given, principal=principal, cache_salt=salt)
-    return identify(tagged, tenant=tenant, scope=scope, adapter=adapter)
+    return identify(tagger(tenant, scope).tag(given, sender(key), cache_salt=salt, adapter=adapter))
 
 
 class TestTagging:
     def test_body_or_header_wins_over_xargs(self) -> None:
-        tagged = tag_request({"session_id": "xargs", "k": 1}, session_id="header")
-        assert tagged == {"session_id": "header", "k": 1, CALLER_KEY: ["", ""]}
+        tagged = tagger().tag({"session_id": "xargs", "k": 1}, session_id="header")
+        assert identify(tagged).session_name == "header" and tagged["k"] == 1
 
     def test_nothing_given_is_the_tenant_of_all(self) -> None:
-        assert identify(tag_request(None)) == Identity()
+        assert identify(tagger().tag(None)) == Identity()
 
-    @pytest.mark.parametrize("bad", ["", "a\nb", "\x00", "x" * 257, "tab\there"])
-    def test_an_unprintable_or_long_id_is_refused(self, bad: str) -> None:
-        with pytest.raises(InvalidSessionError, match="session_id"):
-            tag_request({}, session_id=bad)
+    def test_everything_that_a_request_says_of_itself_arrives(self) -> None:
+        said = request({"parent_session_id": "p", "weight_version": "v7"}, key="ada")
+        assert (said.session_name, said.group_name, said.weight_version) == ("s", "g", "v7")
+        assert said.parent_session == request({"session_id": "p"}, key="ada").session
+        assert said.parent_session != request({"session_id": "p"}, key="bob").session
+        assert request({"weight_version": 12}).weight_version == "12"
 
-    def test_an_id_that_is_no_string_is_refused(self) -> None:
-        with pytest.raises(InvalidSessionError, match="session_id"):
-            tag_request({"session_id": 5})
+    @pytest.mark.parametrize("bad", ["", " ", "a\nb", "\x00", "x" * 257, "\ud800", 5, 1.5, ["s"], {"s": 1}, True])
+    @pytest.mark.parametrize("field", ["session_id", "group_id", "parent_session_id", "weight_version"])
+    def test_an_unusable_id_counts_as_none_and_is_counted(self, field: str, bad: object) -> None:
+        if field == "weight_version" and bad == 5:
+            return
+        given = {"session_id": "s", "group_id": "g", "parent_session_id": "p", "weight_version": "w"}
+        good, found = (identify(tagger().tag({**given, **change})) for change in ({}, {field: bad}))
+        assert found.ignored_ids == 1 and found.scope == "tenant"
+        parts = {
+            "session_id": (found.session, found.session_name),
+            "group_id": (found.group, found.group_name),
+            "parent_session_id": (found.parent_session,),
+            "weight_version": (found.weight_version,),
+        }
+        goods = (good.session, good.group, good.parent_session, good.weight_version)
+        for (name, values), intended in zip(parts.items(), goods, strict=True):
+            assert set(values) == {None} if name == field else values[0] == intended
 
-    def test_an_unusable_group_is_refused_by_name(self) -> None:
-        with pytest.raises(InvalidSessionError, match="group_id"):
-            tag_request({"group_id": "a\nb"}, session_id="s")
+    @pytest.mark.parametrize("bad", ["everyone", "", 1, None, ["tenant"], {}, "Tenant"])
+    def test_an_unknown_scope_narrows_to_none(self, bad: object) -> None:
+        found = request({"agentspec_scope": bad})
+        assert (found.scope, found.ignored_ids) == ("none", 1)
 
-    @pytest.mark.parametrize("bad", ["everyone", "", 1, None])
-    def test_an_unknown_scope_is_refused_with_the_known_ones(self, bad: object) -> None:
-        with pytest.raises(InvalidSessionError, match="agentspec_scope must be one of tenant, session, none"):
-            tag_request({"agentspec_scope": bad})
+    def test_what_is_ignored_is_said_once_and_without_the_value(self, caplog: pytest.LogCaptureFixture) -> None:
+        server = tagger()
+        for _ in range(3):
+            server.tag({"session_id": "my secret\n"})
+        assert [record.getMessage() for record in caplog.records] == [
+            "agentspec: session_id of a request cannot be used and is ignored"
+        ]
 
-    @pytest.mark.parametrize("principal", [None, ADA])
-    def test_what_a_caller_writes_about_itself_is_removed(self, principal: str | None) -> None:
-        honest = request(principal=principal)
-        for forged in ([BOB, ""], [principal or "", "0" * 32], BOB, {"principal": BOB}, 1):
-            assert request({CALLER_KEY: forged}, principal=principal) == honest
+    @pytest.mark.parametrize("key", [None, "ada"])
+    def test_what_a_caller_writes_about_itself_is_removed(self, key: str | None) -> None:
+        honest, bobs = request(key=key), tagger().tag({"session_id": "s"}, sender("bob"))[IDENTITY_KEY]
+        for forged in (bobs, bobs[:2], "bob", {"principal": "bob"}, 1, [None] * len(bobs)):
+            assert request({IDENTITY_KEY: forged}, key=key) == honest
+        for field in set(Identity.__slots__) - {"weight_version"}:
+            assert (
+                request({field: "bob", f"agentspec_{field}": "bob"} | {"agentspec_scope": "tenant"}, key=key) == honest
+            )
 
     def test_no_key_and_no_salt_travels(self) -> None:
-        tagged = tag_request({}, principal=ADA, cache_salt="my salt")
+        tagged = tagger().tag({}, sender("key-ada"), cache_salt="my salt")
         assert "key-ada" not in str(tagged) and "my salt" not in str(tagged)
 
-    def test_the_engine_side_never_raises(self) -> None:
-        assert identify({"session_id": "a\nb"}).session is None
-        assert identify({**tag_request(None), "agentspec_scope": "?"}).scope == "none"
-
-    @pytest.mark.parametrize("tag", [None, "abc", [], ["x"], [1, 2], ["a", "b", "c"], {"a": 1}, 5])
+    @pytest.mark.parametrize(
+        "tag", [None, "abc", [], ["x"], [1, 2], {"a": 1}, 5, [None] * 11, ["t", "s", "g", "tenant", *[1] * 7]]
+    )
     def test_a_request_without_a_proper_tag_shares_nothing(self, tag: object) -> None:
-        assert identify({"session_id": "s", CALLER_KEY: tag}).scope == "none"
+        found = identify({"session_id": "s", IDENTITY_KEY: tag})
+        assert (found.scope, found.session, found.principal) == ("none", None, NOBODY)
 
     def test_a_caller_without_a_key_among_keys_shares_nothing(self) -> None:
         for tenant in (None, "acme"):
-            assert request(principal=NO_KEY, tenant=tenant).scope == "none"
+            found = request(key="", tenant=tenant)
+            assert (found.scope, found.session, found.group, found.caller) == ("none", None, None, NOBODY)
+
+    def test_an_error_costs_drafts_and_no_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        server = tagger()
+        monkeypatch.setattr(server.callers, "caller_of", lambda presented: 1 / 0)
+        assert identify(server.tag({"session_id": "s"})).scope == "none"
 
 
 class TestWithoutATenant:
     def test_all_callers_are_one_without_keys(self) -> None:
-        assert request() == Identity(None, "s", "g", "tenant", "s")
+        found = request()
+        assert (found.tenant, found.principal, found.caller, found.scope) == (None, None, None, "tenant")
 
     def test_each_principal_is_a_tenant_of_its_own(self) -> None:
-        ada, again, bob = request(principal=ADA), request(principal=ADA), request(principal=BOB)
+        ada, again, bob = request(key="ada"), request(key="ada"), request(key="bob")
         assert ada == again and ada.session_name == bob.session_name == "s"
         assert_nothing_in_common(ada, bob)
         assert_nothing_in_common(ada, request())
 
-    @pytest.mark.parametrize("principal", [None, ADA])
-    @pytest.mark.parametrize("name", ["salt", "adapter"])
-    def test_a_salt_and_an_adapter_separate_further(self, principal: str | None, name: str) -> None:
-        one, again = (request(principal=principal, **{name: "one"}) for _ in range(2))  # type: ignore[arg-type]
-        assert one == again
-        two = request(principal=principal, **{name: "two"})  # type: ignore[arg-type]
-        for other in (two, request(principal=principal)):
+    @pytest.mark.parametrize("key", [None, "ada"])
+    def test_a_salt_makes_another_principal_which_is_told_the_same_figures(self, key: str | None) -> None:
+        one, again, two, plain = (request(key=key, salt=salt) for salt in ("one", "one", "two", None))
+        assert one == again and one.caller == two.caller == plain.caller
+        for other in (two, plain):
             assert_nothing_in_common(one, other)
+            assert one.principal != other.principal
+
+    @pytest.mark.parametrize("key", [None, "ada"])
+    def test_an_adapter_makes_another_tenant_of_the_same_sessions(self, key: str | None) -> None:
+        one, again, two, plain = (request(key=key, adapter=name) for name in ("one", "one", "two", None))
+        assert one == again and one.session == two.session == plain.session
+        assert len({one.tenant, two.tenant, plain.tenant}) == 3
 
     def test_a_salt_is_no_adapter_and_no_principal(self) -> None:
-        identities = [request(salt="x"), request(adapter="x"), request(principal=principal_of("x"))]
+        identities = [request(salt="x"), request(adapter="x"), request(key="x")]
         for i, one in enumerate(identities):
             for other in identities[:i]:
-                assert_nothing_in_common(one, other)
+                assert (one.tenant, one.session) != (other.tenant, other.session) and one.tenant != other.tenant
 
 
 class TestWithATenant:
     def test_principals_share_the_tenants_index_and_nothing_else(self) -> None:
-        ada, bob = request(principal=ADA, tenant="acme"), request(principal=BOB, tenant="acme")
+        ada, bob = request(key="ada", tenant="acme"), request(key="bob", tenant="acme")
         assert ada.tenant == bob.tenant == "acme"
         assert ada.session != bob.session and ada.group != bob.group
 
@@ -112,23 +159,31 @@ class TestWithATenant:
 
     @pytest.mark.parametrize("name", ["salt", "adapter"])
     def test_a_salt_and_an_adapter_separate_within_it(self, name: str) -> None:
-        plain, salted = request(tenant="acme"), request(tenant="acme", **{name: "x"})  # type: ignore[arg-type]
-        assert_nothing_in_common(plain, salted)
+        plain, apart = request(tenant="acme"), request(tenant="acme", **{name: "x"})  # type: ignore[arg-type]
         elsewhere = request(tenant="rival", **{name: "x"})  # type: ignore[arg-type]
-        assert salted.tenant != elsewhere.tenant
+        assert len({plain.tenant, apart.tenant, elsewhere.tenant}) == 3
+
+    def test_no_tenant_can_be_named_like_a_principals_or_a_salted_one(self) -> None:
+        for taken in (request(key="ada").tenant, request(tenant="acme", salt="x").tenant):
+            assert taken is not None and request(tenant=taken).tenant != taken
+
+    def test_a_long_name_stays_within_what_a_cache_takes_and_apart_from_others(self) -> None:
+        tenants = {request(tenant=name, salt="x").tenant for name in ("x" * 256, "x" * 255 + "y")}
+        assert len(tenants) == 2
+        for tenant in tenants:
+            check_ids(tenant=tenant)
 
 
 class TestNames:
     def test_no_name_can_be_chosen_to_be_anothers(self) -> None:
-        ada = request(principal=ADA)
-        assert ada.session is not None and ada.session.endswith("/s")
-        for principal in (None, BOB):
-            assert request({"session_id": ada.session}, principal=principal).session != ada.session
+        ada = request(key="ada")
+        for key in (None, "bob"):
+            assert request({"session_id": ada.session}, key=key).session != ada.session
 
-    def test_a_long_name_stays_within_what_a_cache_takes_and_apart_from_others(self) -> None:
-        names = ["x" * 256, "x" * 255 + "y"]
-        sessions = {request({"session_id": name}, principal=ADA).session for name in names}
-        assert len(sessions) == 2 and all(session is not None and len(session) <= 256 for session in sessions)
+    def test_keys_say_nothing_about_names_without_the_secret(self) -> None:
+        other = RequestTagger(Callers(Settings(store="memory://"), b"another secret of theirs"), "tenant")
+        one, two = request(), identify(other.tag({"session_id": "s", "group_id": "g"}))
+        assert one.session != two.session and one.group != two.group and one.session != one.group
 
 
 class TestScope:

@@ -1,7 +1,7 @@
 """Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
 ``launch``        turns ``agentspec serve`` into ``vllm serve``, takes over speculative methods, sets the draft limit
-``frontend``      tags requests with sender and session in the API server, and asks the engines for their figures
+``frontend``      writes identities into requests in the API server, and asks the engines for their figures
 ``runner``        drafts in the worker, from an object on vLLM's model runner
 ``step_reader``   reads the runner's batch after a step into a ``Step``
 ``draft_models``  runs speculators and vLLM's own drafters beside the suffix index, on all tensor-parallel ranks
@@ -178,13 +178,13 @@ PATCHES = (
     Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
     Patch("frontend", _MIDDLEWARE, "__call__", frontend.authenticate,
-          "remembers whose API key a request showed", since=(0, 29)),
+          "remembers who sent a request; lets the administrator's key pass to our routes", since=(0, 29)),
     Patch("frontend", _OLD_MIDDLEWARE, "__call__", frontend.authenticate,
-          "remembers whose API key a request showed", until=(0, 28)),
+          "remembers who sent a request; lets the administrator's key pass to our routes", until=(0, 28)),
     Patch("frontend", _INPUTS, "__init__", frontend.init_input_processor,
-          "takes that along into the thread that prepares prompts"),
+          "takes that along into the thread that prepares prompts, and makes what tells callers apart"),
     Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
-          "writes session and caller where the worker finds them"),
+          "writes the identity where the worker finds it"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
           "allocates it for the drafts that there are; later versions lay it out for the longest", until=(0, 32)),
     Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,

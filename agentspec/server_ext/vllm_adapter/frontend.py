@@ -1,18 +1,22 @@
-"""Tag requests with sender and session in the API server, and let its HTTP routes ask the engines.
+"""Write identities into requests in the API server, and let its HTTP routes ask the engines.
 
-vLLM's ``session_id`` does not get past the engine core, nor the API key past the middleware that checks it. Only
-``SamplingParams.extra_args`` reaches the worker, so both are written there.
+vLLM's ``session_id`` does not get past the engine core, nor headers and API key past the HTTP routes. Only
+``SamplingParams.extra_args`` reaches the worker, so the identity is written there.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from agentspec.errors import InvalidSessionError
-from agentspec.server_ext.identity import NO_KEY, principal_of, tag_request
+from agentspec.server_ext.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
+from agentspec.server_ext.identity import RequestTagger
+from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
+ROUTES = "/v1/agentspec"
+"""Path under which agentspec's HTTP routes lie."""
 RPC_METHOD = "agentspec_rpc"
 """Name of the method on every worker that answers ``ask_engines``."""
 
@@ -21,9 +25,11 @@ _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PROMPT_NUMBER = re.compile(r"^(cmpl-.+)-\d+$")
 
-_PRINCIPAL = "agentspec_principal"
-_principal: ContextVar[str | None] = ContextVar(_PRINCIPAL, default=None)
-"""Principal of the HTTP request that is being handled; None where vLLM checks no keys."""
+_PRESENTED = "agentspec_presented"
+_presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
+"""What the HTTP request that is being handled shows of its sender; None outside of HTTP."""
+
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def api_request_id(engine_request_id: str) -> str:
@@ -36,61 +42,108 @@ def api_request_id(engine_request_id: str) -> str:
     return _PROMPT_NUMBER.sub(r"\1", plain)
 
 
-async def ask_engines(engine_client: Any, *question: str) -> list[dict[str, Any]]:
-    """Ask all workers that draft for ``stats``, or for ``request`` with an id of the API. Return their answers.
+async def ask_engines(engine_client: Any, *question: Any) -> list[dict[str, Any]]:
+    """Ask the workers of all engines that draft (``worker_rpc``). Return the answers of those that know one.
 
-    engine_client: vLLM's EngineClient. A worker that does not know the request gives no answer. Raises TimeoutError
-    after 5 seconds, and the engine's own errors.
+    engine_client: vLLM's EngineClient. Raises TimeoutError after 5 seconds, and the engine's own errors.
     """
-    answers = await engine_client.collective_rpc(RPC_METHOD, timeout=_RPC_SECONDS, args=question)
-    return [answer for answer in answers if answer is not None]
+    core = engine_client.engine_core
+    # With data parallelism vLLM's own collective_rpc returns the first engine's answers alone. The workers get no
+    # time limit: where one ends, vLLM takes the late answer for that of the next call.
+    asked = [
+        core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=engine)
+        for engine in core.core_engines
+    ]
+    engines = await asyncio.wait_for(asyncio.gather(*asked), _RPC_SECONDS)
+    return [answer for workers in engines for answer in workers if answer is not None]
 
 
-async def authenticate(
-    original: Callable[..., Awaitable[None]], middleware: Any, scope: Any, receive: Any, send: Any
-) -> None:
-    """Remember the principal while a request is handled. vLLM installs the middleware only where it checks keys."""
+def presented() -> Presented | None:
+    """Return what the HTTP request that is being handled shows of its sender; None outside of HTTP."""
+    return _presented.get()
+
+
+def callers_of(engine_client: Any) -> Callers:
+    """Return the object that tells this server's callers apart."""
+    callers: Callers = engine_client.input_processor.agentspec.callers
+    return callers
+
+
+class CallerMiddleware:
+    """Remember what a request shows of its sender while it is handled, on servers that check no keys."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle a request. Where vLLM checks keys, ``authenticate`` has remembered the sender already."""
+        if scope["type"] not in ("http", "websocket") or _PRESENTED in scope:
+            await self.app(scope, receive, send)
+        else:
+            await _handle(self.app, Presented(scope["headers"]), scope, receive, send)
+
+
+async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any, scope: Any, *call: Any) -> None:
+    """Remember the sender of a request, and let the administrator's key pass to agentspec's own routes.
+
+    vLLM installs the middleware only where it checks keys.
+    """
+    if scope["type"] not in ("http", "websocket"):
+        await original(middleware, scope, *call)
+        return
     from starlette.datastructures import Headers
 
-    principal = NO_KEY
-    if scope["type"] in ("http", "websocket"):
-        headers = Headers(scope=scope)
-        if middleware.verify_token(headers):
-            principal = principal_of(headers["Authorization"].partition(" ")[2])
-    before = _principal.set(principal)
+    sender = Presented(scope["headers"], verified=bool(middleware.verify_token(Headers(scope=scope))))
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if not sender.verified and (path == ROUTES or path.startswith(f"{ROUTES}/")) and shows_admin_key(sender):
+        await _handle(middleware.app, sender, scope, *call)
+    else:
+        await _handle(lambda *arguments: original(middleware, *arguments), sender, scope, *call)
+
+
+async def _handle(app: ASGIApp, sender: Presented, scope: Any, *call: Any) -> None:
+    scope[_PRESENTED] = sender  # the context may be that of the request before on the same connection
+    before = _presented.set(sender)
     try:
-        await original(middleware, scope, receive, send)
+        await app(scope, *call)
     finally:
-        _principal.reset(before)
+        _presented.reset(before)
 
 
 def init_input_processor(original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any) -> None:
-    """Pass the principal to the thread that prepares raw prompts: context variables do not reach it."""
+    """Give the processor what tells callers apart, and pass the sender to the thread that prepares raw prompts."""
     original(processor, *args, **kwargs)
+    if not uses_agentspec(processor.vllm_config):
+        return
+    settings = load_settings(processor.vllm_config.additional_config)
+    admin_key()  # report an unusable one at start
+    processor.agentspec = RequestTagger(Callers(settings, server_secret(settings)), settings.scope)
     in_thread = processor.process_inputs_async
 
-    def process_inputs_async(*args: Any, **kwargs: Any) -> Any:
-        return in_thread(*args, **kwargs, **{_PRINCIPAL: _principal.get()})
+    def process_inputs_async(*args: Any, **kwargs: Any) -> Any:  # context variables do not reach the thread
+        return in_thread(*args, **kwargs, **{_PRESENTED: _presented.get()})
 
     processor.process_inputs_async = process_inputs_async
 
 
 def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write session and caller into the ``extra_args`` of an engine request."""
-    from vllm.exceptions import VLLMValidationError
+    """Write the identity into the ``extra_args`` of an engine request."""
     from vllm.sampling_params import SamplingParams
 
-    principal = kwargs.pop(_PRINCIPAL) if _PRINCIPAL in kwargs else _principal.get()
+    sender = kwargs.pop(_PRESENTED) if _PRESENTED in kwargs else _presented.get()
     request = original(processor, *args, **kwargs)
     params = request.sampling_params
     if isinstance(params, SamplingParams) and uses_agentspec(processor.vllm_config):
-        try:
-            params.extra_args = tag_request(
-                params.extra_args,
-                session_id=request.session_id,
-                principal=principal,
-                cache_salt=request.cache_salt,
-            )
-        except InvalidSessionError as error:  # vLLM answers 400 only for its own error
-            raise VLLMValidationError(str(error)) from error
+        params.extra_args = processor.agentspec.tag(
+            params.extra_args,
+            sender,
+            session_id=request.session_id,
+            cache_salt=request.cache_salt,
+            adapter=_adapter_name(request.lora_request),
+        )
     return request
+
+
+def _adapter_name(lora_request: Any) -> str | None:
+    """Return name and path of a LoRA adapter, because the name alone may be given to another adapter later."""
+    return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
+from agentspec.server_ext.callers import ApiKeysFile, admin_key, hand_on_secret
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
 
@@ -57,7 +58,11 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
     given = _take_option(result, "--additional-config", "--additional_config")
     additional = {} if given is None else _json_object("--additional-config", given)
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
-    _check_speculator(load_settings(additional).speculator)  # report wrong settings now
+    checked = load_settings(additional)  # report wrong settings now
+    _check_speculator(checked.speculator)
+    admin_key()
+    if checked.api_keys_file is not None:
+        ApiKeysFile(checked.api_keys_file)
     result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
@@ -204,6 +209,8 @@ def create_speculative_config(
     """Translate the user's method and decide the draft limit before vLLM makes its speculative configuration."""
     translate_method(engine_args)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
+    if _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH:
+        hand_on_secret(load_settings(engine_args.additional_config))
     return original(engine_args, target_model_config, target_parallel_config)
 
 

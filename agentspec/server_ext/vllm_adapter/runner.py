@@ -48,8 +48,7 @@ class RunnerExtension:
         self._reported = False
         if self.engine is not None:
             longest = vllm_config.model_config.max_model_len
-            tenant, scope = self.settings.tenant, self.settings.scope
-            self._reader = StepReader(self.max_draft, longest, tenant, scope, self.engine.knows)
+            self._reader = StepReader(self.max_draft, longest, self.engine.knows)
 
     def load(self, target: Any) -> None:
         """Read the draft model's weights and the store, before vLLM serves. target: the served model."""
@@ -139,12 +138,16 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
-    """Answer ``ask_engines``: ``stats``, or ``request`` with an id. Return None in a worker without an engine."""
+    """Answer ``ask_engines`` for ``stats``, or for ``request`` with an id and who asks (``DraftingEngine.request``).
+
+    Return None in a worker without an engine.
+    """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
     if what == "request":
-        return extension.engine.request(str(args[0]))
+        request_id, caller, admin = args
+        return extension.engine.request(request_id, caller, admin=admin)
     return extension.engine.stats()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.cache import Scope
 from agentspec.server_ext.identity import identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
@@ -78,17 +77,13 @@ class _ReadBatch:
 class StepReader:
     """Read steps out of one model runner.
 
-    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. tenant, scope: the server's.
-    knows: whether a request was given to the engine before.
+    max_draft: longest draft, in tokens. max_model_len: most tokens of a row. knows: whether a request was given to the
+    engine before.
     """
 
-    def __init__(
-        self, max_draft: int, max_model_len: int, tenant: str | None, scope: Scope, knows: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, max_draft: int, max_model_len: int, knows: Callable[[str], bool]) -> None:
         self._max_draft = max_draft
         self._max_model_len = max_model_len
-        self._tenant = tenant
-        self._scope = scope
         self._knows = knows
         self._kept: _ReadBatch | None = None  # None unless the last step gave every row tokens
         self._last = 0.0
@@ -164,8 +159,7 @@ class StepReader:
                 state = runner.requests[request_id]
                 params = state.sampling_params
                 extra = params.extra_args if params else None
-                adapter = _adapter_name(state.lora_request)
-                identity = identify(extra, tenant=self._tenant, scope=self._scope, adapter=adapter)
+                identity = identify(extra)
                 ends = sorted(end_tokens(params))
                 api_id = api_request_id(request_id)
                 started.append(NewRequest(request_id, state.prompt_token_ids, identity, ends, api_id))
@@ -218,11 +212,6 @@ def returned_tokens(state: Any) -> int:
         if output[i] in stops:
             return i + 1
     return end
-
-
-def _adapter_name(lora_request: Any) -> str | None:
-    """Return name and path of a LoRA adapter, because the name alone may be given to another adapter later."""
-    return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
 
 
 def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:

@@ -1,0 +1,253 @@
+"""Find out who sent a request, from the API key that vLLM checked and from the headers of a trusted gateway.
+
+A principal is whoever owns sessions. It is a MAC over the API key, what ``principal_header`` says and what
+``tenant_header`` says, so that neither key nor name travels on, and nobody without the secret can try keys against it.
+Where none of these is given, all callers are one principal. A caller that cannot be told apart although it should be
+(no key on a server that checks keys, a header that is missing, unusable or given twice) is NOBODY: it shares nothing.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentspec.cache.identifiers import check_session_id
+from agentspec.cache.store import frame, open_store
+from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError
+from agentspec.server_ext.settings import Settings
+
+logger = logging.getLogger("vllm.agentspec")
+
+SECRET = "AGENTSPEC_SECRET"
+ADMIN_KEY = "AGENTSPEC_ADMIN_KEY"
+_HANDED_ON = "AGENTSPEC_STORE_SECRET"
+"""Environment variable by which the process that starts vLLM tells the store's secret to those that it starts."""
+
+NOBODY = "?"
+"""Principal of a caller that cannot be told apart from others and should be."""
+
+_LEAST_SECRET = 16
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """Hold what an HTTP request shows of its sender.
+
+    headers: as ASGI gives them, names in lower case. verified: whether vLLM found its key among ``--api-key``; None:
+    vLLM checks no keys.
+    """
+
+    headers: Sequence[tuple[bytes, bytes]]
+    verified: bool | None = None
+
+    def all(self, name: str) -> list[str]:
+        """Return all values of a header, in order."""
+        wanted = name.lower().encode()
+        return [value.decode("latin-1").strip() for key, value in self.headers if key == wanted]
+
+    def bearer(self) -> str | None:
+        """Return the API key that the request shows, checked or not."""
+        for value in self.all("authorization"):  # the first, as vLLM does
+            scheme, _, key = value.partition(" ")
+            return key if scheme.lower() == "bearer" and key else None
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Name the sender of a request. principal: None: all callers, where nothing tells them apart; or NOBODY.
+
+    tenant: the tenant that the operator or a gateway named; None: the principal is a tenant of its own.
+    """
+
+    principal: str | None = None
+    tenant: str | None = None
+
+
+class Callers:
+    """Tell callers apart as the settings say.
+
+    secret: key of all MACs (``server_secret``). Raises ConfigurationError for an unusable file of API keys.
+    """
+
+    def __init__(self, settings: Settings, secret: bytes) -> None:
+        self._secret = secret
+        self._principal_header = settings.principal_header
+        self._tenant_header = settings.tenant_header
+        self._tenant = settings.tenant
+        self._keys = None if settings.api_keys_file is None else ApiKeysFile(settings.api_keys_file)
+
+    def mac(self, kind: str, *parts: str | None) -> str:
+        """Return a MAC of 32 hexadecimal digits over these parts. kind: what it stands for, so that no two mix."""
+        return hmac.digest(self._secret, frame([kind, *parts]), "sha256")[:16].hex()
+
+    def caller_of(self, presented: Presented | None) -> Caller:
+        """Return the sender of a request. presented: None for a request that did not come by HTTP."""
+        if presented is None:
+            apart = self._principal_header or self._tenant_header or self._keys
+            return Caller(NOBODY if apart else None, self._tenant)
+        key, principal, tenant = None, None, None
+        bearer = presented.bearer()
+        if presented.verified or (presented.verified is None and self._keys is not None and self._keys.has(bearer)):
+            key = bearer
+        if presented.verified is False:
+            return Caller(NOBODY)
+        if self._principal_header is not None:
+            principal = _only(presented.all(self._principal_header))
+            if principal is None:
+                return Caller(NOBODY)
+        if self._tenant_header is not None and presented.all(self._tenant_header):
+            tenant = _only(presented.all(self._tenant_header))
+            if tenant is None:
+                return Caller(NOBODY)
+        parts = (key, principal, tenant)
+        owner = None if all(part is None for part in parts) else self.mac("principal", *parts)
+        of_key = None if self._keys is None or key is None else self._keys.tenant_of(key)
+        return Caller(owner, of_key or tenant or self._tenant)
+
+
+class ApiKeysFile:
+    """Read which API key belongs to which tenant, from a file of lines ``sha256-of-key tenant``.
+
+    Empty lines and lines that begin with # do not count. The file is read again when it has changed; a changed file
+    with an error in it is reported once and what was read before stays. Raises ConfigurationError with file and line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self._seen = self._state()
+        self._tenants = self._read()
+        self._looked = time.monotonic()
+
+    def has(self, key: str | None) -> bool:
+        """Return whether the file names this API key."""
+        return self.tenant_of(key) is not None
+
+    def tenant_of(self, key: str | None) -> str | None:
+        """Return the tenant of an API key, or None if the file does not name it."""
+        self._refresh()
+        return None if key is None else self._tenants.get(_sha256(key))
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_AGAIN_SECONDS:
+            return
+        self._looked = now
+        try:
+            state = self._state()
+            if state != self._seen:
+                self._seen = state
+                self._tenants = self._read()
+        except ConfigurationError as error:
+            logger.error("agentspec: %s; the keys that were read before stay in force", error)
+
+    def _state(self) -> tuple[int, int, int] | None:
+        """Return what changes when the file does; None where it cannot be looked at."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> dict[str, str]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from None
+        tenants: dict[str, str] = {}
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                digest, tenant = self._parse(number, line)
+                if tenants.setdefault(digest, tenant) != tenant:
+                    raise self._wrong(number, "this key has another tenant in a line above; name it once")
+        return tenants
+
+    def _parse(self, number: int, line: str) -> tuple[str, str]:
+        # Never quote the line: whoever mistakes the format may have put a key into it.
+        digest, _, tenant = line.strip().partition(" ")
+        if not _DIGEST.fullmatch(digest):
+            how = "printf %s KEY | sha256sum"
+            raise self._wrong(number, f"begin with the SHA-256 of an API key, 64 hexadecimal digits ({how})")
+        try:
+            return digest.lower(), check_session_id(tenant.strip(), field="tenant")
+        except InvalidSessionError as error:
+            raise self._wrong(number, str(error)) from None
+
+    def _wrong(self, number: int, why: str) -> ConfigurationError:
+        return ConfigurationError(f"api_keys_file {self.path}, line {number}: {why}")
+
+
+def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> bytes:
+    """Return the key of this server's MACs: ``AGENTSPEC_SECRET``, else the secret that its store keeps.
+
+    Asks the store once; the processes that this one starts find the answer in the environment. While the store is away
+    the secret is a temporary one, which finds no stored session. Raises ConfigurationError for too short a secret.
+    """
+    given = environ.get(SECRET)
+    if given:
+        return _checked_secret(SECRET, given).encode()
+    if _HANDED_ON not in environ:
+        environ[_HANDED_ON] = _secret_of_store(settings.store)
+    return environ[_HANDED_ON].encode()
+
+
+def hand_on_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Ask the store for its secret, whatever an engine that this process started before used."""
+    environ.pop(_HANDED_ON, None)
+    server_secret(settings, environ)
+
+
+def shows_admin_key(presented: Presented | None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a request shows the key in ``AGENTSPEC_ADMIN_KEY``. The time it takes does not tell that key."""
+    key = admin_key(environ)
+    shown = None if presented is None else presented.bearer()
+    return key is not None and shown is not None and hmac.compare_digest(_sha256(shown), _sha256(key))
+
+
+def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
+    given = environ.get(ADMIN_KEY)
+    return _checked_secret(ADMIN_KEY, given) if given else None
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _only(values: Sequence[str]) -> str | None:
+    """Return the value of a header that must be there once. A second one may be the caller's own, so trust neither."""
+    if len(values) != 1:
+        return None
+    try:
+        return check_session_id(values[0])
+    except InvalidSessionError:
+        return None
+
+
+def _checked_secret(variable: str, value: str) -> str:
+    if len(value) < _LEAST_SECRET:
+        raise ConfigurationError(f"{variable}: at least {_LEAST_SECRET} characters, e.g. from: openssl rand -hex 32")
+    return value
+
+
+def _secret_of_store(url: str) -> str:
+    store = open_store(url)
+    try:
+        return store.secret().hex()
+    except StoreError as error:
+        why = (
+            "sessions of this run will not be found again after it; set AGENTSPEC_SECRET to be independent of the store"
+        )
+        logger.warning("agentspec: the store's secret cannot be read, so %s: %s", why, error)
+        return secrets.token_hex(32)
+    finally:
+        store.close()

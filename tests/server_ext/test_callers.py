@@ -1,0 +1,232 @@
+"""Who sent a request: API keys, a gateway's headers, a file of keys, and what stays a secret."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.callers import (
+    NOBODY,
+    ApiKeysFile,
+    Caller,
+    Callers,
+    Presented,
+    admin_key,
+    hand_on_secret,
+    server_secret,
+    shows_admin_key,
+)
+from agentspec.server_ext.settings import Settings, load_settings
+
+SECRET = b"the secret of these tests"
+
+
+def sent(*headers: tuple[str, str], key: str | None = None, verified: bool | None = None) -> Presented:
+    """What a request with these headers shows."""
+    given = [*headers, *([] if key is None else [("Authorization", f"Bearer {key}")])]
+    return Presented([(name.lower().encode(), value.encode("latin-1")) for name, value in given], verified)
+
+
+def callers(secret: bytes = SECRET, **settings: str) -> Callers:
+    return Callers(Settings(store="memory://", **settings), secret)  # type: ignore[arg-type]
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class TestKeys:
+    def test_without_keys_all_callers_are_one(self) -> None:
+        for presented in (None, sent(), sent(key="unchecked"), sent(("X-Principal", "ada"), ("X-Tenant", "acme"))):
+            assert callers().caller_of(presented) == Caller(None, None)
+
+    def test_each_checked_key_is_a_principal(self) -> None:
+        found = callers()
+        ada, again, bob = (found.caller_of(sent(key=key, verified=True)) for key in ("ada", "ada", "bob"))
+        assert ada == again != bob and None not in (ada.principal, bob.principal)
+
+    def test_a_caller_without_a_checked_key_is_nobody_where_keys_are_checked(self) -> None:
+        for presented in (sent(verified=False), sent(key="wrong", verified=False)):
+            assert callers(tenant="acme").caller_of(presented).principal == NOBODY
+
+    def test_a_principal_is_no_digest_of_its_key_that_can_be_tried_without_the_secret(self) -> None:
+        one = callers().caller_of(sent(key="ada", verified=True)).principal
+        other = callers(b"another secret of theirs").caller_of(sent(key="ada", verified=True)).principal
+        assert one != other and one is not None
+        assert one not in digest("ada") and "ada" not in one
+
+    def test_the_first_of_two_keys_counts_as_with_vllm(self) -> None:
+        two = sent(("Authorization", "Bearer ada"), ("Authorization", "Bearer bob"), verified=True)
+        assert callers().caller_of(two) == callers().caller_of(sent(key="ada", verified=True))
+
+
+class TestGateway:
+    def test_headers_count_only_where_the_settings_name_them(self) -> None:
+        forged = sent(("X-Principal", "ada"), ("X-Tenant", "acme"), key="bob", verified=True)
+        assert callers().caller_of(forged) == callers().caller_of(sent(key="bob", verified=True))
+
+    @pytest.mark.parametrize("verified", [None, True])
+    def test_a_header_names_the_principal_with_and_without_keys(self, verified: bool | None) -> None:
+        found = callers(principal_header="X-Principal")
+        ada, again, bob = (
+            found.caller_of(sent(("x-principal", name), key="gateway", verified=verified))
+            for name in ("ada", "ada", "bob")
+        )
+        assert ada == again != bob and None not in (ada.principal, bob.principal)
+
+    def test_a_key_of_ones_own_does_not_make_one_the_gateways_principal(self) -> None:
+        found = callers(principal_header="X-Principal")
+        by_gateway, by_hand = (
+            found.caller_of(sent(("X-Principal", "ada"), key=key, verified=True)) for key in ("gateway", "bob")
+        )
+        assert by_gateway.principal != by_hand.principal
+
+    @pytest.mark.parametrize("values", [(), ("",), (" ",), ("x" * 257,), ("a\tb",), ("ada", "bob"), ("ada", "ada")])
+    def test_a_header_that_is_missing_unusable_or_given_twice_makes_nobody(self, values: tuple[str, ...]) -> None:
+        presented = sent(*(("X-Principal", value) for value in values), key="gateway", verified=True)
+        assert callers(principal_header="X-Principal", tenant="acme").caller_of(presented) == Caller(NOBODY)
+
+    def test_a_header_names_the_tenant_and_tells_equal_principals_of_two_tenants_apart(self) -> None:
+        found = callers(principal_header="X-Principal", tenant_header="X-Tenant", tenant="default")
+        acme, rival, none = (
+            found.caller_of(sent(("X-Principal", "ada"), *tenant))
+            for tenant in ([("X-Tenant", "acme")], [("X-Tenant", "rival")], [])
+        )
+        assert (acme.tenant, rival.tenant, none.tenant) == ("acme", "rival", "default")
+        assert len({acme.principal, rival.principal, none.principal}) == 3
+
+    @pytest.mark.parametrize("values", [("",), ("x" * 257,), ("acme", "rival")])
+    def test_an_unusable_tenant_makes_nobody(self, values: tuple[str, ...]) -> None:
+        presented = sent(*(("X-Tenant", value) for value in values))
+        assert callers(tenant_header="X-Tenant").caller_of(presented) == Caller(NOBODY)
+
+    def test_without_http_nobody_said_who_it_is(self) -> None:
+        assert callers(principal_header="X-Principal").caller_of(None).principal == NOBODY
+
+    @pytest.mark.parametrize("name", ["", "X Principal", "x:y", "x\n"])
+    def test_an_impossible_header_name_is_refused(self, name: str) -> None:
+        with pytest.raises(ConfigurationError, match="principal_header"):
+            load_settings({"agentspec": {"principal_header": name}}, environ={})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(f"# whose keys these are\n\n{digest('ada')} acme\n{digest('bob').upper()}   rival corp \n")
+    return file
+
+
+class TestApiKeysFile:
+    @pytest.mark.parametrize("verified", [None, True])
+    def test_a_key_brings_its_tenant_with_and_without_vllms_keys(self, path: Path, verified: bool | None) -> None:
+        found = callers(api_keys_file=str(path), tenant="default")
+        ada, bob = (found.caller_of(sent(key=key, verified=verified)) for key in ("ada", "bob"))
+        assert (ada.tenant, bob.tenant) == ("acme", "rival corp")
+        assert ada.principal != bob.principal and None not in (ada.principal, bob.principal)
+
+    def test_a_key_that_it_does_not_name_has_the_servers_tenant(self, path: Path) -> None:
+        found = callers(api_keys_file=str(path), tenant="default")
+        checked = found.caller_of(sent(key="eve", verified=True))
+        assert checked.tenant == "default" and checked.principal not in (None, NOBODY)
+        unchecked = found.caller_of(sent(key="eve"))
+        assert unchecked == Caller(None, "default") == found.caller_of(sent())
+
+    def test_a_key_of_the_file_that_vllm_refused_is_nobody(self, path: Path) -> None:
+        assert callers(api_keys_file=str(path)).caller_of(sent(key="ada", verified=False)) == Caller(NOBODY)
+
+    def test_a_header_cannot_move_a_key_to_another_tenant(self, path: Path) -> None:
+        found = callers(api_keys_file=str(path), tenant_header="X-Tenant")
+        assert found.caller_of(sent(("X-Tenant", "rival"), key="ada", verified=True)).tenant == "acme"
+        assert found.caller_of(sent(("X-Tenant", "rival"), key="eve", verified=True)).tenant == "rival"
+
+    @pytest.mark.parametrize(
+        ("line", "what"),
+        [
+            ("sk-very-secret acme", "SHA-256"),
+            (f"{'0' * 63} acme", "SHA-256"),
+            ("0" * 64, "tenant: must not be empty"),
+            (f"{'0' * 64} {'x' * 300}", "tenant: at most 256"),
+            (f"{hashlib.sha256(b'ada').hexdigest()} rival", "another tenant"),
+        ],
+    )
+    def test_an_error_names_file_and_line_and_quotes_nothing(self, path: Path, line: str, what: str) -> None:
+        path.write_text(path.read_text() + line)
+        with pytest.raises(ConfigurationError, match=rf"{path}, line 5: .*{what}") as error:
+            ApiKeysFile(path)
+        assert "secret" not in str(error.value)
+
+    def test_a_missing_file_and_one_of_bytes_are_clear_errors(self, tmp_path: Path) -> None:
+        (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+        for name, why in (("none", "No such file"), ("bytes", "not UTF-8")):
+            with pytest.raises(ConfigurationError, match=rf"api_keys_file .*{name}.*{why}"):
+                ApiKeysFile(tmp_path / name)
+
+    def test_a_change_is_seen_within_a_second_and_a_wrong_one_leaves_what_was(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("agentspec.server_ext.callers.time.monotonic", lambda: now[0])
+        found = ApiKeysFile(path)
+        path.write_text(f"{digest('ada')} moved\n")
+        now[0] += 1.1
+        assert (found.tenant_of("ada"), found.tenant_of("bob")) == ("moved", None)
+        path.write_text("sk-secret moved again\n")
+        for _ in range(5):
+            now[0] += 1.1
+            assert found.tenant_of("ada") == "moved"
+        assert [record.getMessage().count("line 1") for record in caplog.records] == [1]
+        assert "sk-secret" not in caplog.text
+        path.unlink()
+        now[0] += 1.1
+        assert found.tenant_of("ada") == "moved"
+
+
+class TestSecrets:
+    def test_the_environments_secret_is_used_and_not_handed_on(self) -> None:
+        environ = {"AGENTSPEC_SECRET": "0123456789abcdef"}
+        assert server_secret(Settings(store="memory://"), environ) == b"0123456789abcdef"
+        assert len(environ) == 1
+
+    @pytest.mark.parametrize("variable", ["AGENTSPEC_SECRET", "AGENTSPEC_ADMIN_KEY"])
+    def test_a_short_one_is_refused_without_being_shown(self, variable: str) -> None:
+        environ = {variable: "hunter2"}
+        with pytest.raises(ConfigurationError, match=f"{variable}: at least 16") as error:
+            server_secret(Settings(store="memory://"), environ)
+            admin_key(environ)
+        assert "hunter2" not in str(error.value)
+
+    def test_the_stores_secret_is_asked_for_once_for_each_engine(self, tmp_path: Path) -> None:
+        one, other = (Settings(store=f"sqlite:///{tmp_path / name}.db") for name in ("one", "other"))
+        environ: dict[str, str] = {}
+        first = server_secret(one, environ)
+        assert server_secret(other, environ) == first  # a process that this one started
+        hand_on_secret(other, environ)
+        second = server_secret(other, environ)
+        assert second != first
+        hand_on_secret(one, environ)
+        assert server_secret(one, environ) == first
+
+    def test_a_store_that_is_away_costs_stored_sessions_and_not_the_start(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        away = Settings(store="redis://user:hunter2@127.0.0.1:1/0")
+        environ: dict[str, str] = {}
+        secret = server_secret(away, environ)
+        assert len(secret) == 64 and server_secret(away, environ) == secret
+        assert "AGENTSPEC_SECRET" in caplog.text and "hunter2" not in caplog.text
+        assert server_secret(away, {}) != secret
+
+    def test_only_the_whole_admin_key_is_the_admin_key(self) -> None:
+        environ = {"AGENTSPEC_ADMIN_KEY": "0123456789abcdef"}
+        assert shows_admin_key(sent(key="0123456789abcdef", verified=False), environ)
+        for presented in (None, sent(), sent(key="0123456789abcde"), sent(("X-Admin", "0123456789abcdef"))):
+            assert not shows_admin_key(presented, environ)
+        assert not shows_admin_key(sent(key=""), {}) and not shows_admin_key(sent(), {"AGENTSPEC_ADMIN_KEY": ""})
+
+    def test_no_secret_is_in_the_settings_that_vllm_prints(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AGENTSPEC_SECRET", "0123456789abcdef")
+        monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", "fedcba9876543210")
+        shown = repr(load_settings({}, os.environ))
+        assert "0123456789abcdef" not in shown and "fedcba9876543210" not in shown

@@ -1,0 +1,213 @@
+"""The HTTP routes behind vLLM's own key check, with engines that are stand-ins: who is told what, and who sent what."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.callers import Callers, Presented
+from agentspec.server_ext.endpoints import AgentSpecEndpoints
+from agentspec.server_ext.identity import Identity, RequestTagger
+from agentspec.server_ext.metrics import Metrics
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.vllm_adapter import frontend
+from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+
+ADMIN = "the key of the administrator"
+
+
+class EngineClient:
+    """Stands in for vLLM's client of two data-parallel engines, each with metrics of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        model = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
+        self.vllm_config = SimpleNamespace(speculative_config=model, additional_config={})
+        self.tagger = RequestTagger(Callers(settings, b"secret of the tests"), "tenant")
+        self.input_processor = SimpleNamespace(agentspec=self.tagger)
+        self.engine_core = self
+        self.core_engines = [0, 1]
+        self.metrics = [Metrics(), Metrics()]
+        self.delay = 0.0
+        self.limits: list[float | None] = []
+
+    async def _call_utility_async(self, name: str, method: str, limit: Any, question: Any, kw: Any, engine: int) -> Any:
+        assert (name, method, kw) == ("collective_rpc", frontend.RPC_METHOD, None)
+        self.limits.append(limit)
+        await asyncio.sleep(self.delay)
+        if question[0] == "stats":
+            return [{"engine": engine}, None]  # the second tensor-parallel rank has no engine
+        _, request_id, caller, admin = question
+        return [self.metrics[engine].request(request_id, caller, any_caller=admin), None]
+
+    def ran(self, request_id: str, presented: Presented | None, engine: int = 0) -> Identity:
+        """Let an engine run a request of this sender."""
+        identity = self.tagger.identity_of({"session_id": "s"}, presented)
+        metrics = self.metrics[engine]
+        metrics.end(metrics.begin(request_id, identity.caller))
+        return identity
+
+
+Start = Callable[..., tuple[TestClient, EngineClient]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a server with these API keys and settings."""
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    vllm_adapter.register()
+    monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", ADMIN)
+
+    def serve(*keys: str, **settings: Any) -> tuple[TestClient, EngineClient]:
+        app = FastAPI()
+        AgentSpecEndpoints().attach_router(app)
+        if keys:
+            app.add_middleware(AuthenticationMiddleware, tokens=list(keys))
+        engine = EngineClient(Settings(store="memory://", **settings))
+        app.state.agentspec_engine = engine
+
+        @app.get("/{path:path}")
+        def elsewhere() -> str:
+            caller = engine.tagger.callers.caller_of(frontend.presented())
+            return str(caller.principal)
+
+        return TestClient(app), engine
+
+    return serve
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def shown(key: str, verified: bool | None = True) -> Presented:
+    return Presented([(b"authorization", f"Bearer {key}".encode())], verified)
+
+
+def test_figures_are_told_to_their_principal_and_to_the_administrator(start: Start) -> None:
+    server, engine = start("ada", "bob")
+    engine.ran("r", shown("ada"), engine=1)
+    path = "/v1/agentspec/requests/r"
+    for key, status in {"ada": 200, "bob": 404, ADMIN: 200, "eve": 401, ADMIN[:-1]: 401}.items():
+        assert server.get(path, headers=bearer(key)).status_code == status, key
+    missing = server.get("/v1/agentspec/requests/r2", headers=bearer("bob")).json()["detail"]
+    assert server.get(path, headers=bearer("bob")).json()["detail"] == missing.replace("r2", "r")
+
+
+def test_a_request_named_like_anothers_neither_reads_nor_changes_its_figures(start: Start) -> None:
+    server, engine = start("ada", "bob")
+    engine.ran("r", shown("ada"))
+    adas = server.get("/v1/agentspec/requests/r", headers=bearer("ada")).json()
+    figures = engine.metrics[0].begin("r", engine.ran("other", shown("bob")).caller)
+    figures.tokens += 7
+    assert server.get("/v1/agentspec/requests/r", headers=bearer("ada")).json() == adas
+    assert server.get("/v1/agentspec/requests/r", headers=bearer("bob")).json()["tokens"] == 7
+
+
+def test_without_keys_figures_are_told_to_all_callers(start: Start) -> None:
+    server, engine = start()
+    engine.ran("r", None)
+    assert server.get("/v1/agentspec/requests/r").status_code == 200
+    assert server.get("/v1/agentspec/requests/r", headers=bearer("anything")).status_code == 200
+
+
+def test_behind_a_gateway_figures_are_told_to_whom_its_header_names(start: Start) -> None:
+    server, engine = start(principal_header="X-Principal")
+    engine.ran("r", Presented([(b"x-principal", b"ada")]))
+    for headers, status in (({"X-Principal": "ada"}, 200), ({"X-Principal": "bob"}, 404), ({}, 404)):
+        assert server.get("/v1/agentspec/requests/r", headers=headers).status_code == status
+    twice = [("X-Principal", "ada"), ("X-Principal", "bob")]
+    assert server.get("/v1/agentspec/requests/r", headers=twice).status_code == 404
+    engine.ran("of nobody", None)
+    assert server.get("/v1/agentspec/requests/of nobody").status_code == 404
+
+
+def test_the_administrators_key_opens_agentspecs_routes_only(start: Start) -> None:
+    server, _ = start("ada")
+    for path, status in {
+        "/v1/agentspec/stats": 200,
+        "/v1/agentspec": 200,
+        "/v1/agentspecs": 401,
+        "/v1/completions": 401,
+        "/v1/agentspec/../completions": 401,
+    }.items():
+        assert server.get(path, headers=bearer(ADMIN)).status_code == status, path
+
+
+def test_all_engines_answer_and_get_no_time_limit(start: Start) -> None:
+    server, engine = start()
+    assert server.get("/v1/agentspec/stats").json() == {"engines": [{"engine": 0}, {"engine": 1}]}
+    assert engine.limits == [None, None]
+
+
+def test_an_engine_that_does_not_answer_is_a_503(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "_RPC_SECONDS", 0.05)
+    server, engine = start()
+    engine.delay = 30.0
+    begin = time.monotonic()
+    answer = server.get("/v1/agentspec/stats")
+    assert answer.status_code == 503 and "try again" in answer.json()["detail"]
+    assert time.monotonic() - begin < 10
+
+
+def test_a_path_that_vllm_leaves_unguarded_makes_nobody(start: Start) -> None:
+    server, engine = start("ada")
+    assert server.get("/invocations").json() == "?"
+    ada = engine.tagger.callers.caller_of(shown("ada")).principal
+    assert server.get("/invocations", headers=bearer("ada")).json() == server.get("/v1/x", headers=bearer("ada")).json()
+    assert server.get("/v1/x", headers=bearer("ada")).json() == ada
+
+
+async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() -> None:
+    """The server may start a request's task in the context of the request before."""
+    found: list[Presented | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(frontend.presented())
+        if len(found) == 1:
+            await asyncio.create_task(request(b"bob"))
+
+    middleware = frontend.CallerMiddleware(app)
+
+    async def request(name: bytes) -> None:
+        await middleware({"type": "http", "headers": [(b"x-principal", name)]}, None, None)
+
+    await request(b"ada")
+    assert [presented and presented.all("x-principal") for presented in found] == [["ada"], ["bob"]]
+    assert frontend.presented() is None
+
+
+class TestFigures:
+    def test_those_of_a_running_request_outlast_any_number_of_others(self) -> None:
+        metrics = Metrics()
+        running = metrics.begin("long", "ada")
+        running.tokens = 5
+        for number in range(50_000):
+            metrics.end(metrics.begin(f"r{number}", "bob"))
+        assert metrics.request("long", "ada") == running.as_dict("long")
+        metrics.end(running)
+        assert metrics.request("long", "ada") is not None
+        assert metrics.request("r0", "bob") is None and metrics.request("r49999", "bob") is not None
+
+    def test_the_finished_ones_are_bounded(self) -> None:
+        metrics = Metrics()
+        for number in range(50_000):
+            metrics.end(metrics.begin(f"r{number}", None))
+        assert sum(metrics.request(f"r{number}") is not None for number in range(50_000)) == 4_096
+
+    def test_the_samples_of_a_request_share_them_until_the_last_has_ended(self) -> None:
+        metrics = Metrics()
+        first, second = metrics.begin("r", None), metrics.begin("r", None)
+        assert first is second
+        metrics.end(first)
+        third = metrics.begin("r", None)
+        assert third is first
+        metrics.end(second)
+        metrics.end(third)
+        assert metrics.begin("r", None) is first
