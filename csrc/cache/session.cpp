@@ -13,9 +13,11 @@ std::size_t common_prefix(std::span<const Token> a, std::span<const Token> b) {
 
 }  // namespace
 
-std::optional<Position> Session::position_of(std::uint64_t hash) const {
+// Returns where a context ends, unless more than `most_missing` tokens in front of it aren't here.
+std::optional<Position> Session::position_of(std::uint64_t hash, std::size_t most_missing) const {
   const auto found = places_.find(hash);
   if (found == places_.end() || found->second == kNowhere) return std::nullopt;
+  if (most_missing < kNowhere && missing_at(found->second) > most_missing) return std::nullopt;
   return found->second;
 }
 
@@ -51,26 +53,28 @@ std::optional<Position> Session::parent_of(const Turn& turn) const {
 }
 
 std::optional<Prefix> Session::find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const {
-  return longest({}, position_of(0), prompt, blocks);
+  return longest({}, position_of(0), prompt, blocks, kNowhere);
 }
 
 // Returns the longest known prefix of a context that goes on behind `from` with `tokens`, if it is at least as long as
-// `from`, which ends at `position`, if that is known.
+// `from`, which ends at `position`, if that is known. At most `most_missing` tokens in front of it aren't here.
 std::optional<Prefix> Session::longest(ContextHash from, std::optional<Position> position,
-                                      std::span<const Token> tokens, std::span<const std::uint64_t> blocks) const {
+                                      std::span<const Token> tokens, std::span<const std::uint64_t> blocks,
+                                       std::size_t most_missing) const {
   for (std::size_t b = blocks.size(); b-- > 0;) {
     if (!places_.contains(blocks[b])) continue;
     const ContextHash at{blocks[b], (from.length / kBlock + b + 1) * kBlock};
-    const auto prefix = furthest(at, position_of(at.value), tokens.subspan(at.length - from.length));
+    const auto behind = tokens.subspan(at.length - from.length);
+    const auto prefix = furthest(at, position_of(at.value, most_missing), behind, most_missing);
     if (prefix) return prefix;
   }
-  return furthest(from, position, tokens);
+  return furthest(from, position, tokens, most_missing);
 }
 
 // Returns the furthest known end of a context before the next block boundary: in the text at `position`, or behind one
 // of the places on the way.
 std::optional<Prefix> Session::furthest(ContextHash at, std::optional<Position> position,
-                                        std::span<const Token> tokens) const {
+                                        std::span<const Token> tokens, std::size_t most_missing) const {
   tokens = tokens.first(std::min(tokens.size(), kBlock - 1 - at.length % kBlock));
   std::optional<Prefix> best;
   for (;;) {
@@ -83,7 +87,7 @@ std::optional<Prefix> Session::furthest(ContextHash at, std::optional<Position> 
     if (tokens.empty()) return best;
     at.add(tokens.front());
     tokens = tokens.subspan(1);
-    position = position_of(at.value);
+    position = position_of(at.value, most_missing);
   }
 }
 
@@ -145,7 +149,7 @@ bool Session::append(const Turn& turn) {
   ContextHash context{turn.parent, turn.kept};
   newest_ = context;
   newest_.add(tokens, blocks);
-  const auto prefix = longest(context, parent_of(turn), tokens, blocks);
+  const auto prefix = longest(context, parent_of(turn), tokens, blocks, turn.kept);
   const std::size_t known = prefix ? prefix->length - turn.kept : 0;
   const bool is_new = known < tokens.size();
   auto end = prefix ? prefix->position : Position{0};

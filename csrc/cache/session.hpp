@@ -86,12 +86,13 @@ class Session final : public CacheEntry {
     std::uint64_t hash, position;
   };
 
-  std::optional<Position> position_of(std::uint64_t hash) const;
+  std::optional<Position> position_of(std::uint64_t hash, std::size_t most_missing = kNowhere) const;
   std::optional<Position> parent_of(const Turn& turn) const;
   bool goes_on_to(ContextHash context, Position position, std::size_t length, std::uint64_t hash) const;
   std::optional<Prefix> longest(ContextHash from, std::optional<Position> position, std::span<const Token> tokens,
-                               std::span<const std::uint64_t> blocks) const;
-  std::optional<Prefix> furthest(ContextHash at, std::optional<Position> position, std::span<const Token> tokens) const;
+                                std::span<const std::uint64_t> blocks, std::size_t most_missing) const;
+  std::optional<Prefix> furthest(ContextHash at, std::optional<Position> position, std::span<const Token> tokens,
+                                 std::size_t most_missing) const;
   std::span<const Token> before(Position position) const;
   void begin_document(const std::optional<Prefix>& prefix, ContextHash context, Token first);
   void set_place(std::uint64_t hash, Position position);

@@ -106,7 +106,7 @@ class Turns:
 
     def find(self, prompt: list[int]) -> Prefix | None:
         """Return the longest prefix of a prompt that the session knows; the text of its beginning may be missing."""
-        return self._longest(Context().walk(prompt), self.places.get(0), prompt)
+        return self._longest(Context().walk(prompt), self.places.get(0), prompt, WORD)
 
     def missing_at(self, position: int) -> int:
         return next(document.missing for document in reversed(self.documents) if document.begin <= position)
@@ -128,7 +128,7 @@ class Turns:
         tokens = turn.prompt_tail + turn.response
         contexts = Context(turn.parent, turn.kept).walk(tokens)
         self.newest = contexts[-1]
-        prefix = self._longest(contexts, self._parent_of(turn), tokens)
+        prefix = self._longest(contexts, self._parent_of(turn), tokens, turn.kept)
         known = prefix.length - turn.kept if prefix else 0
         is_new = known < len(tokens)
         if is_new:
@@ -177,25 +177,34 @@ class Turns:
         self.places = {key: at - cut for key, at in self.places.items() if at is not None and at >= first}
         self.records = {key: at - cut for key, at in self.records.items() if at > first}
 
-    def _longest(self, contexts: list[Context], position: int | None, tokens: list[int]) -> Prefix | None:
+    def _longest(
+        self, contexts: list[Context], position: int | None, tokens: list[int], most_missing: int
+    ) -> Prefix | None:
         """Return the longest known of the contexts, each of which goes on with a token, from the last boundary on.
 
-        position: where the first of them ends, if it is known.
+        position: where the first of them ends, if it is known. most_missing: tokens in front that need not be there.
         """
         for at in range(len(tokens), 0, -1):
             if contexts[at].length % BLOCK == 0 and contexts[at].hash in self.places:
-                prefix = self._furthest(contexts[at:], self.places[contexts[at].hash], tokens[at:])
+                place = self._position_of(contexts[at], most_missing)
+                prefix = self._furthest(contexts[at:], place, tokens[at:], most_missing)
                 if prefix:
                     return prefix
-        return self._furthest(contexts, position, tokens)
+        return self._furthest(contexts, position, tokens, most_missing)
 
-    def _furthest(self, contexts: list[Context], position: int | None, tokens: list[int]) -> Prefix | None:
+    def _position_of(self, context: Context, most_missing: int) -> int | None:
+        position = self.places.get(context.hash)
+        return None if position is None or self.missing_at(position) > most_missing else position
+
+    def _furthest(
+        self, contexts: list[Context], position: int | None, tokens: list[int], most_missing: int
+    ) -> Prefix | None:
         """Return the furthest known end before the next boundary: in the text behind each place on the way."""
         best: Prefix | None = None
         limit = min(len(tokens), BLOCK - 1 - contexts[0].length % BLOCK)
         for at in range(limit + 1):
             if at > 0:
-                position = self.places.get(contexts[at].hash)
+                position = self._position_of(contexts[at], most_missing)
             if position is None:
                 continue
             same = 0
