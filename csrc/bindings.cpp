@@ -249,7 +249,13 @@ void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, st
 
 nb::tuple stats(Cache& cache) {
   const Stats stats = cache.stats();
-  return nb::make_tuple(stats.tokens, stats.bytes, stats.sessions, stats.requests, stats.tenants, stats.pending);
+  return nb::make_tuple(stats.tokens, stats.bytes, stats.sessions, stats.requests, stats.tenants, stats.pending,
+                        stats.leaving);
+}
+
+nb::tuple recount(Cache& cache) {
+  const Size sum = cache.recount();
+  return nb::make_tuple(sum.tokens, sum.bytes, sum.sessions, sum.pending, sum.leaving);
 }
 
 }  // namespace
@@ -316,6 +322,7 @@ NB_MODULE(_native, module) {
       .def(
           "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
       .def("stats", &stats)
+      .def("recount", &recount)
       .def("save", &Cache::save, "path"_a, Released())
       .def("load", &Cache::load, "path"_a, Released());
 }

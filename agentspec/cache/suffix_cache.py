@@ -23,6 +23,7 @@ from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_tokens, limit_numbers
 from agentspec.cache.types import (
+    DEFAULT_MAX_BYTES,
     SCOPES,
     SOURCES,
     Budget,
@@ -76,10 +77,12 @@ _UNNAMED = ""
 class SuffixCache:
     """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
-    max_tokens, max_bytes: budget for the text of finished requests (None: no limit). per_tenant, per_session: budgets
-    of a single tenant and session. The least recently used sessions and groups and the oldest part of a tenant's index
-    are evicted first, but never what a running request drafts from. A session over its own budget keeps its newest
-    part. A token counts as 12 bytes. vocab_size: token ids must be below it (None: below 2**31).
+    max_bytes: budget for all memory: texts, indexes, what was learned, sessions, groups, tenants and running requests
+    (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
+    per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
+    of a tenant's index are evicted first. Of what a running request drafts from, the older half goes where nothing else
+    is left. A session over its own budget keeps its newest part. vocab_size: token ids must be below it (None: below
+    2**31).
     Raises ConfigurationError for a value out of range.
     """
 
@@ -87,7 +90,7 @@ class SuffixCache:
         self,
         *,
         max_tokens: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | None = DEFAULT_MAX_BYTES,
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
@@ -345,7 +348,7 @@ class SuffixCache:
         self,
         *,
         max_tokens: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | None = DEFAULT_MAX_BYTES,
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
     ) -> None:
@@ -369,7 +372,7 @@ class SuffixCache:
         path: str | Path,
         *,
         max_tokens: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | None = DEFAULT_MAX_BYTES,
         per_tenant: Budget | None = None,
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,

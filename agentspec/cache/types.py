@@ -22,6 +22,9 @@ Scope = Literal["tenant", "session", "none"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 """All scopes, from the widest to the narrowest."""
 
+DEFAULT_MAX_BYTES = 2**30
+"""Budget for all memory of a cache, in bytes."""
+
 Int32Array = NDArray[np.int32]
 UInt8Array = NDArray[np.uint8]
 UInt64Array = NDArray[np.uint64]
@@ -184,8 +187,10 @@ def record_of(writer: str, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Hold a cache's sizes. tokens: held for sessions, groups and tenants (`max_tokens` limits them). bytes: all
-    indexes with those of running requests, but not the 2 MB that each tenant has learned. pending: tokens not indexed.
+    """Hold a cache's sizes.
+
+    tokens: kept of finished requests (`max_tokens` limits them). bytes: all memory of the cache (`max_bytes` limits
+    it). pending: tokens not indexed yet. leaving: part of `bytes` that was evicted and not given back yet.
     """
 
     tokens: int
@@ -194,3 +199,4 @@ class CacheStats:
     requests: int
     tenants: int
     pending: int
+    leaving: int

@@ -16,6 +16,7 @@ from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, FixedRule
 from agentspec.cache.store import default_store_url
+from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
 
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
@@ -86,12 +87,12 @@ class Settings(BaseModel):
     """Texts that a request drafts from beside its own: "tenant" (session, group and tenant), "session", or "none"."""
     store: str = Field(default_factory=default_store)
     """URL of the store: ``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
-    max_tokens: int = Field(default=8_000_000, ge=1_000, le=2_000_000_000)
-    """Budget of all suffix indexes together, in tokens (about 12 bytes each)."""
-    max_bytes: int | None = Field(default=None, ge=100_000)
-    """Budget of all suffix indexes together, in bytes (12 for each token); None: only `max_tokens` applies."""
+    max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1_000_000)
+    """Budget of all that the suffix cache holds in memory, in bytes."""
+    max_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
+    """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
-    """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_tokens` applies."""
+    """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
     """Number of newest stored turns to read into the suffix indexes at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)

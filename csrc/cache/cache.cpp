@@ -36,17 +36,39 @@ DraftRequest Request::for_drafter() {
   return {sources, index.text(), state, draft, *learned};
 }
 
+Size Request::size() const {
+  Size size;
+  size.bytes = heap_bytes(sizeof *this) + index.bytes() + heap_bytes(state.ends.capacity() * sizeof(Token)) +
+               heap_bytes(draft.path.capacity() * sizeof(ScoredPosition)) +
+               heap_bytes(draft.taken.capacity() * sizeof(Candidate));
+  if (!session && !shared) size.bytes += learned->bytes();
+  size.pending = index.pending();
+  return size;
+}
+
 Cache::Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size)
     : settings_(settings), vocab_size_(vocab_size), drafter_(make_drafter(settings)), entries_(settings, limits) {}
 
+CacheEntry* Cache::teacher_of(const Request& request) {
+  return request.shared ? static_cast<CacheEntry*>(request.tenant.get()) : request.session.get();
+}
+
 std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
-  std::shared_ptr<Learned> learned;
-  if (request.shared) {
-    learned = entries_.learned_of(*request.tenant);
-  } else if (request.session) {
-    learned = entries_.learned_of(*request.session);
+  CacheEntry* const teacher = teacher_of(request);
+  if (!teacher) return std::make_shared<Learned>(settings_, Learned::kRequestBits);
+  return entries_.learned_of(*teacher);
+}
+
+// Updates the sums to what the request holds, and to what its teacher learned since.
+void Cache::count(Request& request) {
+  const Size now = request.size();
+  if (now.bytes != request.counted.bytes || now.pending != request.counted.pending) {
+    entries_.count_request(std::exchange(request.counted, now), now);
   }
-  return learned ? learned : std::make_shared<Learned>(settings_, Learned::kRequestBits);
+  CacheEntry* const teacher = teacher_of(request);
+  if (!teacher || teacher->gone) return;
+  const std::size_t learned = request.learned->bytes();
+  if (std::exchange(request.learned_bytes, learned) != learned) entries_.count(*teacher);
 }
 
 void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
@@ -75,12 +97,14 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   advance(*requests_[slot], kIndexPerCall);
+  count(*requests_[slot]);
 }
 
 void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
   std::lock_guard lock(mutex_);
   BySource accepted{}, drafted{};
   take(request(slot), tokens, kMaxDraft, accepted, drafted);
+  count(request(slot));
 }
 
 std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record) {
@@ -125,6 +149,7 @@ void Cache::abort(std::size_t slot) {
 
 void Cache::release(std::size_t slot) {
   const auto ended = std::move(requests_.at(slot));
+  entries_.count_request(ended->counted, {});
   for (CacheEntry* entry : ended->entries()) {
     if (!entry) continue;
     --entry->running;
@@ -189,6 +214,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
     for (bool more = true; more;) {  // in slices, so that a step can run in between
       std::lock_guard lock(mutex_);
       group->corpus.sweep(kIndexPerCall);
+      if (!group->gone) entries_.count(*group);
       more = !group->corpus.swept();
     }
   }
@@ -197,7 +223,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
 bool Cache::has_session(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto session = entries_.find_session(key);
-  return session && session->size().tokens > 0;
+  return session && session->tokens() > 0;
 }
 
 std::shared_ptr<CacheEntry> Cache::find(const std::string* session, const std::string* group) const {
@@ -220,7 +246,9 @@ std::size_t Cache::catch_up(std::size_t budget) {
   std::lock_guard lock(mutex_);
   std::size_t left = budget - entries_.catch_up(budget);
   for (const auto& current : requests_) {
-    if (current) left -= current->index.advance(left);
+    if (!current) continue;
+    left -= current->index.advance(left);
+    count(*current);
   }
   return budget - left;
 }
@@ -233,24 +261,19 @@ void Cache::resize(Limits limits) {
 
 Stats Cache::stats() {
   std::lock_guard lock(mutex_);
-  Stats stats;
-  stats.tokens = entries_.held().tokens;
+  Stats stats{entries_.held()};
   stats.tenants = entries_.tenants().by_key.size();
-  const auto add = [&](std::size_t bytes, const SuffixIndex& index) {
-    stats.bytes += bytes;
-    stats.pending += index.pending();
-  };
-  for (const auto& [key, entry] : entries_.entries().by_key) {
-    add(entry->bytes(), entry->index());
-    stats.sessions += key.front() == 's' && entry->size().tokens > 0;
-  }
-  for (const auto& [key, tenant] : entries_.tenants().by_key) add(tenant->bytes(), tenant->index());
-  for (const auto& current : requests_) {
-    if (!current) continue;
-    add(current->index.bytes(), current->index);
-    ++stats.requests;
-  }
+  stats.requests = static_cast<std::size_t>(std::ranges::count_if(requests_, [](const auto& r) { return !!r; }));
   return stats;
+}
+
+Size Cache::recount() {
+  std::lock_guard lock(mutex_);
+  Size sum = entries_.recount();
+  for (const auto& current : requests_) {
+    if (current) sum += current->size();
+  }
+  return sum;
 }
 
 // Indexes pending positions of a request and its entries, and removes dropped ones. Returns the budget used.
@@ -318,6 +341,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     budget -= advance(current, budget);
     drafter_->draft(current.for_drafter(), sound ? draft_limit(room[i]) : 0, cost);
     current.draft.open = sound;
+    count(current);
     write(current, drafts);
     drafts.accepted.push_back(accepted);
     drafts.drafted.push_back(drafted);
@@ -338,6 +362,7 @@ Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts e
     } else {
       current.draft.clear();
     }
+    count(current);
     write(current, drafts);
   }
   return drafts;

@@ -29,8 +29,8 @@ struct Drafts {
   std::vector<BySource> accepted, drafted;  // of each request's previous draft: tokens accepted, and verified
 };
 
-struct Stats {
-  std::size_t tokens = 0, bytes = 0, sessions = 0, requests = 0, tenants = 0, pending = 0;
+struct Stats : Size {
+  std::size_t requests = 0, tenants = 0;
 };
 
 // Refers to the engine's tokens: each row holds the prompt and output of one request.
@@ -58,7 +58,10 @@ struct Request {
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
   MatchState state;
   Draft draft;
+  Size counted;                  // its part of the sums over all that is held
+  std::size_t learned_bytes = 0;  // of `learned` when it was counted last
 
+  Size size() const;
   // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
   DraftRequest for_drafter();
@@ -91,6 +94,7 @@ class Cache {
   std::size_t catch_up(std::size_t budget);
   void resize(Limits limits);
   Stats stats();
+  Size recount();  // what stats() says, added up anew
 
   // `cost`: price of verifying one more token, as a share of a step.
   Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost);
@@ -110,7 +114,10 @@ class Cache {
 
  private:
   Request& request(std::size_t slot) { return *requests_.at(slot); }
+  // Returns the entry whose learned state a request uses and adds to; null: it has its own.
+  static CacheEntry* teacher_of(const Request& request);
   std::shared_ptr<Learned> learned_of(const Request& request);
+  void count(Request& request);
   void release(std::size_t slot);
   static Turn turn_of(const Request& request, std::optional<std::size_t> output_limit);
   void keep(const Request& of, const Turn& turn, bool restored);

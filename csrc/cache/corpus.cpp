@@ -36,6 +36,7 @@ void Corpus::add(const std::string* session, std::uint64_t record, std::span<con
 
 void Corpus::forget(const Document& document) {
   tokens_ -= document.end - document.begin;
+  dropped_tokens_ += document.end - document.begin;
   records_.erase(document.record);
 }
 
@@ -45,9 +46,13 @@ void Corpus::drop_oldest() {
   documents_.pop_front();
 }
 
+void Corpus::drop_older_half() {
+  for (std::size_t left = (documents_.size() + 1) / 2; left > 0; --left) drop_oldest();
+}
+
 void Corpus::drop_session(const std::string& session) {
   const std::uint64_t hash = hash_of(session);
-  std::erase_if(documents_, [&](const Document& document) {
+  documents_.erase_if([&](const Document& document) {
     if (document.session != hash) return false;
     forget(document);
     dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
@@ -60,26 +65,33 @@ std::size_t Corpus::sweep(std::size_t budget) {
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
   const Stopwatch stopwatch;
   std::size_t done = 0;
+  bool removed_some = false;
   do {  // at least once: callers repeat the call until it returns 0, which the clock must not cause
     Document& oldest = dropped_.front();
     const std::size_t some = std::min(most - done, kSweepSome);
+    const Position end = oldest.end;
     const std::size_t removed = index_.remove(oldest.begin, oldest.end, some);
+    dropped_tokens_ -= end - oldest.end;
+    removed_some = removed_some || removed > 0;
     done += removed;
     if (removed == some) continue;  // if nothing is left of it, the next round finds out
+    dropped_tokens_ -= oldest.end - oldest.begin;
     dropped_.pop_front();
     if (erased_ > 0) --erased_;
     ++done;  // a document without indexed positions takes time, too
   } while (!dropped_.empty() && done < most && !stopwatch.over(kSweepTime));
-  release();
+  release(removed_some);
   return std::min(budget, done * kSweepCost);
 }
 
-// Gives back the memory in front of the oldest document that is still there.
-void Corpus::release() {
+// Gives back the memory in front of the oldest document that is still there. `removed`: positions left the index, so its
+// version has changed and they may be moved.
+void Corpus::release(bool removed) {
+  if (documents_.empty() && dropped_.empty()) return index_.clear();
   auto front = static_cast<Position>(index_.size());
   if (!documents_.empty()) front = documents_.front().begin;
   for (std::size_t i = 0; i < std::min(erased_ + 1, dropped_.size()); ++i) front = std::min(front, dropped_[i].begin);
-  const Position moved = index_.release_before(front);
+  const Position moved = index_.release_before(front, removed);
   if (moved == 0) return;
   for (auto* list : {&documents_, &dropped_}) {
     for (Document& document : *list) {
@@ -100,7 +112,13 @@ void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& docume
 }
 
 std::size_t Corpus::bytes() const {
-  return index_.bytes() + (documents_.size() + dropped_.size()) * sizeof(Document) + records_.size() * kBytesPerRecord;
+  return index_.bytes() + documents_.bytes() + dropped_.bytes() + set_bytes(records_);
+}
+
+std::size_t Corpus::leaving() const {
+  if (dropped_tokens_ == 0) return 0;
+  const double share = static_cast<double>(dropped_tokens_) / static_cast<double>(tokens_ + dropped_tokens_);
+  return static_cast<std::size_t>(share * static_cast<double>(index_.bytes()));
 }
 
 }  // namespace agentspec

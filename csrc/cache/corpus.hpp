@@ -2,13 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <span>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
 #include "index/suffix_index.hpp"
+#include "storage/queue.hpp"
 #include "storage/snapshot.hpp"
 
 namespace agentspec {
@@ -18,8 +18,6 @@ namespace agentspec {
 // A dropped document counts as gone at once. Its positions leave the index with the next sweeps, a few at a time.
 class Corpus {
  public:
-  static constexpr std::size_t kBytesPerRecord = 40;
-
   struct Document {
     std::uint64_t session;  // hash of its key; 0: no session
     std::uint64_t record;   // names the turn in the store; 0: it has no name
@@ -31,6 +29,7 @@ class Corpus {
   void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
            std::span<const Token> response);
   void drop_oldest();
+  void drop_older_half();
   void drop_session(const std::string& session);
 
   // Indexes at most `budget` pending positions. Returns how many.
@@ -42,7 +41,8 @@ class Corpus {
   bool empty() const { return documents_.empty(); }
   bool swept() const { return dropped_.empty(); }
   std::size_t tokens() const { return tokens_; }
-  std::size_t bytes() const;  // in memory now
+  std::size_t bytes() const;    // in memory now
+  std::size_t leaving() const;  // about as many of them will go with the dropped documents
 
   // Saves or loads the corpus. To be saved it must be swept().
   template <class Archive>
@@ -55,14 +55,15 @@ class Corpus {
 
  private:
   void restore(SnapshotReader& reader, const std::vector<Document>& documents);
-  void release();
+  void release(bool removed);
   void forget(const Document& document);
 
   SuffixIndex index_;
-  std::deque<Document> documents_;
-  std::deque<Document> dropped_;  // documents of erased sessions first, then the others, oldest first
+  Queue<Document> documents_;
+  Queue<Document> dropped_;  // documents of erased sessions first, then the others, oldest first
   std::size_t erased_ = 0;        // documents of erased sessions in dropped_
   std::size_t tokens_ = 0;        // in documents_
+  std::size_t dropped_tokens_ = 0;
   std::unordered_set<std::uint64_t> records_;  // of documents_
 };
 

@@ -1,6 +1,7 @@
 #include "cache/entries.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace agentspec {
@@ -8,9 +9,22 @@ namespace {
 
 constexpr std::size_t kEverything = std::size_t{1} << 62;
 
-bool is_session(const CacheEntry& entry) { return entry.key.front() == 's'; }
+// What the maps that find an entry take for it: a node each by key and by use, one in its tenant's set, and the
+// reference count beside it.
+constexpr std::size_t kInMaps = heap_bytes(64) + heap_bytes(48) + heap_bytes(16) + 8 + 32;
 
 }  // namespace
+
+Size CacheEntry::size() const {
+  Size size;
+  size.tokens = tokens();
+  size.bytes = bytes() + kInMaps + (key.capacity() > 15 ? heap_bytes(key.capacity() + 1) : 0);
+  if (learned) size.bytes += learned->bytes();
+  size.leaving = leaving();
+  size.pending = index().pending();
+  size.sessions = is_session() && size.tokens > 0;
+  return size;
+}
 
 std::size_t Group::advance(std::size_t budget) {
   std::size_t left = budget;
@@ -21,29 +35,30 @@ std::size_t Group::advance(std::size_t budget) {
 
 std::shared_ptr<Tenant> CacheEntries::tenant(const std::string* key) {
   if (!key) return nullptr;
-  auto& entry = tenants_.by_key[*key];
-  if (!entry) {
-    entry = std::make_shared<Tenant>();
-    entry->key = *key;
+  auto found = tenants_.find(*key);
+  if (!found) {
+    found = std::make_shared<Tenant>();
+    found->key = *key;
+    tenants_.add(found);
+    count(*found);
   }
-  const auto found = entry;
   touch(*found);
-  while (tenants_.by_key.size() > kMaxTenants && forget_oldest_tenant()) {
-  }
   return found;
 }
 
 template <class Entry>
 std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::shared_ptr<Tenant>& tenant) {
-  auto& entry = entries_.by_key[key];
-  if (!entry) {
-    entry = std::make_shared<Entry>();
-    entry->key = key;
-    entry->tenant = tenant;
-    tenant->entries.insert(entry.get());
+  auto found = entries_.find(key);
+  if (!found) {
+    found = std::make_shared<Entry>();
+    found->key = key;
+    found->tenant = tenant;
+    tenant->entries.insert(found.get());
+    entries_.add(found);
+    count(*found);
   }
-  touch(*entry);
-  return std::static_pointer_cast<Entry>(entry);
+  touch(*found);
+  return std::static_pointer_cast<Entry>(found);
 }
 
 std::shared_ptr<Session> CacheEntries::session(const std::string* key, const std::shared_ptr<Tenant>& tenant) {
@@ -64,40 +79,52 @@ std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) cons
 std::shared_ptr<CacheEntry> CacheEntries::find_group(const std::string& key) const { return entries_.find("g" + key); }
 
 void CacheEntries::touch(CacheEntry& entry) {
-  if (entry.tenant) {
-    entries_.use(entry, ++tick_);
-  } else {
-    tenants_.use(static_cast<Tenant&>(entry), ++tick_);
-  }
+  if (entry.tenant) return entries_.use(entry, ++tick_);
+  use(static_cast<Tenant&>(entry), ++tick_);
 }
 
-// Lets at most kMaxLearners tenants keep what they learned. One is replaced only after a rest: if more took turns, all
-// would start anew all the time. Returns null if none has rested.
-std::shared_ptr<Learned> CacheEntries::learned_of(Tenant& tenant) {
-  if (tenant.learned) return tenant.learned;
-  if (learners_ >= kMaxLearners) {
-    const auto oldest = std::ranges::find_if(tenants_.by_use, [](const auto& used) { return !!used.second->learned; });
-    if (tick_ - oldest->first < kLearnerRest) return nullptr;
-    oldest->second->learned.reset();
-    --learners_;
-  }
-  ++learners_;
-  return tenant.learned = std::make_shared<Learned>(settings_, Learned::kTenantBits);
+void CacheEntries::use(Tenant& tenant, std::uint64_t tick) {
+  const bool with_text = with_texts_.erase(tenant.used) > 0;
+  tenants_.use(tenant, tick);
+  if (with_text) with_texts_[tick] = &tenant;
 }
 
-std::shared_ptr<Learned> CacheEntries::learned_of(Session& session) {
-  if (!session.learned) {
-    session.learned = std::make_shared<Learned>(settings_, Learned::kSessionBits);
-    count(session);
+// Returns the size of an entry's reranker, log2. A tenant's takes at most a sixteenth of a small budget.
+unsigned CacheEntries::learned_bits(const CacheEntry& entry) const {
+  if (entry.tenant) return Learned::kSessionBits;
+  const std::size_t most = limits.process.bytes / 16 / Reranker::kBytesPerWeight;
+  if (most == 0) return Learned::kTenantBits;
+  return std::clamp(static_cast<unsigned>(std::bit_width(most)) - 1, Learned::kRequestBits, Learned::kTenantBits);
+}
+
+std::shared_ptr<Learned> CacheEntries::learned_of(CacheEntry& entry) {
+  if (!entry.learned) {
+    entry.learned = std::make_shared<Learned>(settings_, learned_bits(entry));
+    count(entry);
   }
-  return session.learned;
+  return entry.learned;
 }
 
 void CacheEntries::count(CacheEntry& entry) {
   const Size before = std::exchange(entry.counted, entry.size());
   Tenant& tenant = entry.tenant ? *entry.tenant : static_cast<Tenant&>(entry);
   for (Size* sum : {&held_, &tenant.held}) (*sum += entry.counted) -= before;
-  if (!entry.tenant) (corpora_ += entry.counted) -= before;
+  if (entry.tenant) return;
+  (corpora_ += entry.counted) -= before;
+  beside_ -= std::exchange(tenant.beside, tenant.counted.bytes - tenant.corpus.bytes());
+  beside_ += tenant.beside;
+  if (tenant.corpus.empty()) {
+    with_texts_.erase(tenant.used);
+  } else {
+    with_texts_[tenant.used] = &tenant;
+  }
+}
+
+Size CacheEntries::recount() const {
+  Size sum;
+  for (const auto& [key, tenant] : tenants_.by_key) sum += tenant->size();
+  for (const auto& [key, entry] : entries_.by_key) sum += entry->size();
+  return sum;
 }
 
 std::size_t CacheEntries::advance(CacheEntry& entry, std::size_t budget) {
@@ -118,7 +145,7 @@ void CacheEntries::drop(CacheEntry& entry) {
 }
 
 void CacheEntries::forget_if_empty(CacheEntry& entry) {
-  if (!entry.gone && entry.running == 0 && entry.size().tokens == 0) drop(entry);
+  if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
 }
 
 void CacheEntries::trim(Session& session) {
@@ -137,13 +164,18 @@ std::size_t CacheEntries::evict(Tenant* tenant) {
   return done;
 }
 
-// Evicts one entry or document, of tenant `only` or of any. If tenants' corpora are more than half of what is held,
-// drops the oldest document of the least recently used tenant. Otherwise drops the least recently used session or group
-// that no running request drafts from. Returns whether there was anything to evict.
+// Evicts one entry or document, of tenant `only` or of any. Returns whether there was anything to evict. Where tenants
+// take much beside their texts, because there are many of them or they learned much, the least recently used one goes.
 bool CacheEntries::evict_one(Tenant* only) {
-  const Size shared = only ? only->counted : corpora_;
-  const std::size_t all = only ? only->held.tokens : held_.tokens;
-  if (shared.tokens == 0 || 2 * shared.tokens <= all) {
+  if (!only && held_.over_bytes(limits.process) && kTenantShare * beside_ > held_.bytes && evict_tenant()) return true;
+  return evict_text(only) || evict_running(only) || (!only && evict_tenant());
+}
+
+// If tenants' corpora are more than half of what is held, drops the oldest document of the least recently used tenant.
+// Otherwise drops the least recently used session or group that no running request drafts from.
+bool CacheEntries::evict_text(Tenant* only) {
+  const std::size_t shared = (only ? only->counted : corpora_).tokens, all = (only ? only->held : held_).tokens;
+  if (shared == 0 || 2 * shared <= all) {
     for (const auto& [tick, entry] : entries_.by_use) {
       if (entry->running > 0 || entry->counted.tokens == 0 || (only && entry->tenant.get() != only)) continue;
       if (entry->key.front() == 'o') {  // it comes back with its session
@@ -153,23 +185,42 @@ bool CacheEntries::evict_one(Tenant* only) {
       return true;
     }
   }
-  if (shared.tokens == 0) return false;
-  Tenant* oldest = only;
-  for (auto used = tenants_.by_use.begin(); !oldest || oldest->corpus.empty(); ++used) oldest = used->second;
-  oldest->corpus.drop_oldest();
-  count(*oldest);
+  if (shared == 0) return false;
+  Tenant& oldest = only ? *only : *with_texts_.begin()->second;
+  oldest.corpus.drop_oldest();
+  count(oldest);
   return true;
 }
 
-// Forgets the least recently used tenant without running requests. Returns false if there is none but the newest.
-bool CacheEntries::forget_oldest_tenant() {
+// Drops the older half of the least recently used session or group that running requests draft from.
+bool CacheEntries::evict_running(Tenant* only) {
+  for (const auto& [tick, entry] : entries_.by_use) {
+    if (entry->counted.tokens == 0 || (only && entry->tenant.get() != only)) continue;
+    if (entry->is_session()) {
+      static_cast<Session&>(*entry).trim(entry->counted.tokens / 2);
+    } else {
+      static_cast<Group&>(*entry).corpus.drop_older_half();
+    }
+    count(*entry);
+    return true;
+  }
+  return false;
+}
+
+// Drops a session or group of the least recently used tenant without running requests, or the tenant if it has none.
+// Returns false if there is no such tenant but the newest.
+bool CacheEntries::evict_tenant() {
   const auto idle = std::ranges::find_if(tenants_.by_use, [](const auto& used) { return used.second->running == 0; });
   if (idle == tenants_.by_use.end() || std::next(idle) == tenants_.by_use.end()) return false;
   Tenant& tenant = *idle->second;
-  while (!tenant.entries.empty()) drop(**tenant.entries.begin());
+  if (!tenant.entries.empty()) {
+    drop(**tenant.entries.begin());
+    return true;
+  }
   held_ -= tenant.counted;
   corpora_ -= tenant.counted;
-  if (tenant.learned) --learners_;
+  beside_ -= tenant.beside;
+  with_texts_.erase(tenant.used);
   tenants_.erase(tenant);
   return true;
 }
@@ -181,7 +232,7 @@ std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::stri
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};
   for (const CacheEntry* entry : tenant->entries) {
-    if (!is_session(*entry)) sharing.push_back(std::static_pointer_cast<Group>(entries_.find(entry->key)));
+    if (!entry->is_session()) sharing.push_back(std::static_pointer_cast<Group>(entries_.find(entry->key)));
   }
   for (const auto& group : sharing) {
     group->corpus.drop_session("s" + key);
@@ -217,7 +268,7 @@ void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicyS
 
 template <class Archive>
 void describe(Archive& archive, CacheEntry& entry, const PolicySettings& settings) {
-  if (is_session(entry)) {
+  if (entry.is_session()) {
     describe(archive, entry.learned, settings, Learned::kSessionBits);
     static_cast<Session&>(entry).describe(archive);
   } else {
@@ -233,16 +284,16 @@ void CacheEntries::save(SnapshotWriter& writer) {
   for (const auto& [used, entry] : entries_.by_use) {
     while (advance(*entry, kEverything) > 0) {
     }
-    if (entry->size().tokens > 0) held.push_back(entry);  // otherwise only a running request knows it
+    if (entry->tokens() > 0) held.push_back(entry);  // otherwise only a running request knows it
   }
   writer.number(tick_);
   writer.number(tenants_.by_key.size());
   for (const auto& [key, tenant] : tenants_.by_key) {
     while (advance(*tenant, kEverything) > 0) {
     }
-    writer.string(key);
+    writer.string(tenant->key);
     writer.number(tenant->used);
-    describe(writer, tenant->learned, settings_, Learned::kTenantBits);
+    describe(writer, tenant->learned, settings_, learned_bits(*tenant));
     tenant->describe(writer);
   }
   writer.number(held.size());
@@ -259,9 +310,8 @@ void CacheEntries::load(SnapshotReader& reader) {
   for (auto tenants = reader.number(); tenants > 0; --tenants) {
     const std::string key = reader.string();
     const auto loaded = tenant(&key);
-    tenants_.use(*loaded, reader.number());
-    describe(reader, loaded->learned, settings_, Learned::kTenantBits);
-    learners_ += loaded->learned != nullptr;
+    use(*loaded, reader.number());
+    describe(reader, loaded->learned, settings_, learned_bits(*loaded));
     loaded->describe(reader);
     count(*loaded);
   }

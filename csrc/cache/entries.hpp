@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_set>
 #include <vector>
 
@@ -16,17 +17,16 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kEvictPerCall = 64;     // sessions, groups or documents evicted in one call
-inline constexpr std::size_t kMaxTenants = 4096;     // held at a time; beyond that the least recently used is forgotten
-inline constexpr std::size_t kMaxLearners = 64;      // tenants that keep what they learned, 2 MB each
-inline constexpr std::uint64_t kLearnerRest = 1024;  // ticks without use after which one of them may be replaced
+inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documents evicted in one call
+inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
 
 // Holds responses to one problem: those of a tenant's sessions that name the group, or of one session alone.
 struct Group : CacheEntry {
   Corpus corpus;
 
-  Size size() const override { return {corpus.tokens(), Size::kBytesPerToken * corpus.tokens()}; }
-  std::size_t bytes() const override { return corpus.bytes(); }
+  std::size_t tokens() const override { return corpus.tokens(); }
+  std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
+  std::size_t leaving() const override { return corpus.leaving(); }
   const SuffixIndex& index() const override { return corpus.index(); }
   std::size_t advance(std::size_t budget) override;
 
@@ -38,17 +38,21 @@ struct Group : CacheEntry {
 
 // Holds what all sessions of one tenant share: their responses, and what was learned about drafts.
 struct Tenant final : Group {
-  Size held;  // sum over itself and its sessions and groups
+  Size held;               // sum over itself and its sessions and groups
+  std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
   std::unordered_set<CacheEntry*> entries;
+
+  std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
 };
 
-// Finds entries by key and by last use.
+// Finds entries by key and by last use. The keys are the entries' own.
 template <class Entry>
 struct EntryMap {
-  std::map<std::string, std::shared_ptr<Entry>> by_key;
+  std::map<std::string_view, std::shared_ptr<Entry>> by_key;
   std::map<std::uint64_t, Entry*> by_use;  // least recently used first
 
-  std::shared_ptr<Entry> find(const std::string& key) const {
+  void add(const std::shared_ptr<Entry>& entry) { by_key.emplace(entry->key, entry); }
+  std::shared_ptr<Entry> find(std::string_view key) const {
     const auto found = by_key.find(key);
     return found == by_key.end() ? nullptr : found->second;
   }
@@ -75,8 +79,7 @@ class CacheEntries {
   std::shared_ptr<Session> find_session(const std::string& key) const;
   std::shared_ptr<CacheEntry> find_group(const std::string& key) const;  // a named one
 
-  std::shared_ptr<Learned> learned_of(Tenant& tenant);
-  std::shared_ptr<Learned> learned_of(Session& session);
+  std::shared_ptr<Learned> learned_of(CacheEntry& entry);
 
   void touch(CacheEntry& entry);
   void count(CacheEntry& entry);  // updates the sums to its present size
@@ -84,13 +87,16 @@ class CacheEntries {
   void forget_if_empty(CacheEntry& entry);
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
   void trim(Session& session);
+  // Counts what running requests hold of their own, which nothing but their end gives back.
+  void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
   // Drops a session and its responses. Returns the tenant and the groups that must be swept to erase them.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
   std::size_t catch_up(std::size_t budget);
 
-  Size held() const { return held_; }
+  const Size& held() const { return held_; }
+  Size recount() const;  // `held`, but for requests, added up anew: a test compares them
   const EntryMap<Tenant>& tenants() const { return tenants_; }
   const EntryMap<CacheEntry>& entries() const { return entries_; }
 
@@ -102,17 +108,22 @@ class CacheEntries {
  private:
   template <class Entry>
   std::shared_ptr<Entry> entry(const std::string& key, const std::shared_ptr<Tenant>& tenant);
+  unsigned learned_bits(const CacheEntry& entry) const;
+  void use(Tenant& tenant, std::uint64_t tick);
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);
-  bool forget_oldest_tenant();
+  bool evict_tenant();
+  bool evict_text(Tenant* only);
+  bool evict_running(Tenant* only);
 
   PolicySettings settings_;
   std::uint64_t tick_ = 0;
-  Size held_;     // sessions, groups and tenants together
-  Size corpora_;  // the tenants' own corpora together
+  Size held_;               // sessions, groups, tenants and requests together
+  Size corpora_;            // the tenants themselves together
+  std::size_t beside_ = 0;  // sum of the tenants' `beside`
   EntryMap<Tenant> tenants_;
+  std::map<std::uint64_t, Tenant*> with_texts_;  // by last use
   EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and sessions' own groups (o)
-  std::size_t learners_ = 0;      // tenants with `learned`
 };
 
 }  // namespace agentspec

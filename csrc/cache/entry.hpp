@@ -11,23 +11,33 @@
 
 namespace agentspec {
 
-// Holds what budgets count. Bytes are computed from tokens, not measured: buffers grow in leaps and shrink late, so a
-// budget on measured bytes would evict too much.
-struct Size {
-  static constexpr std::size_t kBytesPerToken = 12, kBytesPerLearner = std::size_t{1} << 17;
-
+// A budget; 0 means no limit.
+struct Budget {
   std::size_t tokens = 0, bytes = 0;
-
-  Size& operator+=(Size other) { return tokens += other.tokens, bytes += other.bytes, *this; }
-  Size& operator-=(Size other) { return tokens -= other.tokens, bytes -= other.bytes, *this; }
-  bool over(Size limit) const {
-    return (limit.tokens > 0 && tokens > limit.tokens) || (limit.bytes > 0 && bytes > limit.bytes);
-  }
 };
 
-// Holds the budgets; 0 means no limit.
 struct Limits {
-  Size process, tenant, session;
+  Budget process, tenant, session;
+};
+
+// Adds up what is held. `bytes` is what it takes in memory; `leaving` is the part of it that was evicted and will be
+// given back when the work for that has been done.
+struct Size {
+  std::size_t tokens = 0, bytes = 0, leaving = 0, pending = 0, sessions = 0;
+
+  Size& operator+=(const Size& other) {
+    tokens += other.tokens, bytes += other.bytes, leaving += other.leaving;
+    pending += other.pending, sessions += other.sessions;
+    return *this;
+  }
+  Size& operator-=(const Size& other) {
+    tokens -= other.tokens, bytes -= other.bytes, leaving -= other.leaving;
+    pending -= other.pending, sessions -= other.sessions;
+    return *this;
+  }
+  bool over_tokens(Budget most) const { return most.tokens > 0 && tokens > most.tokens; }
+  bool over_bytes(Budget most) const { return most.bytes > 0 && bytes > most.bytes + leaving; }
+  bool over(Budget most) const { return over_tokens(most) || over_bytes(most); }
 };
 
 // Names what a request belongs to; null: nothing. `shared`: it drafts from its group and tenant and adds to them.
@@ -50,11 +60,16 @@ struct CacheEntry {
   std::shared_ptr<Learned> learned;   // by a tenant's requests, or a session's unshared ones; null: nothing yet
 
   virtual ~CacheEntry() = default;
-  virtual Size size() const = 0;          // as budgets count it
-  virtual std::size_t bytes() const = 0;  // in memory now
+  virtual std::size_t tokens() const = 0;
+  virtual std::size_t bytes() const = 0;                // in memory now: the object, its texts and indexes
+  virtual std::size_t leaving() const { return 0; }     // the part of them that was evicted and is still there
   virtual const SuffixIndex& index() const = 0;
   // Indexes pending positions and removes dropped ones, for at most about `budget`. Returns how much of it was used.
   virtual std::size_t advance(std::size_t budget) = 0;
+
+  bool is_session() const { return tenant && key.front() == 's'; }
+  // Returns all that budgets count: what it holds and learned, its key, and its places in the maps.
+  Size size() const;
 };
 
 }  // namespace agentspec

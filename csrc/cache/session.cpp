@@ -208,16 +208,9 @@ void Session::trim(std::size_t tokens) {
   }
 }
 
-Size Session::size() const {
-  const std::size_t tokens = text_.size();
-  if (tokens == 0) return {};
-  return {tokens, Size::kBytesPerToken * tokens + kBytesPerPlace * places_.size() + kBytesPerRecord * records_.size() +
-                      (learned ? Size::kBytesPerLearner : 0)};
-}
-
 std::size_t Session::bytes() const {
-  return text_.bytes() + documents_.capacity() * sizeof(Document) + kBytesPerPlace * places_.size() +
-         kBytesPerRecord * records_.size();
+  return sizeof *this + text_.bytes() + heap_bytes(documents_.capacity() * sizeof(Document)) + set_bytes(places_) +
+         set_bytes(records_);
 }
 
 void Session::restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map) {

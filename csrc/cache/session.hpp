@@ -34,8 +34,6 @@ struct Prefix {
 // by its hash. A turn whose context isn't here (it was cut off, or comes later) begins a document without such tokens.
 class Session final : public CacheEntry {
  public:
-  static constexpr std::size_t kBytesPerPlace = 48, kBytesPerRecord = 48;
-
   // Returns the longest prefix of a prompt that the session knows; the text of its beginning may be missing. `blocks`
   // holds the prompt's hashes at the block boundaries.
   std::optional<Prefix> find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const;
@@ -52,7 +50,7 @@ class Session final : public CacheEntry {
   // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest.
   void trim(std::size_t tokens);
 
-  Size size() const override;
+  std::size_t tokens() const override { return text_.size(); }
   std::size_t bytes() const override;
   const SuffixIndex& index() const override { return text_; }
   std::size_t advance(std::size_t budget) override { return text_.advance(budget); }

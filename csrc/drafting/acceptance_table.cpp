@@ -40,12 +40,66 @@ std::vector<double> make_priors() {
   return priors;
 }
 
+// Returns the prior probability of each cell.
+const std::vector<double>& priors() {
+  static const std::vector<double> all = make_priors();
+  return all;
+}
+
 }  // namespace
 
-AcceptanceTable::AcceptanceTable(double prior_weight, double memory) : memory_(memory) {
-  static const std::vector<double> priors = make_priors();
-  table_.reserve(priors.size());
-  for (const double prior : priors) table_.push_back({prior * prior_weight, prior_weight});
+AcceptanceTable::AcceptanceTable(double prior_weight, double memory) : prior_weight_(prior_weight), memory_(memory) {
+  static_assert(kCells == kRanks * kDepths && kRows == kKinds * kLengths * kShapes);
+}
+
+AcceptanceTable::Tally AcceptanceTable::at(Cell cell) const {
+  if (places_) {
+    if (const std::size_t place = (*places_)[cell / kCells]) return rows_[place - 1][cell % kCells];
+  }
+  return {priors()[cell] * prior_weight_, prior_weight_};
+}
+
+// Returns a row to count in, which begins with the priors.
+AcceptanceTable::Row& AcceptanceTable::row_of(std::size_t number) {
+  if (!places_) places_ = std::make_unique<std::array<std::uint16_t, kRows>>();
+  std::uint16_t& place = (*places_)[number];
+  if (place == 0) {
+    if (rows_.size() == rows_.capacity()) rows_.reserve(rows_.size() + rows_.size() / 4 + 4);
+    Row& row = rows_.emplace_back();
+    for (std::size_t k = 0; k < kCells; ++k) row[k] = {priors()[number * kCells + k] * prior_weight_, prior_weight_};
+    place = static_cast<std::uint16_t>(rows_.size());
+  }
+  return rows_[place - 1];
+}
+
+std::size_t AcceptanceTable::bytes() const {
+  return heap_bytes(places_ ? sizeof *places_ : 0) + heap_bytes(rows_.capacity() * sizeof(Row));
+}
+
+// Returns the numbers of the rows that were counted in, in the order of `rows_`.
+std::vector<std::uint64_t> AcceptanceTable::row_numbers() const {
+  std::vector<std::uint64_t> numbers(rows_.size());
+  for (std::size_t number = 0; places_ && number < kRows; ++number) {
+    if (const std::size_t place = (*places_)[number]) numbers[place - 1] = number;
+  }
+  return numbers;
+}
+
+// Makes these rows and no others. Returns false if one of them cannot be.
+bool AcceptanceTable::make_rows(const std::vector<std::uint64_t>& numbers) {
+  places_.reset();
+  rows_.clear();
+  for (const std::uint64_t number : numbers) {
+    if (number >= kRows || (places_ && (*places_)[number] != 0)) return false;
+    row_of(number);
+  }
+  return true;
+}
+
+bool AcceptanceTable::sound() const {
+  return std::ranges::all_of(rows_, [](const Row& row) {
+    return std::ranges::all_of(row, [](const Tally& t) { return t.hits >= 0 && t.total > 0 && t.hits <= t.total; });
+  });
 }
 
 std::size_t AcceptanceTable::length_bucket(std::size_t length) {
@@ -62,12 +116,12 @@ AcceptanceTable::Cell AcceptanceTable::cell(std::size_t kind, std::size_t length
 }
 
 double AcceptanceTable::log_odds(Cell cell) const {
-  const Tally& tally = table_[cell];
+  const Tally tally = at(cell);
   return std::log(std::max(tally.hits, kLeast) / std::max(tally.total - tally.hits, kLeast));
 }
 
 void AcceptanceTable::learn(Cell cell, bool hit) {
-  Tally& tally = table_[cell];
+  Tally& tally = row_of(cell / kCells)[cell % kCells];
   if (tally.total >= memory_) {
     tally.hits *= 0.5;
     tally.total *= 0.5;

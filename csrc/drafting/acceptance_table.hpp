@@ -1,16 +1,20 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <memory>
 #include <vector>
+
+#include "storage/buffer.hpp"
 
 namespace agentspec {
 
 inline constexpr std::size_t kKinds = 5;  // kinds of proposals: one for each source, and the resume point's
 
 // Counts how often proposals were accepted: by kind, match length, agreement among the occurrences, rank of the
-// successor and depth. Priors stand in until there is enough to count.
+// successor and depth. Priors stand in until there is enough to count. A row of cells takes memory when one of them is
+// counted first, so that a table which learned little is small.
 class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
@@ -22,21 +26,47 @@ class AcceptanceTable {
                    std::size_t depth);
   static std::size_t length_bucket(std::size_t length);  // 0 to 8
 
-  double probability(Cell cell) const { return table_[cell].hits / table_[cell].total; }
+  double probability(Cell cell) const {
+    const Tally tally = at(cell);
+    return tally.hits / tally.total;
+  }
   double log_odds(Cell cell) const;
   void learn(Cell cell, bool hit);
+  std::size_t bytes() const;  // in memory, beside the object itself
 
+  // Saves or loads what was counted, row by row.
   template <class Archive>
   void describe(Archive& archive) {
-    archive.fixed(std::span(table_));
+    std::vector<std::uint64_t> numbers = row_numbers();
+    archive.vector(numbers);
+    if constexpr (Archive::kLoading) {
+      if (!make_rows(numbers)) archive.damaged("rows of an acceptance table");
+    }
+    archive.vector(rows_);
+    if constexpr (Archive::kLoading) {
+      if (rows_.size() != numbers.size() || !sound()) archive.damaged("counts of an acceptance table");
+    }
   }
 
  private:
+  static constexpr std::size_t kCells = 6;   // in a row: ranks times depths
+  static constexpr std::size_t kRows = 540;  // kinds times lengths times shapes
+
   struct Tally {
     double hits, total;
   };
-  std::vector<Tally> table_;
-  double memory_;
+  using Row = std::array<Tally, kCells>;
+
+  Tally at(Cell cell) const;
+  Row& row_of(std::size_t number);
+  std::vector<std::uint64_t> row_numbers() const;
+  bool make_rows(const std::vector<std::uint64_t>& numbers);
+  bool sound() const;
+
+  // For each row its place in `rows_`, from 1 on; 0: nothing was counted. Null until anything was.
+  std::unique_ptr<std::array<std::uint16_t, kRows>> places_;
+  std::vector<Row> rows_;
+  double prior_weight_, memory_;
 };
 
 }  // namespace agentspec

@@ -40,7 +40,7 @@ struct PolicySettings {
 };
 
 // Holds what verification taught about acceptance. Each tenant has one, each session that shares nothing, and each
-// request that has neither.
+// request that has neither. It grows with what is learned, from nothing.
 struct Learned {
   static constexpr unsigned kTenantBits = 18, kSessionBits = 14, kRequestBits = 12;  // reranker sizes, log2
 
@@ -49,6 +49,8 @@ struct Learned {
 
   Learned(const PolicySettings& settings, unsigned bits)
       : table(settings.prior_weight, settings.memory), reranker(bits) {}
+
+  std::size_t bytes() const { return heap_bytes(sizeof *this + 16) + table.bytes() + reranker.bytes(); }
 };
 
 // One possible next token.

@@ -19,7 +19,9 @@ void each_column(PositionTree::Chunk& chunk, Function apply) {
 
 std::size_t PositionTree::bytes() const {
   return positions_.bytes() + owners_.bytes() + chunks_.bytes() +
-         row_.keys.capacity() * (sizeof(Key) + sizeof(Position) + 2 * sizeof(std::uint32_t));
+         heap_bytes(row_.keys.capacity() * sizeof(Key)) + heap_bytes(row_.firsts.capacity() * sizeof(Position)) +
+         heap_bytes(row_.chunks.capacity() * sizeof(std::uint32_t)) +
+         heap_bytes(row_.counts.capacity() * sizeof(std::uint32_t));
 }
 
 bool PositionTree::previous(Place& place) const {

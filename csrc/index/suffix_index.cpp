@@ -15,6 +15,7 @@ constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
 constexpr std::uint32_t kDeep = 512;              // shared tokens from which on insert_next() pays
 constexpr std::size_t kDeepSome = 8;              // positions that insert_next() indexes between looks at the clock
 constexpr std::int64_t kDeepTime = 300'000;       // ns that a call may spend on them
+constexpr Position kMoved = 1024;                // released positions of a small index that are worth moving the others
 constexpr Position kRebase = Position{1} << 31;  // released positions from which on all others are moved down
 
 }  // namespace
@@ -210,7 +211,7 @@ void SuffixIndex::forget_pending(Position begin, Position end) {
   }
 }
 
-Position SuffixIndex::release_before(Position position) {
+Position SuffixIndex::release_before(Position position, bool may_move) {
   position = std::min(position, static_cast<Position>(size()));
   if (position > released_) {
     Token* const text = text_.data() + kPad;
@@ -219,7 +220,8 @@ Position SuffixIndex::release_before(Position position) {
     marks_.release_front(position / kMarks);
     released_ = position;
   }
-  if (released_ < kRebase) return 0;
+  const bool pays = may_move && !text_.mapped() && released_ > kMoved && released_ > size() / 2;
+  if (released_ < kRebase && !pays) return 0;
   const Position by = released_ / kMarks * kMarks;
   rebase(by);
   return by;
@@ -267,7 +269,7 @@ void SuffixIndex::restore(SnapshotReader& reader) {
 }
 
 std::size_t SuffixIndex::bytes() const {
-  return sizeof(*this) + text_.bytes() + marks_.bytes() + sorted_.tree().bytes() + pending_.size() * sizeof(Range);
+  return text_.bytes() + marks_.bytes() + sorted_.tree().bytes() + pending_.bytes();
 }
 
 }  // namespace agentspec

@@ -3,12 +3,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <span>
 
 #include "index/context.hpp"
 #include "index/sorted_positions.hpp"
 #include "storage/buffer.hpp"
+#include "storage/queue.hpp"
 #include "storage/snapshot.hpp"
 
 namespace agentspec {
@@ -62,8 +62,9 @@ class SuffixIndex {
   std::size_t remove(Position begin, Position& end, std::size_t budget);
 
   // Frees the memory of everything before `position`, which must have been removed. Returns what the caller must
-  // subtract from every position it keeps: 0, except once in billions of tokens, when positions would run out.
-  [[nodiscard]] Position release_before(Position position);
+  // subtract from every position it keeps: mostly 0. A small index is moved to the front of its memory where it `may`
+  // be and that pays; a large one once in billions of tokens, when positions would run out.
+  [[nodiscard]] Position release_before(Position position, bool may_move);
 
   // Forgets everything but the version, which goes on.
   void clear();
@@ -106,7 +107,7 @@ class SuffixIndex {
   Buffer<Token> text_;           // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;  // one bit for each position: 1 if it is indexed
   SortedPositions sorted_;
-  std::deque<Range> pending_;  // findable positions still to be indexed, oldest first
+  Queue<Range> pending_;  // findable positions still to be indexed, oldest first
   std::size_t pending_count_ = 0;
   Neighbours last_;         // of the position that was indexed last
   Position next_ = 0;       // the position behind that one; 0: unknown

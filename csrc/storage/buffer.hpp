@@ -15,10 +15,23 @@
 
 namespace agentspec {
 
+// Returns what the heap takes for a block of `bytes`: its header and rounding counted (glibc, 64 bits).
+inline constexpr std::size_t heap_bytes(std::size_t bytes) {
+  return bytes == 0 ? 0 : std::max<std::size_t>(32, (bytes + 8 + 15) / 16 * 16);
+}
+
+// Returns what the heap takes for the elements of an unordered set or map: a node each, and the buckets.
+template <class Set>
+std::size_t set_bytes(const Set& set) {
+  return set.empty() ? 0 : set.size() * heap_bytes(sizeof(void*) + sizeof(typename Set::value_type)) +
+                               heap_bytes(set.bucket_count() * sizeof(void*));
+}
+
 // A growing array of plain data whose new elements are uninitialised.
 //
 // Large arrays live in address space of their own: growing moves page tables instead of bytes (Linux), pages that were
-// never touched cost nothing, and what shrinking or release_front leaves is really given back.
+// never touched cost nothing, and what shrinking or release_front leaves is really given back. Small arrays grow by an
+// eighth, so that what budgets count is nearly what is used.
 template <class T>
 class Buffer {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -41,12 +54,14 @@ class Buffer {
 
   // Returns the bytes in memory, at most: pages of a mapped file all count, also those not read yet.
   std::size_t bytes() const {
-    return mapped_ ? std::max(size_, touched_) * sizeof(T) - released_ : capacity_ * sizeof(T);
+    if (!mapped_) return heap_bytes(capacity_ * sizeof(T));
+    const std::size_t end = std::max(size_, touched_) * sizeof(T);
+    return (end + granule() - 1) / granule() * granule() - released_;
   }
 
   void resize(std::size_t size) {
     if (size > capacity_) {
-      reserve(std::max<std::size_t>({size, capacity_ + capacity_ / 2, 16}));
+      reserve(std::max<std::size_t>({size, capacity_ + capacity_ / 8, (kLeast + sizeof(T) - 1) / sizeof(T)}));
     } else if (size < size_) {
       shrink(size);
     }
@@ -62,6 +77,9 @@ class Buffer {
     discard(released_, end);
     released_ = end;
   }
+
+  // Returns whether the array has address space of its own, so that release_front gives memory back.
+  bool mapped() const { return mapped_; }
 
   // Returns how many elements in front have given their memory back.
   std::size_t released() const { return released_ / sizeof(T); }
@@ -84,6 +102,8 @@ class Buffer {
   // Below, the pause for clearing such a page would be worse.
   static constexpr std::size_t kHuge = 64 << 20;
   static constexpr std::size_t kHugePage = 2 << 20;
+  static constexpr std::size_t kLeast = 56;  // bytes of the smallest array
+  static constexpr std::size_t kSmall = 1024;  // bytes of an array on the heap from which on shrinking pays
   static constexpr std::size_t kSlack = 256 * 1024;  // bytes too few to be worth a system call
 
   static std::size_t page() {
@@ -189,7 +209,10 @@ class Buffer {
 #endif
 
   void shrink(std::size_t size) {
-    if (!mapped_) return;
+    if (!mapped_) {
+      if (capacity_ * sizeof(T) > kSmall && 2 * size < capacity_) reserve(size + size / 8 + 1);
+      return;
+    }
     const std::size_t begin = (size * sizeof(T) + granule() - 1) / granule() * granule();
     const std::size_t end = std::min(whole_pages(touched_), whole_pages(capacity_));
     if (end < begin + kSlack + std::min(begin / 32, kSlack)) return;

@@ -58,9 +58,8 @@ class Fuzzer:
         rng = self.rng
         return {
             "max_tokens": rng.choice([300, 1500, 3000]),
-            "max_bytes": rng.choice([None, None, 300_000]),
-            "per_tenant": Budget(rng.choice([None, 400, 2000]), rng.choice([None, 10_000])),
-            "per_session": Budget(rng.choice([None, 100, 800]), rng.choice([None, 140_000])),
+            "per_tenant": Budget(rng.choice([None, 400, 2000])),
+            "per_session": Budget(rng.choice([None, 100, 800])),
         }
 
     def run(self, operations: int) -> None:

@@ -172,15 +172,16 @@ class Pair:
         ours = self.core.stats()
         for name, expected in self.oracle.stats().items():
             assert getattr(ours, name) == expected, name
+        sums = (ours.tokens, ours.bytes, ours.sessions, ours.pending, ours.leaving)
+        assert self.core._core.recount() == sums
 
 
 def limits_of(
     max_tokens: int | None = None,
-    max_bytes: int | None = None,
     per_tenant: Budget | None = None,
     per_session: Budget | None = None,
 ) -> Limits:
-    return Limits(Budget(max_tokens, max_bytes), per_tenant or Budget(), per_session or Budget())
+    return Limits(Budget(max_tokens), per_tenant or Budget(), per_session or Budget())
 
 
 def assert_same(ours: Drafts, expected: Sequence[Drafted]) -> None:

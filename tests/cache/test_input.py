@@ -39,14 +39,14 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 def test_bad_tokens_are_refused_before_anything_changes(tokens: Any, message: str) -> None:
     cache = SuffixCache()
     cache.start("r", [1, 2, 3], session="s")
-    before = (cache.stats(), cache.propose(["r"], 4)[0].token_ids.tolist())
+    before = (cache.propose(["r"], 4)[0].token_ids.tolist(), cache.stats())
     with pytest.raises(InvalidTokenError, match=message):
         cache.start("new", tokens)
     with pytest.raises(InvalidTokenError, match=message):
         cache.extend("r", tokens)
     with pytest.raises(InvalidTokenError, match=message):
         cache.restore(FinishedTurn(None, "s", 0, np.array([1], np.int32), tokens))
-    assert (cache.stats(), cache.propose(["r"], 4)[0].token_ids.tolist()) == before
+    assert (cache.propose(["r"], 4)[0].token_ids.tolist(), cache.stats()) == before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Budgets, eviction and erasure."""
 
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -45,31 +44,23 @@ def test_a_session_over_its_budget_keeps_its_newest_part() -> None:
     assert finds(cache, [10, 11, 12], session="s") == []
 
 
-def test_the_number_of_tenants_is_bounded() -> None:
-    """Ten times as many as may learn, then ten times as many as may be held; a running request keeps its own."""
-    cache = SuffixCache(vocab_size=1000)
+def test_tenants_count_in_the_budget() -> None:
+    """Ten times as many as fit in it: the least recently used go, but one with a running request stays."""
+    cache = SuffixCache(vocab_size=1000, max_bytes=4 << 20)
     cache.start("stays", [5, 6, 7], tenant="first")
     run(cache, [1, 2, 3, 4], tenant="first")
-    before = _resident()
-    for number in range(640):
-        cache.start("run", list(range(20)), tenant=f"t{number}")
-        for _ in range(3):
-            cache.propose(["run"], 8)
-            cache.extend("run", [1, 2, 3])
-        cache.finish("run")
-    assert _resident() - before < 300 << 20  # 64 learners of about 2 MB, not 640
-    for number in range(40_000):
+    for number in range(20_000):
         run(cache, [1, 2, 3, 4], tenant=f"t{number}")
-    assert cache.stats().tenants <= 4096
-    assert finds(cache, [1, 2, 3], tenant="t39999") == [4]
+    assert cache.stats().bytes <= 4 << 20 and 500 < cache.stats().tenants < 10_000
+    assert finds(cache, [1, 2, 3], tenant="t19999") == [4]
     assert finds(cache, [1, 2, 3], tenant="first") == [4]
     assert finds(cache, [1, 2, 3], tenant="t0") == []
 
 
-def test_a_forgotten_tenant_leaves_nothing(tmp_path: Path) -> None:
-    cache = SuffixCache()
+def test_a_forgotten_tenant_leaves_nothing() -> None:
+    cache = SuffixCache(max_bytes=4 << 20)
     run(cache, list(range(1000, 1030)), session="s", group="g", tenant="old")
-    for number in range(5_000):
+    for number in range(10_000):
         run(cache, [7, 8], tenant=f"t{number}")
     assert not cache.has_session("old", "s") and cache.stats().sessions == 0
     cache.remove_session("old", "s")
@@ -81,8 +72,7 @@ def test_a_forgotten_tenant_leaves_nothing(tmp_path: Path) -> None:
     assert finds(cache, [1, 2, 3], tenant="old") == []
 
 
-def test_snapshots_with_more_tenants_than_may_learn(tmp_path: Path) -> None:
-    """Of 130 tenants 64 have learned; saved and loaded again and again, none of that is lost or counted twice."""
+def test_what_tenants_learned_is_saved_and_counted_once(tmp_path: Path) -> None:
     cache = SuffixCache(vocab_size=1000)
     for number in range(130):
         scope: Scope = "session" if number % 3 == 0 else "tenant"
@@ -97,11 +87,11 @@ def test_snapshots_with_more_tenants_than_may_learn(tmp_path: Path) -> None:
         sizes.append((tmp_path / "snapshot").stat().st_size)
         cache = SuffixCache.load(tmp_path / "snapshot", vocab_size=1000)
         run(cache, [1, 2, 3], tenant=f"new{turn}")
-    assert max(sizes) - min(sizes) < 1 << 20
+    assert max(sizes) - min(sizes) < 16 << 10
 
 
 def test_many_tenants_in_turn_do_not_make_starting_dear() -> None:
-    """More tenants than may learn, in turn: making a table of 2 MB for each start would take milliseconds."""
+    """Making a table of 2 MB of what is learned for each start would take milliseconds."""
     cache = SuffixCache(vocab_size=1000)
     times = []
     for number in range(3_000):
@@ -110,11 +100,6 @@ def test_many_tenants_in_turn_do_not_make_starting_dear() -> None:
         times.append(time.thread_time_ns() - begin)
         cache.finish("run")
     assert sorted(times)[2_700] < 1_000_000
-
-
-def _resident() -> int:
-    """Resident memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_tenant_over_its_budget_takes_nothing_from_others() -> None:

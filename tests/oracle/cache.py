@@ -253,7 +253,7 @@ class Oracle:
     def stats(self) -> dict[str, int]:
         indexes = self._held.indexes() + [request.index for request in self._requests.values()]
         return {
-            "tokens": self._held.size(None)[0],
+            "tokens": self._held.size(None),
             "sessions": sum(isinstance(held, Session) and held.tokens > 0 for held in self._held.held.values()),
             "requests": len(self._requests),
             "tenants": len(self._held.tenants),

@@ -1,7 +1,7 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/cache/corpus and entries. Not specified here: the core keeps at most
-4,096 tenants, and what at most 64 of them learned.
+Implemented by csrc/cache/corpus and entries. Not specified here: budgets in bytes, which count measured memory. They
+evict in the same order, and tenants that take much beside their texts.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from typing import Literal
 from agentspec.cache import Budget, DraftPolicy
 from tests.oracle.index import SuffixIndex
 from tests.oracle.scoring import Learned
-from tests.oracle.session import BYTES_PER_TOKEN, Turns
+from tests.oracle.session import Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
@@ -19,7 +19,6 @@ EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
-BYTES_PER_LEARNER = 1 << 17  # counted for what a session that shares nothing learned
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
 Key = tuple[Literal["session", "group", "own group"], str, str]
@@ -54,10 +53,6 @@ class Corpus:
         self.documents.append(Document(session, record, begin, len(self.index)))
         self.tokens += len(self.index) - begin
 
-    @property
-    def bytes(self) -> int:
-        return BYTES_PER_TOKEN * self.tokens
-
     def holds(self, record: int) -> bool:
         return record != 0 and any(document.record == record for document in self.documents)
 
@@ -65,6 +60,10 @@ class Corpus:
         document = self.documents.popleft()
         self.tokens -= document.end - document.begin
         self.dropped.append(document)
+
+    def drop_older_half(self) -> None:
+        for _ in range((len(self.documents) + 1) // 2):
+            self.drop_oldest()
 
     def drop_session(self, session: Key) -> None:
         """Drop a session's documents. They are swept before those that are merely old."""
@@ -130,10 +129,6 @@ class Session:
     def tokens(self) -> int:
         return len(self.index)
 
-    @property
-    def bytes(self) -> int:
-        return self.turns.bytes + (BYTES_PER_LEARNER if self.learned else 0) if self.tokens else 0
-
     def held_of(self, prompt: list[int]) -> tuple[int, int]:
         """Return begin and end of the part of a prompt that the session holds."""
         known = self.turns.find(prompt)
@@ -168,10 +163,6 @@ class Group:
     @property
     def tokens(self) -> int:
         return self.corpus.tokens
-
-    @property
-    def bytes(self) -> int:
-        return self.corpus.bytes
 
     def advance(self, budget: int) -> int:
         return self.corpus.advance(budget)
@@ -256,23 +247,17 @@ class CacheEntries:
 
     def trim(self, session: Session) -> None:
         """Cut a session that is over its budget to at most half of the tokens it may hold, keeping its newest."""
-        most = self.limits.session
-        if not _over(session.tokens, session.bytes, most):
-            return
-        tokens = session.tokens
-        if most.tokens:
-            tokens = min(tokens, most.tokens)
-        if most.bytes:
-            tokens = min(tokens, session.tokens * most.bytes // session.bytes)
-        session.turns.trim(tokens // 2)
+        most = self.limits.session.tokens
+        if most and session.tokens > most:
+            session.turns.trim(most // 2)
 
     def evict(self, tenant: Tenant | None) -> int:
         """Evict until the tenant and the process are within budget, at most EVICT_PER_CALL. Return how many."""
         done = 0
         if tenant is not None:
-            while done < EVICT_PER_CALL and self._over(tenant, self.limits.tenant) and self._evict_one(tenant):
+            while done < EVICT_PER_CALL and self._over(tenant, self.limits.tenant.tokens) and self._evict_one(tenant):
                 done += 1
-        while done < EVICT_PER_CALL and self._over(None, self.limits.process) and self._evict_one(None):
+        while done < EVICT_PER_CALL and self._over(None, self.limits.process.tokens) and self._evict_one(None):
             done += 1
         return done
 
@@ -312,11 +297,11 @@ class CacheEntries:
         for entry in self.held.values():
             entry.settle()
 
-    def size(self, tenant: Tenant | None) -> tuple[int, int]:
-        """Return tokens and bytes held for one tenant, or (None) altogether, as budgets count them."""
+    def size(self, tenant: Tenant | None) -> int:
+        """Return the tokens held for one tenant, or (None) altogether, as budgets count them."""
         held: list[CacheEntry | Corpus] = [h for h in self.held.values() if tenant is None or h.tenant is tenant]
         held += [t.corpus for t in self.tenants.values() if tenant is None or t is tenant]
-        return sum(part.tokens for part in held), sum(part.bytes for part in held)
+        return sum(part.tokens for part in held)
 
     def indexes(self) -> list[SuffixIndex]:
         return [held.index for held in self.held.values()] + [tenant.corpus.index for tenant in self.tenants.values()]
@@ -325,29 +310,30 @@ class CacheEntries:
         """Evict one entry or document, of tenant `only` or of any. Return whether there was anything to evict.
 
         If tenants' corpora are more than half of what is held, drop the oldest document of the least recently used
-        tenant. Otherwise drop the least recently used session or group that no running request drafts from.
+        tenant. Otherwise drop the least recently used session or group that no running request drafts from. Where
+        only others are left, drop the older half of the least recently used one.
         """
         shared = [t for t in self.tenants.values() if t.corpus.documents and (only is None or t is only)]
-        if not shared or 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only)[0]:
-            for held in self.held.values():
-                if held.running == 0 and held.tokens > 0 and (only is None or held.tenant is only):
+        entries = [h for h in self.held.values() if h.tokens > 0 and (only is None or h.tenant is only)]
+        if not shared or 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only):
+            for held in entries:
+                if held.running == 0:
                     self._drop(held)
                     kind, of_tenant, name = held.key
                     if kind == "own group" and ("session", of_tenant, name) in self.held:
                         self.held["session", of_tenant, name].loaded = False  # it comes back with its session
                     return True
-        if not shared:
-            return False
-        min(shared, key=lambda tenant: tenant.used).corpus.drop_oldest()
-        return True
+        if shared:
+            min(shared, key=lambda tenant: tenant.used).corpus.drop_oldest()
+        elif entries and isinstance(entries[0], Session):
+            entries[0].turns.trim(entries[0].tokens // 2)
+        elif entries:
+            entries[0].corpus.drop_older_half()
+        return bool(shared or entries)
 
-    def _over(self, tenant: Tenant | None, most: Budget) -> bool:
-        return _over(*self.size(tenant), most)
+    def _over(self, tenant: Tenant | None, most: int | None) -> bool:
+        return most is not None and self.size(tenant) > most
 
     def _drop(self, entry: CacheEntry) -> None:
         entry.gone = True
         del self.held[entry.key]
-
-
-def _over(tokens: int, size: int, most: Budget) -> bool:
-    return bool((most.tokens and tokens > most.tokens) or (most.bytes and size > most.bytes))

@@ -12,8 +12,6 @@ BLOCK = 64  # tokens between two boundaries
 SEARCHED = 1024  # newest documents in which a context is searched for
 WORD = 2**64
 
-BYTES_PER_TOKEN = 12  # budgets count these, not measured bytes
-BYTES_PER_PLACE = BYTES_PER_RECORD = 48
 
 
 def _mix(value: int) -> int:
@@ -95,14 +93,6 @@ class Turns:
     places: dict[int, int | None] = field(default_factory=dict)
     records: dict[int, int] = field(default_factory=dict)
     newest: Context = Context()
-
-    @property
-    def bytes(self) -> int:
-        return (
-            BYTES_PER_TOKEN * len(self.index)
-            + BYTES_PER_PLACE * len(self.places)
-            + BYTES_PER_RECORD * len(self.records)
-        )
 
     def find(self, prompt: list[int]) -> Prefix | None:
         """Return the longest prefix of a prompt that the session knows; the text of its beginning may be missing."""

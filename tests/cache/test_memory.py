@@ -1,0 +1,138 @@
+"""Budgets in bytes: what `stats` says is what the process holds, and nothing that grows is left out.
+
+Each case runs in a process of its own, whose resident memory is compared with what the cache says of itself.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BEGIN = """
+import resource
+from pathlib import Path
+import numpy as np
+from agentspec.cache import Budget, SuffixCache
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+rng = np.random.default_rng(1)
+phrases = rng.integers(0, 2000, (200, 12), np.int32)
+
+def text(tokens):
+    # Half of it repeats, so that there is something to draft and to learn.
+    pieces = []
+    while sum(map(len, pieces)) < tokens:
+        pieces.append(phrases[rng.integers(200)] if rng.random() < .5 else rng.integers(0, 30_000, 12, np.int32))
+    return np.concatenate(pieces)[:tokens]
+
+def run(cache, name, tokens, **names):
+    said = text(tokens)
+    cache.start(name, said[: tokens // 2], **names)
+    at = tokens // 2
+    while at < tokens:
+        draft = cache.propose([name], 16)[0].token_ids
+        step = 1
+        while at + step < tokens and step <= len(draft) and draft[step - 1] == said[at + step - 1]:
+            step += 1
+        cache.extend(name, said[at : at + step])
+        at += step
+    cache.finish(name)
+
+# Python, numpy and the core are warm before anything is measured.
+warm = SuffixCache()
+for number in range(20):
+    run(warm, "warm", 200, session=f"s{number}", tenant="t")
+del warm
+"""
+
+END = """
+while cache.catch_up(1 << 20):
+    pass
+held, said = resident() - before, cache.stats()
+assert said.bytes == cache._core.recount()[1], (said, cache._core.recount())
+print(held, said.bytes, said.tokens, said.sessions, said.tenants, peak)
+"""
+
+
+def measure(body: str, max_bytes: int | None = 64 << 20) -> list[int]:
+    """Return resident bytes, bytes by `stats`, tokens, sessions, tenants and the most bytes that `stats` ever said."""
+    make = f"cache, before, peak = SuffixCache(max_bytes={max_bytes}), resident(), 0\n"
+    code = BEGIN + make + textwrap.dedent(body) + END
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [int(number) for number in result.stdout.split()]
+
+
+LOADS = {
+    "private sessions of one turn": """
+        for number in range(3000):
+            run(cache, "r", 98, session=f"s{number}", scope="session")
+    """,
+    "long sessions": """
+        for number in range(20):
+            for turn in range(5):
+                run(cache, "r", 1000, session=f"s{number}", tenant="t")
+    """,
+    "one corpus": """
+        for number in range(150):
+            run(cache, "r", 4000, tenant="t")
+    """,
+    "many tenants": """
+        for number in range(2000):
+            run(cache, "r", 98, tenant=f"t{number}")
+    """,
+    "running requests": """
+        for number in range(100):
+            cache.start(f"r{number}", text(20_000), tenant="t")
+            cache.propose([f"r{number}"], 8)
+    """,
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_stats_tell_what_the_process_holds(load: str) -> None:
+    held, said, *_ = measure(LOADS[load], max_bytes=None)
+    assert abs(held - said) < 0.1 * said + (1 << 20), (held, said)
+
+
+def test_a_short_private_session_takes_little() -> None:
+    held, _, tokens, sessions, *_ = measure(LOADS["private sessions of one turn"])
+    assert sessions == 3000 and tokens > 3000 * 90
+    assert held < 3000 * 16_000, held  # 360 MB once, 120 KB each
+
+
+FLOODS = {
+    "a new session id with every request": """
+        for number in range(4_000):
+            run(cache, "r", 98, session=f"s{number}", tenant="t")
+            peak = max(peak, cache.stats().bytes)
+    """,
+    "the same session id for ever": """
+        for number in range(400):
+            run(cache, "r", 1000, session="s", tenant="t")
+            peak = max(peak, cache.stats().bytes)
+    """,
+    "the same session id for ever, always running": """
+        cache.start("stays", [1, 2, 3], session="s", tenant="t")
+        for number in range(400):
+            run(cache, "r", 1000, session="s", tenant="t")
+            peak = max(peak, cache.stats().bytes)
+    """,
+    "thousands of tenants": """
+        for number in range(4_000):
+            run(cache, "r", 98, session="s", tenant=f"t{number}")
+            peak = max(peak, cache.stats().bytes)
+    """,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_ten_times_the_budget_stays_within_it(flood: str) -> None:
+    budget = 2 << 20
+    held, said, *_, peak = measure(FLOODS[flood], max_bytes=budget)
+    assert said <= budget
+    assert peak <= 1.15 * budget  # what was evicted is given back a little later
+    assert held < 1.1 * budget + (2 << 20), (held, said)
