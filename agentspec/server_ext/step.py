@@ -18,12 +18,12 @@ Int32 = NDArray[np.int32]
 class NewRequest:
     """Hold a request that is seen for the first time.
 
-    prompt: token ids [P]. end_tokens: tokens that end its response. api_id: the id in the API's response, under which
+    prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the id in the API's response, under which
     its figures are kept; None: the request id.
     """
 
     request_id: str
-    prompt: Sequence[int]
+    prompt: Sequence[int] | Int32
     identity: Identity
     end_tokens: Sequence[int] = ()
     api_id: str | None = None

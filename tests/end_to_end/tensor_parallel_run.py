@@ -1,6 +1,8 @@
 """Run by ``test_tensor_parallel``: greedy texts of two rounds, on two ranks, as JSON in a file.
 
-Usage: python tensor_parallel_run.py MODEL {plain|agentspec|arctic} OUT
+Usage: python tensor_parallel_run.py MODEL {plain|agentspec|arctic|broken} OUT
+
+"broken" is arctic with a speculator that fails on the first rank before the second round; then OUT holds the error.
 """
 
 import json
@@ -25,6 +27,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "additional_config": {"agentspec": {"store": "memory://", "tenant": "tp"}},
     },
 }
+OPTIONS["broken"] = OPTIONS["arctic"]
+
+
+def break_speculator(worker: Any) -> None:
+    """Make the first rank's draft loop fail. Runs in every worker, with the builtins alone."""
+
+    class Broken:
+        positions = 3
+
+        def __call__(self, *inputs: object) -> object:
+            raise RuntimeError("broken on purpose")
+
+    extension = worker.model_runner.agentspec
+    if extension.engine is not None:
+        extension.draft_model.loop = Broken()
 
 
 def main() -> None:
@@ -44,12 +61,20 @@ def main() -> None:
     )
     prompts = [code(seed, 10) for seed in range(4)]
     texts: list[str] = []
-    for _ in range(2):
+    for number in range(2):
+        if method == "broken" and number == 1:
+            llm.collective_rpc(break_speculator)
         params = [
             SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args={"session_id": f"s{i}"})
             for i in range(len(prompts))
         ]
-        texts += [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+        try:
+            texts += [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+        except Exception as error:
+            if method != "broken":
+                raise
+            Path(out).write_text(json.dumps({"texts": texts, "error": type(error).__name__}))
+            return
     answers: list[Any] = []
     if method != "plain":
         answers = llm.collective_rpc("agentspec_rpc", args=("stats",))

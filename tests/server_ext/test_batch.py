@@ -42,7 +42,9 @@ class Runner:
         for name in names:
             params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args(f"of-{name}"), stop_token_ids=[7])
             self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
-            self.input_batch.num_tokens_no_spec[len(self.input_batch.req_ids)] = 10
+            row = len(self.input_batch.req_ids)
+            self.input_batch.num_tokens_no_spec[row] = 10
+            self.input_batch.token_ids_cpu[row, :10] = range(10)
             self.input_batch.req_ids.append(name)
 
     def step(
@@ -75,9 +77,9 @@ def runner() -> Runner:
 def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     runner.add("a", "b")
     step = runner.step(1, 1, new=True, prefilled=18)
-    assert [(new.request_id, len(new.prompt), new.identity) for new in step.started] == [
-        ("a", 10, identify(extra_args("of-a"))),
-        ("b", 10, identify(extra_args("of-b"))),
+    assert [(new.request_id, list(new.prompt), new.identity) for new in step.started] == [
+        ("a", list(range(10)), identify(extra_args("of-a"))),
+        ("b", list(range(10)), identify(extra_args("of-b"))),
     ]
     assert [new.api_id for new in step.started] == ["a", "b"]
     assert [new.end_tokens for new in step.started] == [[7], [7]]

@@ -18,8 +18,9 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculative_methods import NOTHING
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter import draft_models
+from agentspec.server_ext.vllm_adapter import draft_models, runner
 from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
+from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 HIDDEN, VOCABULARY = 16, 64
@@ -196,3 +197,33 @@ def test_steps_of_many_rows_may_be_left_without_drafts(folder: Path) -> None:
     started = [NewRequest(name, [*range(10), *range(20)], Identity()) for name in ("x", "y")]
     step = Step(Batch(("x", "y"), rows), started, tokens, lengths, room, verified, 0)
     assert server.proposer.propose(step) == [[], []]
+
+
+def test_weights_that_sleep_discarded_are_read_again(folder: Path) -> None:
+    """vLLM's sleep level 2 discards all weights, and it brings back those of the target alone."""
+    given, proposals = forward([[5]], None), np.full((1, 3), FREE)
+    extension = object.__new__(RunnerExtension)
+    extension.draft_model, extension._weights_lost = drafter(folder), False
+    before = extension.draft_model.bind(given).launch([0], proposals)()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(agentspec=extension, get_model=lambda: torch.nn.Linear(2, 2)))
+
+    def discard(worker: Any, level: int) -> None:
+        for parameter in worker.model_runner.agentspec.draft_model.loop.speculator.parameters():
+            parameter.data.zero_()
+
+    runner.sleep(discard, worker, level=2)
+    runner.wake_up(lambda worker, tags: None, worker, tags=["kv_cache"])
+    assert extension.draft_model.bind(given).launch([0], proposals)().tokens.tolist() != before.tokens.tolist()
+    runner.wake_up(lambda worker, tags: None, worker)
+    after = extension.draft_model.bind(given).launch([0], proposals)()
+    assert after.tokens.tolist() == before.tokens.tolist()
+    assert after.probabilities.tolist() == before.probabilities.tolist()
+
+
+def test_weights_that_sleep_kept_are_not_read_again(folder: Path) -> None:
+    extension = object.__new__(RunnerExtension)
+    extension.draft_model, extension._weights_lost = drafter(folder), False
+    loop = extension.draft_model.loop
+    extension.sleep(1)
+    extension.wake(torch.nn.Linear(2, 2))
+    assert extension.draft_model.loop is loop

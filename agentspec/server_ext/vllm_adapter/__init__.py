@@ -163,6 +163,7 @@ _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+_GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"  # the CPU's runner inherits from it
 _GRAPHS = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
@@ -195,6 +196,10 @@ PATCHES = (
           "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
     Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
           "answers the HTTP routes", adds=True),
+    Patch("worker", _GPU_WORKER, "sleep", runner.sleep,
+          "notes that the draft model's weights are discarded"),
+    Patch("worker", _GPU_WORKER, "wake_up", runner.wake_up,
+          "reads them again"),
     Patch("worker", _WRAPPER, "init_device", init_device,
           "installs the patches below, before the worker makes its model runner"),
     Patch("runner", _RUNNER, "__init__", runner.init_runner,

@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,16 @@ class BoundModel(ABC):
 
 
 class ModelDrafter(ABC):
-    """Run a draft model beside the suffix index, in one worker."""
+    """Run a draft model beside the suffix index, in one worker.
+
+    out_of_step: the error with which this rank left the model, while the other tensor-parallel ranks still run it.
+    """
+
+    out_of_step: Exception | None = None
 
     @abstractmethod
     def load(self, target: Any) -> None:
-        """Read the weights, before vLLM serves. ``target``: the served model."""
+        """Read the weights, before vLLM serves, or again if they were lost. ``target``: the served model."""
 
     @abstractmethod
     def bind(self, forward: ForwardPass) -> BoundModel:
@@ -146,6 +152,7 @@ class SpeculatorDrafter(ModelDrafter):
 
         settings, group = self._settings, tensor_parallel_group()
         assert settings.speculator is not None
+        self.loop = None  # frees what an earlier call loaded
         self.device = next(target.parameters()).device
         name = settings.speculator_dtype
         speculator = load_speculator(
@@ -172,9 +179,20 @@ class SpeculatorDrafter(ModelDrafter):
 
     def follow(self, forward: ForwardPass) -> None:
         assert self.link is not None
-        rows, proposals = self.link.hear()
-        if rows:
-            self.run(forward, rows, proposals)
+        with self.together():
+            rows, proposals = self.link.hear()
+            if rows:
+                self.run(forward, rows, proposals)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Remember an error in what all tensor-parallel ranks do together."""
+        try:
+            yield
+        except Exception as error:
+            if self.link is not None:
+                self.out_of_step = error
+            raise
 
     def run(self, forward: ForwardPass, rows: Sequence[int], proposals: Int64) -> Any:
         """Run the draft loop for these rows of the batch. Return its DraftedTokens, on the device."""
@@ -200,15 +218,17 @@ class BoundSpeculator(BoundModel):
         self._told = False
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
-        self._tell(rows, proposals)
-        drafted = self._drafter.run(self._forward, rows, proposals)
+        with self._drafter.together():
+            self._tell(rows, proposals)
+            drafted = self._drafter.run(self._forward, rows, proposals)
         if not self.overlaps:
             return lambda: ModelDraft(*(part.numpy() for part in drafted))
         return _fetch(drafted)
 
     def close(self) -> None:
         if not self._told:
-            self._tell([], np.zeros((0, self.positions), dtype=np.int64))
+            with self._drafter.together():
+                self._tell([], np.zeros((0, self.positions), dtype=np.int64))
 
     def _tell(self, rows: Sequence[int], proposals: Int64) -> None:
         self._told = True
@@ -267,6 +287,7 @@ class MedusaDrafter(SpeculatorDrafter):
         self.link: RankLink | None = None
 
     def load(self, target: Any) -> None:
+        self.loop = None  # frees what an earlier call loaded
         self.device = next(target.parameters()).device
         self.loop = MedusaLoop(self._medusa, self._vllm_config, self.device)
         self._dtype = self.loop.dtype

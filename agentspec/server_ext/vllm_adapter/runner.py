@@ -7,10 +7,11 @@ the worker's RPC find it there. A runner without it works as before.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentspec.cache.store import model_name, namespace, open_store, tokenizer_fingerprint
+from agentspec.errors import SpeculatorError
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.persistence import Persistence
@@ -36,7 +37,7 @@ class RunnerExtension:
     engine: None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: None where the
     settings name none. drafted_nothing: whether the latest step left every row without a draft.
 
-    The constructor and ``load`` raise AgentSpecError with the remedy. No method raises once vLLM serves.
+    The constructor, ``load`` and ``wake`` raise AgentSpecError with the remedy, and while vLLM decodes ``draft`` alone.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -45,7 +46,7 @@ class RunnerExtension:
         self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
         self.draft_model = build_draft_model(self.settings, vllm_config)
         self.drafted_nothing = True
-        self._reported = False
+        self._reported = self._weights_lost = False
         if self.engine is not None:
             longest = vllm_config.model_config.max_model_len
             self._reader = StepReader(self.max_draft, longest, self.engine.knows)
@@ -58,18 +59,38 @@ class RunnerExtension:
             restored = self.engine.warm_up()
             logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
 
+    def sleep(self, level: int) -> None:
+        """Note that vLLM has put its weights to sleep. Level 2 discards them, the draft model's included."""
+        self._weights_lost = self._weights_lost or level >= 2
+
+    def wake(self, target: Any) -> None:
+        """Read the draft model's weights again if sleep discarded them. vLLM does that for the target alone."""
+        if self._weights_lost and self.draft_model is not None:
+            self.draft_model.load(target)
+        self._weights_lost = False
+
     def draft(self, runner: Any, forward: ForwardPass) -> list[list[int]]:
-        """Return drafts for the runner's batch, one list a row. Never raises."""
+        """Return drafts for the runner's batch, one list a row.
+
+        Raises SpeculatorError only after the draft model has failed on one of several tensor-parallel ranks: the
+        others wait for this one in the model, or take its next message for the model's. No other error stops vLLM.
+        """
         self.drafted_nothing = True
+        drafts: list[list[int]] | None = None
         if self.settings.enabled:
             try:
                 if self.engine is not None:
-                    return self._draft(self.engine, runner, forward)
-                if self.draft_model is not None:
+                    drafts = self._draft(self.engine, runner, forward)
+                elif self.draft_model is not None:
                     self.draft_model.follow(forward)
             except Exception:  # drafting must not stop vLLM, whatever its state is
                 self._report()
-        return [[] for _ in forward.sampled]
+            if self.draft_model is not None and self.draft_model.out_of_step is not None:
+                raise SpeculatorError(
+                    "the draft model failed on one tensor-parallel rank, so the ranks are out of step: restart the "
+                    "server, without the draft model if this happens again"
+                ) from self.draft_model.out_of_step
+        return [[] for _ in forward.sampled] if drafts is None else drafts
 
     def finish(self, request_id: str, state: Any) -> None:
         """Tell the engine that a request has finished or was aborted. state: vLLM's CachedRequestState, or None."""
@@ -128,6 +149,22 @@ def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: 
     extension = extension_of(runner)
     if extension is not None:
         extension.finish(req_id, req_state)
+
+
+def sleep(original: Callable[..., None], worker: Any, level: int = 1) -> None:
+    """Tell the extension how deep vLLM sleeps."""
+    original(worker, level)
+    extension = extension_of(worker.model_runner)
+    if extension is not None:
+        extension.sleep(level)
+
+
+def wake_up(original: Callable[..., None], worker: Any, tags: Sequence[str] | None = None) -> None:
+    """Let the extension read lost weights again, once the memory for weights is back."""
+    original(worker, tags)
+    extension = extension_of(worker.model_runner)
+    if extension is not None and (tags is None or "weights" in tags):
+        extension.wake(worker.model_runner.get_model())
 
 
 def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
