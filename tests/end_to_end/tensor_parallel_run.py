@@ -2,7 +2,7 @@
 
 Usage: python tensor_parallel_run.py MODEL {plain|agentspec|arctic|broken} OUT
 
-"broken" is arctic with a speculator that fails on the first rank before the second round; then OUT holds the error.
+"broken" is arctic with a speculator that fails on the first rank; then OUT holds the error.
 """
 
 import json
@@ -61,9 +61,9 @@ def main() -> None:
     )
     prompts = [code(seed, 10) for seed in range(4)]
     texts: list[str] = []
-    for number in range(2):
-        if method == "broken" and number == 1:
-            llm.collective_rpc(break_speculator)
+    if method == "broken":
+        llm.collective_rpc(break_speculator)
+    for _ in range(2):
         params = [
             SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args={"session_id": f"s{i}"})
             for i in range(len(prompts))

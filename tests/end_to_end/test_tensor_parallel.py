@@ -56,6 +56,5 @@ def test_offline_with_a_speculator_the_text_is_the_same(plain_texts: list[str], 
 def test_a_speculator_that_fails_on_one_rank_ends_the_engine(tmp_path: Path) -> None:
     """Ranks that are out of step would mix up their messages, so text is not written any more, and nothing hangs."""
     answer = run("broken", tmp_path / "broken.json")
-    assert len(answer["texts"]) == 4
-    assert answer["error"] == "EngineDeadError"
+    assert answer.get("error") == "EngineDeadError"
     assert "so the ranks are out of step: restart the server" in answer["log"]
