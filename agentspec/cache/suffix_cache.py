@@ -238,7 +238,8 @@ class SuffixCache:
         only the first scheduled[i] tokens were verified. Then it drafts at most room[i] tokens (0: none).
         rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        A row with an illegal token is used up to that token and gets no draft; nor does a row that has become shorter.
+        A row with an illegal token is used up to that token and gets no draft. Tokens that the engine took back are
+        forgotten: the row no longer begins with them.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
         """
         slots = self._slots_of(request_ids)

@@ -10,6 +10,13 @@
 namespace agentspec {
 namespace {
 
+// Returns whether a row begins with a text. Looks at the last tokens only: no step adds more of them.
+bool goes_on(std::span<const Token> text, std::span<const Token> row) {
+  if (row.size() < text.size()) return false;
+  const auto end = last_of(text, kMaxDraft + 1);
+  return std::ranges::equal(end, row.subspan(text.size() - end.size(), end.size()));
+}
+
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
 
 std::unique_ptr<Drafter> make_drafter(const PolicySettings& settings) {
@@ -83,21 +90,27 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
     if (entry) ++entry->running;
   }
   fresh->learned = learned_of(*fresh);
-  fresh->prompt_length = fresh->state.begin = prompt.size();
   fresh->state.ends.assign(ends.begin(), ends.end());
-  std::size_t begin = 0, end = 0;  // of what the session holds
-  if (fresh->session) {
-    ContextHash().add(prompt, fresh->blocks);
-    if (const auto known = fresh->session->find(prompt, fresh->blocks)) {
-      end = known->length;
-      begin = std::min<std::size_t>(fresh->session->missing_at(known->position), end);
-    }
-  }
-  drafter_->start(fresh->index, prompt, begin, end);
+  begin_text(*fresh, prompt);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   advance(*requests_[slot], kIndexPerCall);
   count(*requests_[slot]);
+}
+
+// Puts the prompt into a request's empty index.
+void Cache::begin_text(Request& request, std::span<const Token> prompt) {
+  request.prompt_length = request.state.begin = prompt.size();
+  std::size_t begin = 0, end = 0;  // of what the session holds
+  if (request.session) {
+    request.blocks.clear();
+    ContextHash().add(prompt, request.blocks);
+    if (const auto known = request.session->find(prompt, request.blocks)) {
+      end = known->length;
+      begin = std::min<std::size_t>(request.session->missing_at(known->position), end);
+    }
+  }
+  drafter_->start(request.index, prompt, begin, end);
 }
 
 void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
@@ -209,6 +222,9 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
   {
     std::lock_guard lock(mutex_);
     sharing = entries_.remove_session(session, tenant);
+    for (const auto& current : requests_) {  // their drafts may quote it
+      if (current && current->tenant && tenant && current->tenant->key == *tenant) current->draft.clear();
+    }
   }
   for (const auto& group : sharing) {
     for (bool more = true; more;) {  // in slices, so that a step can run in between
@@ -285,6 +301,22 @@ std::size_t Cache::advance(Request& request, std::size_t budget) {
   return budget - left;
 }
 
+// Cuts a request's text to what the engine's row still begins with: the engine took back the rest.
+void Cache::rewind(Request& request, std::span<const Token> row) {
+  const auto text = request.index.text();
+  const auto common = std::ranges::mismatch(text, row).in1;
+  const std::vector<Token> kept(text.begin(), common);
+  const std::span<const Token> prompt = std::span(kept).first(std::min(kept.size(), request.prompt_length));
+  request.index.clear();
+  begin_text(request, prompt);
+  request.index.append(std::span(kept).subspan(prompt.size()));
+  request.draft.clear();
+  MatchState state;
+  state.ends = std::move(request.state.ends);
+  state.begin = request.state.begin;
+  request.state = std::move(state);
+}
+
 // Adds verified tokens. Counts by source how many of the draft's first `scheduled` tokens were verified and accepted.
 void Cache::take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
                  BySource& drafted) {
@@ -329,9 +361,10 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     BySource accepted{}, drafted{};
     bool sound = true;
     if (table.data) {
-      const std::size_t known = current.index.size();
       const auto length = static_cast<std::size_t>(lengths[i]);
       const Token* row = table.data + static_cast<std::size_t>(rows[i]) * table.columns;
+      if (!goes_on(current.index.text(), {row, length})) rewind(current, {row, length});
+      const std::size_t known = current.index.size();
       std::size_t end = std::min(known, length);
       while (end < length && legal(row[end])) ++end;
       const std::size_t begin = std::min(known, end);

@@ -123,6 +123,8 @@ class Cache {
   void keep(const Request& of, const Turn& turn, bool restored);
   std::shared_ptr<CacheEntry> find(const std::string* session, const std::string* group) const;
   std::size_t advance(Request& request, std::size_t budget);
+  void begin_text(Request& request, std::span<const Token> prompt);
+  void rewind(Request& request, std::span<const Token> row);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);
   std::size_t draft_limit(std::int32_t room) const;

@@ -227,7 +227,10 @@ bool CacheEntries::evict_tenant() {
 
 std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
                                                                  const std::string* tenant_key) {
-  if (const auto session = find_session(key)) drop(*session);
+  if (const auto session = find_session(key)) {
+    drop(*session);
+    session->clear();  // its running requests keep the entry itself
+  }
   const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};

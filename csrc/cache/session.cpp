@@ -172,6 +172,14 @@ bool Session::append(const Turn& turn) {
   return is_new;
 }
 
+void Session::clear() {
+  text_.clear();
+  documents_ = {};
+  places_ = {};
+  records_ = {};
+  newest_ = {};
+}
+
 void Session::trim(std::size_t tokens) {
   if (tokens >= text_.size()) return;
   const auto cut = static_cast<Position>(text_.size() - tokens);

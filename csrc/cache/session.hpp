@@ -47,6 +47,8 @@ class Session final : public CacheEntry {
   bool holds(std::uint64_t record) const { return records_.contains(record); }
   // Appends what is new in a turn. Returns whether anything was.
   bool append(const Turn& turn);
+  // Forgets all that was said.
+  void clear();
   // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest.
   void trim(std::size_t tokens);
 

@@ -101,13 +101,14 @@ void SuffixDrafter::merge_draft(DraftRequest request, const ExternalDraft& exter
   draft.taken.resize(present.best_length);
   if (draft.taken.empty()) draft.match_length = 0;
   if (external.size() == 0) return;
-  merged_.clear();
   merged_.open = true;
   DraftValue offered{kCaution * cost, present.best};
   grow(request, external, limit, offered, merged_.path);
-  if (offered.best_length == 0) return;
-  take(offered.best_length, merged_);
-  std::swap(draft, merged_);
+  if (offered.best_length > 0) {
+    take(offered.best_length, merged_);
+    std::swap(draft, merged_);
+  }
+  merged_.clear();  // so that nothing erased is left in it
 }
 
 // Grows the path while that can still pay: first by another drafter's tokens, then by the likeliest candidates.

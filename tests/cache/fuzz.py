@@ -135,7 +135,10 @@ class Fuzzer:
         batch = rng.sample(list(self.texts), rng.randrange(1, len(self.texts) + 1))
         scheduled = [rng.randrange(len(self.drafts.get(request, [])) + 1) for request in batch]
         for request in batch:
-            self.texts[request] = self.texts[request] + self.verified(request)
+            text = self.texts[request]
+            if rng.random() < 0.03:  # the engine takes tokens back
+                text = text[: max(len(text) - rng.choice([1, 1, 2, 5, 40]), 1)]
+            self.texts[request] = text + self.verified(request)
         room = [rng.choice(ROOMS) for _ in batch]
         self.done["append"] += len(batch)
         self.done["propose"] += len(batch)

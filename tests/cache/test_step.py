@@ -76,11 +76,25 @@ def test_prompt_known_in_part_is_completed() -> None:
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
 
 
-def test_row_shorter_than_known_gets_no_draft() -> None:
+@pytest.mark.parametrize("back", [1, 2, 30])
+@pytest.mark.parametrize("more", [1, 2, 29, 31, 40])
+def test_tokens_that_the_engine_took_back_are_forgotten(back: int, more: int) -> None:
+    """A failed load of the KV cache discards tokens; others take their place in one step or in several."""
     cache = SuffixCache()
-    cache.start("r", PROMPT)
-    assert step(cache, PROMPT[:-3]).lists() == [[]]
-    assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
+    cache.start("r", PROMPT, session="s")
+    said = list(range(100, 130))
+    step(cache, PROMPT + said)
+    text = PROMPT + said[: len(said) - back]
+    for token in range(200, 200 + more):
+        text.append(token)
+        if more < 30:
+            assert step(cache, text).lists() == [[]]
+    assert step(cache, [*text, *said[:2]]).lists()[0][:2] == (said[2:4] if back < 25 else [])
+    turn = cache.finish("r")
+    assert turn is not None and turn.prompt_tail.tolist() == PROMPT and turn.response.tolist() == text[24:] + said[:2]
+    cache.start("q", [], session="s")
+    cache.extend("q", [129] if back > 2 else said[-back - 1 :])
+    assert cache.propose(["q"], 1)[0].token_ids.tolist() == []
 
 
 def test_illegal_token_in_a_row_costs_only_that_draft() -> None:

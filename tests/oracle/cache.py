@@ -20,6 +20,7 @@ from tests.oracle.scoring import Learned
 from tests.oracle.session import BLOCK, Context, Turn
 
 INDEX_PER_CALL = 1024  # positions indexed in one call
+CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
 
@@ -100,10 +101,8 @@ class Oracle:
         request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
         for entry in request.entries():
             entry.running += 1
-        request.state.begin = len(prompt)
         request.state.ends = frozenset(end_tokens)
-        begin, end = of_session.held_of(list(prompt)) if of_session else (0, 0)
-        self._drafter.start(request.index, list(prompt), begin, end)
+        self._begin_text(request, list(prompt))
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -136,6 +135,7 @@ class Oracle:
         budget, drafts = INDEX_PER_CALL, []
         for request_id, text, free, verified in zip(request_ids, texts, room, scheduled, strict=True):
             request = self._requests[request_id]
+            self._rewind(request, list(text))
             fresh = list(text[len(request.index) :])
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
             counts = self._take(request, fresh[: next(illegal, None)], verified)
@@ -233,6 +233,9 @@ class Oracle:
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self._held.remove_session(tenant, session)
+        for request in self._requests.values():
+            if request.tenant and request.tenant.name == (tenant or ""):
+                request.draft = Draft()  # it may quote the session
 
     def catch_up(self, budget: int) -> int:
         left = budget - self._held.catch_up(budget)
@@ -284,6 +287,27 @@ class Oracle:
             left -= request.tenant.corpus.advance(left)
             left -= request.tenant.corpus.sweep(left)
         return budget - left
+
+    def _begin_text(self, request: Request, prompt: list[int]) -> None:
+        """Put the prompt into a request's empty index."""
+        request.prompt_length = request.state.begin = len(prompt)
+        begin, end = request.session.held_of(prompt) if request.session else (0, 0)
+        self._drafter.start(request.index, prompt, begin, end)
+
+    def _rewind(self, request: Request, row: list[int]) -> None:
+        """Cut a request's text to what the engine's row still begins with, if the engine took back the rest.
+
+        Whether it did is told by the last tokens: no step adds more of them.
+        """
+        text = request.index.text
+        if len(row) >= len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]:
+            return
+        kept = text[: common_prefix(text, row)]
+        prompt = kept[: request.prompt_length]
+        request.index.clear()
+        request.draft, request.state = Draft(), MatchState(ends=request.state.ends)
+        self._begin_text(request, prompt)
+        request.index.append(kept[len(prompt) :])
 
     def _take(self, request: Request, tokens: list[int], scheduled: int) -> tuple[list[int], list[int]]:
         """Add verified tokens. Return by source how many draft tokens were accepted and verified."""

@@ -13,7 +13,6 @@ SEARCHED = 1024  # newest documents in which a context is searched for
 WORD = 2**64
 
 
-
 def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % WORD
     value = (value ^ value >> 27) * 0x94D049BB133111EB % WORD
