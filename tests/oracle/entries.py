@@ -325,10 +325,12 @@ class CacheEntries:
                     return True
         if shared:
             min(shared, key=lambda tenant: tenant.used).corpus.drop_oldest()
-        elif entries and isinstance(entries[0], Session):
-            entries[0].turns.trim(entries[0].tokens // 2)
         elif entries:
-            entries[0].corpus.drop_older_half()
+            oldest = entries[0]
+            if isinstance(oldest, Session):
+                oldest.turns.trim(oldest.tokens // 2)
+            else:
+                oldest.corpus.drop_older_half()
         return bool(shared or entries)
 
     def _over(self, tenant: Tenant | None, most: int | None) -> bool:
