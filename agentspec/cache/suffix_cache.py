@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 
 from agentspec.cache.identifiers import check_ids, key_of
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
-from agentspec.cache.tokens import MAX_VOCAB, Rows, TokenIds, as_int32, as_offers, as_tokens, limit_numbers
+from agentspec.cache.tokens import (
+    MAX_VOCAB,
+    Rows,
+    TokenIds,
+    as_given,
+    as_int32,
+    as_offers,
+    as_prompt,
+    as_tokens,
+    limit_numbers,
+)
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
     SCOPES,
@@ -119,7 +129,8 @@ class SuffixCache:
         scope: Scope = "tenant",
         end_tokens: TokenIds = (),
     ) -> None:
-        """Begin a request. prompt: int32 [P] or a sequence of int.
+        """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
+        placeholders of images, are context like others and never drafted.
 
         session: the session whose earlier turns it drafts from. group: the problem that it works on; sessions of a
         group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
@@ -130,7 +141,7 @@ class SuffixCache:
         """
         if request_id in self._running:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
-        tokens = as_tokens(prompt, "prompt", self._vocab_size)
+        tokens = as_prompt(prompt, "prompt", self._vocab_size)
         check_ids(session=session, group=group, tenant=tenant)
         names = _Names(session, group, tenant, _checked(scope))
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
@@ -270,7 +281,7 @@ class SuffixCache:
         if turn is None:
             return None
         kept, parent, block, tail, response = turn
-        of_session = (names.tenant, names.session, kept, tail, response, names.group, names.scope)
+        of_session = (names.tenant, names.session, kept, as_given(tail), response, names.group, names.scope)
         return FinishedTurn(*of_session, parent, block, writer, number)
 
     def abort(self, request_id: str) -> None:
@@ -296,7 +307,7 @@ class SuffixCache:
                 raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
         if turn.kept == 0 != turn.parent:
             raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
-        tail = as_tokens(turn.prompt_tail, "prompt_tail", self._vocab_size)
+        tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
         names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
         self._core.restore(*names.keys(), turn.kept, turn.parent, turn.block, tail, response, turn.record)

@@ -59,6 +59,22 @@ def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
+def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
+    """Return a prompt as the core holds it: an id from vocab_size on, which is never drafted, becomes -2 - id.
+
+    Raises InvalidTokenError, naming the first position that is illegal: negative or not below 2**31 - 1.
+    """
+    tokens = as_tokens(values, name, vocab_size if vocab_size == MAX_VOCAB else MAX_VOCAB - 1)
+    if vocab_size < MAX_VOCAB and len(tokens) and int(tokens.max()) >= vocab_size:
+        return np.where(tokens < vocab_size, tokens, -2 - tokens).astype(np.int32)
+    return tokens
+
+
+def as_given(prompt: Int32Array) -> Int32Array:
+    """Return a prompt from the core with the ids that `as_prompt` was given."""
+    return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32) if (prompt < 0).any() else prompt
+
+
 def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise InvalidTokenError(f"{name}: give an int32 array or a sequence of int, not {type(values).__name__}")

@@ -10,11 +10,15 @@
 namespace agentspec {
 namespace {
 
+bool is_same(Token in_text, Token in_row) {
+  return in_text == in_row || (in_text < kBoundary && in_text == placeholder_of(in_row));
+}
+
 // Returns whether a row begins with a text. Looks at the last tokens only: no step adds more of them.
 bool goes_on(std::span<const Token> text, std::span<const Token> row) {
   if (row.size() < text.size()) return false;
   const auto end = last_of(text, kMaxDraft + 1);
-  return std::ranges::equal(end, row.subspan(text.size() - end.size(), end.size()));
+  return std::ranges::equal(end, row.subspan(text.size() - end.size(), end.size()), is_same);
 }
 
 std::size_t count_of(std::int32_t number) { return static_cast<std::size_t>(std::max(number, 0)); }
@@ -304,7 +308,7 @@ std::size_t Cache::advance(Request& request, std::size_t budget) {
 // Cuts a request's text to what the engine's row still begins with: the engine took back the rest.
 void Cache::rewind(Request& request, std::span<const Token> row) {
   const auto text = request.index.text();
-  const auto common = std::ranges::mismatch(text, row).in1;
+  const auto common = std::ranges::mismatch(text, row, is_same).in1;
   const std::vector<Token> kept(text.begin(), common);
   const std::span<const Token> prompt = std::span(kept).first(std::min(kept.size(), request.prompt_length));
   request.index.clear();

@@ -26,6 +26,9 @@ struct ContextHash {
   void add(std::span<const Token> tokens, std::vector<std::uint64_t>& blocks);
 
  private:
+  static std::uint64_t number_of(Token token) {
+    return std::uint64_t{static_cast<std::uint32_t>(token < kBoundary ? placeholder_of(token) : token)} + 1;
+  }
   static constexpr std::uint64_t mix(std::uint64_t value) {  // SplitMix64's
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
     value = (value ^ value >> 27) * 0x94D049BB133111EBu;
@@ -42,14 +45,14 @@ struct ContextHash {
 inline constexpr std::array<std::uint64_t, kBlock> ContextHash::kFactors = ContextHash::factors();
 
 inline void ContextHash::add(Token token) {
-  value += rank_of(token) * kFactors[length % kBlock];
+  value += number_of(token) * kFactors[length % kBlock];
   if (++length % kBlock == 0) value = mix(value);
 }
 
 inline void ContextHash::add(std::span<const Token> tokens, std::vector<std::uint64_t>& blocks) {
   while (!tokens.empty()) {
     const std::size_t at = length % kBlock, count = std::min(tokens.size(), kBlock - at);
-    for (std::size_t i = 0; i < count; ++i) value += rank_of(tokens[i]) * kFactors[at + i];
+    for (std::size_t i = 0; i < count; ++i) value += number_of(tokens[i]) * kFactors[at + i];
     length += count;
     tokens = tokens.subspan(count);
     if (length % kBlock != 0) break;

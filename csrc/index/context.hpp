@@ -16,6 +16,10 @@ using Position = std::uint32_t;
 inline constexpr Token kBoundary = -1;  // between documents: ends every context, matches nothing, not even itself
 inline constexpr std::size_t kPad = 8;  // boundaries in front of a text, so that reading backwards needs no limit
 
+// Returns how a text holds a token that the model reads but cannot say, such as the placeholder of an image, and from
+// that the token. Nothing that is negative in a text is drafted.
+inline constexpr Token placeholder_of(Token token) { return -2 - token; }
+
 // Tokens of context that are kept in front of a text, so that its first tokens can be matched.
 inline constexpr std::size_t kOverlap = 8;
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.cache import SCOPES, Budget, DraftPolicy, FinishedTurn
+from agentspec.cache.tokens import MAX_VOCAB
 from tests.cache.streams import LARGEST, Pair, fibonacci
 
 TENANTS = (None, "t", "t", "u")
@@ -34,7 +35,9 @@ class Fuzzer:
         self.alphabet = self.rng.choice(ALPHABETS)
         self.policy = self.draw_policy()
         self.limits = self.draw_limits()
-        self.pair = Pair(self.policy, **self.limits)
+        # Where the alphabet has more tokens, prompts hold placeholders that the model cannot say.
+        self.vocab_size = {12: 10, 5000: 4000}.get(len(self.alphabet), MAX_VOCAB)
+        self.pair = Pair(self.policy, vocab_size=self.vocab_size, **self.limits)
         self.texts: dict[str, list[int]] = {}
         self.drafts: dict[str, list[int]] = {}
         self.turns: list[FinishedTurn] = []
@@ -103,7 +106,10 @@ class Fuzzer:
 
     def verified(self, request: str) -> list[int]:
         draft = self.drafts.pop(request, [])
-        return draft[: self.rng.randrange(len(draft) + 1)] + self.fresh()[: self.rng.randrange(1, 5)]
+        return draft[: self.rng.randrange(len(draft) + 1)] + self.sayable(self.fresh()[: self.rng.randrange(1, 5)])
+
+    def sayable(self, tokens: list[int]) -> list[int]:
+        return [token % self.vocab_size for token in tokens]
 
     def start(self) -> None:
         rng = self.rng
@@ -152,7 +158,7 @@ class Fuzzer:
         offers = []
         for request in batch:
             draft = self.drafts.get(request, [])
-            tokens = draft[: rng.choice([0, 0, 1, len(draft)])] + self.fresh()[: rng.choice([0, 1, 1, 3])]
+            tokens = draft[: rng.choice([0, 0, 1, len(draft)])] + self.sayable(self.fresh()[: rng.choice([0, 1, 1, 3])])
             offers.append([(token, rng.choice(CHANCES)) for token in tokens])
         cost = rng.choice([None, 0.0, 0.0, 0.2])
         result = self.pair.offer(batch, offers, [rng.choice(ROOMS) for _ in batch], cost)

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
+from agentspec.cache.tokens import MAX_VOCAB, as_prompt
 from agentspec.cache.types import record_of
 from tests.oracle.cache import Drafted, Oracle
 from tests.oracle.entries import Limits
@@ -47,11 +48,18 @@ policies = st.builds(
 class Pair:
     """The core and the oracle side by side: every call goes to both, and every answer is compared."""
 
-    def __init__(self, policy: DraftPolicy | None = None, max_tokens: int | None = None, **budgets: Any) -> None:
+    def __init__(
+        self,
+        policy: DraftPolicy | None = None,
+        max_tokens: int | None = None,
+        vocab_size: int = MAX_VOCAB,
+        **budgets: Any,
+    ) -> None:
         _native.watch_clock(False)  # the oracle knows no clock: answers may not depend on the machine's speed
         self.policy = policy
-        self.core = SuffixCache(policy=policy, max_tokens=max_tokens, **budgets)
-        self.oracle = Oracle(policy, limits_of(max_tokens=max_tokens, **budgets))
+        self.vocab_size = vocab_size
+        self.core = SuffixCache(policy=policy, max_tokens=max_tokens, vocab_size=vocab_size, **budgets)
+        self.oracle = Oracle(policy, limits_of(max_tokens=max_tokens, **budgets), vocab_size)
 
     def start(
         self,
@@ -128,7 +136,7 @@ class Pair:
             assert ours is None and expected is None
             return None
         assert ours.prompt_tail.dtype == ours.response.dtype == np.int32
-        tail, response = ours.prompt_tail.tolist(), ours.response.tolist()
+        tail, response = as_prompt(ours.prompt_tail, "tail", self.vocab_size).tolist(), ours.response.tolist()
         assert Turn(ours.kept, ours.parent, ours.block, tail, response, ours.record) == expected
         return ours
 
@@ -165,7 +173,7 @@ class Pair:
     def reload(self, folder: Path, **limits: Any) -> None:
         """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
         self.core.save(folder / "trees")
-        self.core = SuffixCache.load(folder / "trees", policy=self.policy, **limits)
+        self.core = SuffixCache.load(folder / "trees", policy=self.policy, vocab_size=self.vocab_size, **limits)
         self.oracle.settle()
 
     def check_stats(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache, context_hashes
 from agentspec.errors import (
     ConfigurationError,
     DuplicateRequestError,
@@ -71,6 +71,28 @@ def test_vocabulary_bounds_the_tokens() -> None:
     cache.start("r", [0, 99])
     with pytest.raises(InvalidTokenError, match=r"tokens\[0\] is 100: token ids must be from 0 to 99"):
         cache.extend("r", [100])
+
+
+def test_placeholders_of_images_are_context_and_never_drafted() -> None:
+    """Some models mark images in a prompt by ids beyond their vocabulary."""
+    cache, other = SuffixCache(vocab_size=100), SuffixCache(vocab_size=100)
+    image = [100] * 300 + [2**31 - 2] * 2
+    prompt = [1, 2, *image, 3, 4]
+    cache.start("r", prompt, session="s")
+    table = np.array([[*prompt, 5, 6, 7, 1, 2]], np.int32)
+    assert cache.step(["r"], table, [0], [len(prompt) + 5], [8], [0], cost=0.0).lists() == [[]]
+    turn = cache.finish("r")
+    assert turn is not None and turn.prompt_tail.tolist() == prompt
+    other.restore(turn)
+    for kept in (cache, other):
+        kept.start("q", [*prompt, 5], session="s")
+        assert kept.propose(["q"], 2, cost=0.0)[0].token_ids.tolist() == [6, 7]
+        again = kept.finish("q")
+        assert again is not None and again.kept == len(prompt) + 1
+        assert again.parent == context_hashes([*prompt, 5]).tolist()[-1]
+        kept.start("q", [9, 2**31 - 2, 3], session="s")  # the last of the image stands for it in a match
+        assert kept.propose(["q"], 1, cost=0.0)[0].token_ids.tolist() == [4]
+        kept.abort("q")
 
 
 def test_request_ids() -> None:

@@ -102,7 +102,7 @@ class Oracle:
         for entry in request.entries():
             entry.running += 1
         request.state.ends = frozenset(end_tokens)
-        self._begin_text(request, list(prompt))
+        self._begin_text(request, [self._as_held(token) for token in prompt])
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -212,7 +212,8 @@ class Oracle:
 
     def restore(self, stored: FinishedTurn) -> None:
         tenant, session, group = self._names(stored.session, stored.group, stored.tenant, stored.scope)
-        tail, response = stored.prompt_tail.tolist(), stored.response.tolist()
+        tail = [self._as_held(token) for token in stored.prompt_tail.tolist()]
+        response = stored.response.tolist()
         turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
         if session:
             turn = session.turns.find_parent(turn)
@@ -288,6 +289,10 @@ class Oracle:
             left -= request.tenant.corpus.sweep(left)
         return budget - left
 
+    def _as_held(self, token: int) -> int:
+        """Return how a prompt's token is held: one that is no token of the vocabulary is negative and never drafted."""
+        return token if token < self._vocab_size else -2 - token
+
     def _begin_text(self, request: Request, prompt: list[int]) -> None:
         """Put the prompt into a request's empty index."""
         request.prompt_length = request.state.begin = len(prompt)
@@ -300,7 +305,8 @@ class Oracle:
         Whether it did is told by the last tokens: no step adds more of them.
         """
         text = request.index.text
-        if len(row) >= len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]:
+        row = [self._as_held(token) for token in row[: len(text)]]
+        if len(row) == len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]:
             return
         kept = text[: common_prefix(text, row)]
         prompt = kept[: request.prompt_length]

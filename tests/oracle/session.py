@@ -30,7 +30,8 @@ class Context:
     length: int = 0
 
     def add(self, token: int) -> "Context":
-        total = (self.hash + (token + 1) * FACTORS[self.length % BLOCK]) % WORD
+        number = token + 1 if token >= 0 else -1 - token  # a placeholder is -2 - token
+        total = (self.hash + number * FACTORS[self.length % BLOCK]) % WORD
         return Context(total if (self.length + 1) % BLOCK else _mix(total), self.length + 1)
 
     def walk(self, tokens: list[int]) -> list["Context"]:
