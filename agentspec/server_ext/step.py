@@ -18,8 +18,8 @@ Int32 = NDArray[np.int32]
 class NewRequest:
     """Hold a request that is seen for the first time.
 
-    prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the id in the API's response, under which
-    its figures are kept; None: the request id.
+    prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
+    id in the API's response, under which its figures are kept; None: the request id.
     """
 
     request_id: str
