@@ -61,7 +61,7 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
-    from agentspec.server_ext.vllm_adapter.launch import run_vllm, serve_arguments  # needs the core, as others don't
+    from agentspec.server_ext.vllm_adapter.launch import hand_on_store, run_vllm, serve_arguments  # needs the core
 
     settings: dict[str, Any] = {
         "tenant": tenant,
@@ -74,7 +74,7 @@ def serve(
     }
     given = {name: value for name, value in settings.items() if value is not None}
     if store is not None:
-        os.environ["AGENTSPEC_STORE"] = store  # vLLM prints its arguments, so keep passwords out
+        hand_on_store(store, "--store")
     arguments = serve_arguments(context.args, given, max_draft)
     open_store(os.environ.get("AGENTSPEC_STORE") or default_store()).close()  # an unusable store shows now
     run_vllm([model, *arguments])

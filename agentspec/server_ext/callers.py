@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.agentspec")
 SECRET = "AGENTSPEC_SECRET"
 ADMIN_KEY = "AGENTSPEC_ADMIN_KEY"
 _HANDED_ON = "AGENTSPEC_STORE_SECRET"
-"""Environment variable by which the process that starts vLLM tells the store's secret to those that it starts."""
+"""Environment variable by which the process that starts vLLM tells others a store's secret: URL's digest, secret."""
 
 NOBODY = "?"
 """Principal of a caller that cannot be told apart from others and should be."""
@@ -195,15 +195,11 @@ def server_secret(settings: Settings, environ: MutableMapping[str, str] = os.env
     given = environ.get(SECRET)
     if given:
         return _checked_secret(SECRET, given).encode()
-    if _HANDED_ON not in environ:
-        environ[_HANDED_ON] = _secret_of_store(settings.store)
-    return environ[_HANDED_ON].encode()
-
-
-def hand_on_secret(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Ask the store for its secret, whatever an engine that this process started before used."""
-    environ.pop(_HANDED_ON, None)
-    server_secret(settings, environ)
+    store, _, secret = environ.get(_HANDED_ON, "").partition(" ")
+    if store != _sha256(settings.store):  # nobody asked yet, or this process started an engine on another store before
+        secret = _secret_of_store(settings.store)
+        environ[_HANDED_ON] = f"{_sha256(settings.store)} {secret}"
+    return secret.encode()
 
 
 def shows_admin_key(presented: Presented | None, environ: Mapping[str, str] = os.environ) -> bool:

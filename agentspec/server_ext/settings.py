@@ -146,7 +146,8 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
     """
     section = config.get("agentspec", {}) if isinstance(config, Mapping) else {}
     if not isinstance(section, Mapping):
-        raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {section!r}")
+        kind = type(section).__name__
+        raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {kind}")
     values: dict[str, Any] = dict(section)
     for field, variable in _ENVIRONMENT.items():
         if environ.get(variable):
@@ -165,8 +166,16 @@ def _explain(error: ValidationError) -> str:
             names = ", ".join(sorted(Settings.model_fields))
             lines.append(f"agentspec setting {field!r} is not known; known are: {names}")
         else:
-            lines.append(f"agentspec setting {field!r}: {item['msg']} (got {item['input']!r})")
+            lines.append(f"agentspec setting {field!r}: {item['msg']}{_shown_input(item)}")
     return "; ".join(lines)
+
+
+def _shown_input(item: Mapping[str, Any]) -> str:
+    """Return the part of a message that quotes the wrong value: nothing for one that may hold a password."""
+    value = item["input"]
+    if item["loc"][:1] == ("store",) or not isinstance(value, str | int | float | bool | None):
+        return ""
+    return f" (got {value!r})"
 
 
 def check_draft_limit(value: int | None) -> int:

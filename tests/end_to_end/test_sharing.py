@@ -64,16 +64,8 @@ def shared_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mo
     adapters = [f"{name}={silent_adapter(folder / name)}" for name in ("twin", "other")]
     options = {
         "keys": (
-            "--api-key",
-            ADA,
-            BOB,
-            "--enable-lora",
-            "--max-lora-rank",
-            "8",
-            "--max-loras",
-            "2",
-            "--lora-modules",
-            *adapters,
+            *("--api-key", ADA, BOB, *scale_out()),
+            *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters),
         ),
         "acme": ("--api-key", ADA, BOB, CAT, DAN, "--tenant", "acme", "--api-keys-file", str(keys)),
         "gateway": ("--principal-header", "X-Principal", "--tenant-header", "X-Tenant"),

@@ -14,7 +14,6 @@ from agentspec.server_ext.callers import (
     Callers,
     Presented,
     admin_key,
-    hand_on_secret,
     server_secret,
     shows_admin_key,
 )
@@ -197,16 +196,15 @@ class TestSecrets:
             admin_key(environ)
         assert "hunter2" not in str(error.value)
 
-    def test_the_stores_secret_is_asked_for_once_for_each_engine(self, tmp_path: Path) -> None:
+    def test_each_store_has_a_secret_and_is_asked_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one, other = (Settings(store=f"sqlite:///{tmp_path / name}.db") for name in ("one", "other"))
         environ: dict[str, str] = {}
         first = server_secret(one, environ)
-        assert server_secret(other, environ) == first  # a process that this one started
-        hand_on_secret(other, environ)
-        second = server_secret(other, environ)
-        assert second != first
-        hand_on_secret(one, environ)
-        assert server_secret(one, environ) == first
+        second = server_secret(other, environ)  # an engine that this process starts later
+        assert second != first == server_secret(one, environ) and len(first) == 64
+        monkeypatch.setattr("agentspec.server_ext.callers.open_store", None)
+        assert server_secret(one, dict(environ)) == first  # in a process that it started
+        assert str(tmp_path) not in str(environ)
 
     def test_a_store_that_is_away_costs_stored_sessions_and_not_the_start(
         self, caplog: pytest.LogCaptureFixture

@@ -9,7 +9,7 @@ import pytest
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
-from agentspec.server_ext.vllm_adapter.launch import engine_options, prepare_environment, serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import engine_options, hand_on_store, prepare_environment, serve_arguments
 
 
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
@@ -50,6 +50,57 @@ def test_a_wrong_setting_is_refused_by_name(section: object, field: str) -> None
 def test_an_unknown_setting_lists_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="max_tokens"):
         load_settings({"agentspec": {"max_tokenz": 5000}}, environ={})
+
+
+PASSWORD = "hunter2-hunter2"
+URL = f"redis://user:{PASSWORD}@cache:6379/0"
+
+
+class TestSecrets:
+    @pytest.mark.parametrize(
+        "section",
+        [
+            {"store": [URL]},
+            {"store": {"url": URL}},
+            {"store": URL, "max_tokens": 1},
+            {"store": URL, "typo": 1},
+            {"store": URL, "speculator": "x", "drafter": {"method": "ngram", "num_speculative_tokens": 1}},
+            {"record": {"to": URL}},
+            URL,
+            [URL],
+        ],
+    )
+    def test_no_error_about_settings_shows_a_password(self, section: object) -> None:
+        with pytest.raises(ConfigurationError) as error:
+            load_settings({"agentspec": section}, environ={})
+        assert PASSWORD not in str(error.value) and error.value.__cause__ is None
+
+    @pytest.mark.parametrize("text", [f'"{URL}"', f'["{URL}"]', f'{{"agentspec": "{URL}"}}', f'{{"{URL}"'])
+    def test_no_error_about_arguments_shows_one(self, text: str) -> None:
+        with pytest.raises(ConfigurationError) as error:
+            serve_arguments(["--additional-config", text], {}, 8, {})
+        assert PASSWORD not in str(error.value)
+
+    def test_a_store_goes_to_vllm_by_the_environment_because_vllm_prints_its_arguments(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        environ: dict[str, str] = {}
+        config = json.dumps({"agentspec": {"store": URL, "tenant": "t"}})
+        arguments = serve_arguments(["--additional-config", config], {}, 8, environ)
+        assert PASSWORD not in " ".join(arguments) and environ == {"AGENTSPEC_STORE": URL}
+        assert "AGENTSPEC_STORE" in caplog.text and PASSWORD not in caplog.text
+
+    def test_the_environments_store_wins_over_the_configs_and_loses_to_the_option(self) -> None:
+        environ = {"AGENTSPEC_STORE": "memory://"}
+        serve_arguments(["--additional-config", json.dumps({"agentspec": {"store": URL}})], {}, 8, environ)
+        assert environ == {"AGENTSPEC_STORE": "memory://"}
+        hand_on_store(URL, "--store", environ)
+        assert environ == {"AGENTSPEC_STORE": URL}
+
+    def test_a_store_without_a_password_is_no_reason_to_warn(self, caplog: pytest.LogCaptureFixture) -> None:
+        for url in ("memory://", "redis://cache:6379/0", "sqlite:////data/me@home/x.db"):
+            hand_on_store(url, "--store", {})
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("value", [0, -3, 129, None])

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
-from agentspec.server_ext.callers import ApiKeysFile, admin_key, hand_on_secret
+from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
 
@@ -33,10 +33,16 @@ _SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
 
 
-def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draft: int | None = None) -> list[str]:
+def serve_arguments(
+    arguments: Sequence[str],
+    settings: dict[str, Any],
+    max_draft: int | None = None,
+    environ: MutableMapping[str, str] = os.environ,
+) -> list[str]:
     """Return the arguments of ``vllm serve``: the user's own, then agentspec's where the user gave none.
 
     max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model when vLLM starts.
+    A store URL goes into ``environ``, because vLLM prints its arguments.
 
     Raises ConfigurationError or UnsupportedEngineError before vLLM takes a minute to start.
     """
@@ -57,8 +63,11 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
             raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     given = _take_option(result, "--additional-config", "--additional_config")
     additional = {} if given is None else _json_object("--additional-config", given)
+    load_settings(additional)  # report wrong settings now
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
-    checked = load_settings(additional)  # report wrong settings now
+    checked = load_settings(additional)
+    if (store := additional["agentspec"].pop("store", None)) is not None:
+        hand_on_store(store, "--additional-config", environ)
     _check_speculator(checked.speculator)
     admin_key()
     if checked.api_keys_file is not None:
@@ -66,6 +75,21 @@ def serve_arguments(arguments: Sequence[str], settings: dict[str, Any], max_draf
     result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
+
+
+def hand_on_store(url: str, option: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Hand a store URL on to vLLM by the environment. Warn of a password, which the process list shows.
+
+    option: where the URL was given. The environment's own URL wins over that of ``--additional-config``.
+    """
+    if "@" in url and not url.lower().startswith("sqlite:"):
+        logger.warning(
+            "agentspec: %s: the process list shows the password in the store's URL; give the URL "
+            "in the environment variable AGENTSPEC_STORE",
+            option,
+        )
+    if option == "--store" or not environ.get("AGENTSPEC_STORE"):
+        environ["AGENTSPEC_STORE"] = url
 
 
 def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str, Any]:
@@ -191,7 +215,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigurationError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigurationError(f"{name} must be a JSON object, got {text}")
+        raise ConfigurationError(f"{name} must be a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -210,7 +234,7 @@ def create_speculative_config(
     translate_method(engine_args)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
     if _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH:
-        hand_on_secret(load_settings(engine_args.additional_config))
+        server_secret(load_settings(engine_args.additional_config))  # for the processes that vLLM starts
     return original(engine_args, target_model_config, target_parallel_config)
 
 

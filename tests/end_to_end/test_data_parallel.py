@@ -1,0 +1,106 @@
+"""Two data-parallel engines on a store that is away: all answer, one that is stopped for a while loses nothing, and no
+secret is shown."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.mixed_load import code
+
+pytestmark = pytest.mark.engine
+
+ENGINES = 2
+PASSWORD = "hunter2-hunter2"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    store = f'{{"agentspec": {{"store": "redis://user:{PASSWORD}@127.0.0.1:1/0", "preload_records": 0}}}}'
+    parallel = ("--data-parallel-size", str(ENGINES), "--distributed-executor-backend", "mp")
+    with ModelServer(
+        MODEL,
+        options=(*OPTIONS, *parallel, "--additional-config", store),
+        name="demo",
+        log=tmp_path_factory.mktemp("parallel") / "server.log",
+        environment=ENVIRONMENT,
+    ) as started:
+        yield started
+
+
+def ask(server: ModelServer, rank: int, prompt: str) -> dict[str, Any]:
+    """An answer of the engine with this rank."""
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    headers = {"X-data-parallel-rank": str(rank)}
+    reply = httpx.post(f"{server.base_url}/completions", json=body, headers=headers, timeout=120)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def engines(server: ModelServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.get("/v1/agentspec/stats")["engines"]
+    return found
+
+
+def test_every_engine_answers_for_its_requests(server: ModelServer) -> None:
+    before = [engine["counters"]["started"] for engine in engines(server)]
+    assert len(before) == ENGINES
+    for rank in range(ENGINES):
+        answer = ask(server, rank, code(990 + rank, 12))
+        figures = server.get(f"/v1/agentspec/requests/{answer['id']}")
+        assert figures["tokens"] >= 47
+    after = [engine["counters"]["started"] for engine in engines(server)]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1] * ENGINES
+
+
+def test_the_answer_that_comes_too_late_is_nobodys(server: ModelServer) -> None:
+    """A worker that is stopped while it is asked answers when it goes on. The step after that is as always."""
+    prompts = [code(993 + rank, 12) for rank in range(ENGINES)]
+    texts = [ask(server, rank, prompt)["choices"][0]["text"] for rank, prompt in enumerate(prompts)]
+    stopped = workers(server)
+    assert len(stopped) == ENGINES
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        answer = httpx.get(f"{server.base_url}/agentspec/stats", timeout=30)
+        assert answer.status_code == 503 and time.monotonic() - begin < 15
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    for _ in range(2):
+        assert [ask(server, rank, prompt)["choices"][0]["text"] for rank, prompt in enumerate(prompts)] == texts
+    assert len(engines(server)) == ENGINES
+    assert all(engine["running"] == 0 for engine in engines(server))
+
+
+def test_no_secret_is_in_the_log_and_the_figures(server: ModelServer) -> None:
+    log = server.log.read_text()
+    for text in (log, server.text("/v1/agentspec/stats"), server.text("/metrics")):
+        assert PASSWORD not in text
+    assert "the store's secret cannot be read" in log and "give the URL in the environment variable" in log
+
+
+def workers(server: ModelServer) -> list[int]:
+    """The process ids of the engines' workers."""
+    assert server._process is not None
+    group = os.getpgid(server._process.pid)
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if int(fields[2]) == group and "Worker" in command:
+                found.append(int(folder.name))
+    return found
