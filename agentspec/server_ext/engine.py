@@ -99,9 +99,13 @@ class DraftingEngine:
         """Read stored turns into the cache for at most ``preload_timeout`` seconds, and return their number."""
         return self._persistence.warm_up(self.cache, self.settings.preload_timeout)
 
-    def knows(self, request_id: str) -> bool:
-        """Return whether an earlier step started the request and it has not finished."""
-        return request_id in self._requests
+    def knows(self, request_id: str, prompt_length: int) -> bool:
+        """Return whether an earlier step started the request with a prompt of that many tokens. It has not finished.
+
+        The prompt of a request with streamed input grows: by its responses so far and by what came in.
+        """
+        state = self._requests.get(request_id)
+        return state is not None and state.prompt_length == prompt_length
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
         """Return a draft for each row of ``step``, empty if none is worth its cost. Never raises.
@@ -177,8 +181,12 @@ class DraftingEngine:
         begin = time.thread_time_ns()
         self._persistence.apply_loaded(self.cache)
         for new in step.started:
-            if new.request_id not in self._requests:
-                self._start(new)
+            known = self._requests.get(new.request_id)
+            if known is not None:
+                self._leave_batch()
+                # vLLM drops the last token of a response that streamed input follows.
+                self._finish(new.request_id, max(known.length - known.prompt_length - 1, 0))
+            self._start(new)
         lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             lookup = self._look_up(step.batch)
@@ -226,7 +234,9 @@ class DraftingEngine:
 
     def _start(self, new: NewRequest) -> None:
         identity, figures = new.identity, RequestFigures()
-        state = self._requests[new.request_id] = RequestState(new.request_id, identity, figures, len(new.prompt))
+        state = self._requests[new.request_id] = RequestState(
+            new.request_id, identity, figures, length=len(new.prompt), prompt_length=len(new.prompt)
+        )
         try:
             self.cache.start(
                 new.request_id,

@@ -16,7 +16,7 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """Hold a request that is seen for the first time.
+    """Hold a request that is seen for the first time, or for the first time with this prompt.
 
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
     id in the API's response, under which its figures are kept; None: the request id.
@@ -54,7 +54,7 @@ class Step:
 
     batch: Batch
     started: Sequence[NewRequest]
-    """the requests of the batch that are seen for the first time"""
+    """the requests of the batch that are seen for the first time, or with another prompt"""
     tokens: Int32
     """[R, L] the engine's token array, prompt and verified output of each row; read in place"""
     lengths: Int32
@@ -108,6 +108,8 @@ class RequestState:
     figures: RequestFigures
     length: int
     """tokens of its text that its figures count"""
+    prompt_length: int = 0
+    """tokens of its prompt"""
     failed: bool = False
     """whether an error occurred for it, after which it gets no drafts"""
     draft_source: str | None = None

@@ -35,8 +35,8 @@ class Runner:
             token_ids_cpu=np.zeros((8, LONGEST), dtype=np.int32),
         )
         self.requests: dict[str, Any] = {}
-        self.known: set[str] = set()
-        self.reader = StepReader(4, LONGEST, self.known.__contains__)
+        self.known: set[tuple[str, int]] = set()
+        self.reader = StepReader(4, LONGEST, lambda *request: request in self.known)
 
     def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
         for name in names:
@@ -65,7 +65,7 @@ class Runner:
         )
         self.input_batch.num_tokens_no_spec[: len(given)] += np.array(given, dtype=np.int32)
         step = self.reader.read(self, output, [[7] * count for count in given])
-        self.known.update(step.batch.request_ids)
+        self.known.update((name, len(self.requests[name].prompt_token_ids)) for name in step.batch.request_ids)
         return step
 
 
@@ -199,3 +199,17 @@ def test_an_id_that_is_used_again_is_another_request(runner: Runner) -> None:
     step = runner.step(1, new=True, prefilled=9)
     assert [new.request_id for new in step.started] == ["a"]
     assert step.max_draft_tokens.tolist() == [1]
+
+
+def test_streamed_input_starts_a_request_anew(runner: Runner) -> None:
+    """vLLM makes what was said and what came in the prompt of the same request. Reading it may take several steps."""
+    runner.add("a", "b")
+    runner.step(1, 1, new=True, prefilled=18)
+    runner.step(1, 1)
+    runner.requests["a"].prompt_token_ids = range(30)
+    runner.input_batch.num_tokens_no_spec[0] = 30
+    runner.input_batch.token_ids_cpu[0, :30] = range(30)
+    assert not runner.step(0, 1, new=True, prefilled=9).started
+    (new,) = runner.step(1, 1, prefilled=10).started
+    assert (new.request_id, list(new.prompt)) == ("a", list(range(30)))
+    assert not runner.step(1, 1).started

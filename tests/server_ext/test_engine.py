@@ -162,7 +162,8 @@ def test_a_failing_tree_costs_drafts_and_is_counted_once_in_the_log(caplog: pyte
 def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
     engine = Engine(tenant="t")
     engine.run("warm", [1, 2, 3], TEXT)
-    assert engine.run("bad", [5_000_000], TEXT[:5]) == 5
+    assert engine.run("bad", [-5], TEXT[:5]) == 5
+    assert engine.run("image", [5_000_000], TEXT[:5]) < 5
     assert engine.run("good", [1, 2, 3, 100, 101], TEXT[2:]) < len(TEXT) / 2
     assert engine.proposer.stats()["counters"]["errors_start"] == 1
 
@@ -226,7 +227,7 @@ class Rows:
             self.batch = Batch(ids, np.array(rows, np.int32))
         started = []
         for row, request_id in zip(rows, ids, strict=True):
-            if not self.proposer.knows(request_id):
+            if not self.proposer.knows(request_id, 3):
                 self.tokens[row, :3] = [900 + row, 910 + row, 920 + row]
                 self.lengths[row] = 3
                 started.append(NewRequest(request_id, self.tokens[row, :3].tolist(), Identity()))
@@ -300,7 +301,7 @@ def test_a_row_that_failed_gets_no_drafts_and_those_beside_it_do() -> None:
     assert drafts[0][:1] == [7] and drafts[2][:1] == [207] and not drafts[1]
     assert rows.proposer.stats()["running"] == 2
     rows.proposer.finish("1")
-    assert not rows.proposer.knows("1")
+    assert not rows.proposer.knows("1", 3)
     assert [draft[:1] for draft in rows.repeat()] == [[7], [], [207]]
     assert rows.proposer.stats()["counters"]["errors_start"] == 1
 
@@ -316,6 +317,37 @@ def test_a_batch_whose_request_has_ended_drafts_for_the_others_alone() -> None:
     assert first == [] and second[:1] == [107]
     assert rows.proposer.cache.propose(["another"], 8)[0].token_ids.tolist() == []
     assert not [name for name in rows.proposer.stats()["counters"] if name.startswith("errors")]
+
+
+def test_streamed_input_ends_a_turn_and_begins_the_next() -> None:
+    engine = Engine()
+    said: list[FinishedTurn | None] = []
+    finish = engine.proposer.cache.finish
+
+    def noted(*args: Any, **names: Any) -> Any:
+        said.append(finish(*args, **names))
+        return said[-1]
+
+    engine.proposer.cache.finish = noted  # type: ignore[method-assign]
+    prompt = [1, 2, 3]
+    for number in range(3):
+        response = [token + 100 * number for token in range(500, 510)]
+        tokens = np.array([[*prompt, *response]], np.int32)
+        for length in range(len(prompt) + 1, len(prompt) + 11):
+            first = length == len(prompt) + 1
+            batch = Batch(("r",), np.zeros(1, np.int32))
+            new = [NewRequest("r", prompt, Identity(session="s"))] if first else []
+            none = np.zeros(1, np.int32)
+            engine.proposer.propose(Step(batch, new, tokens, none + length, none + 4, none, num_draft_tokens=0))
+        prompt = [*prompt, *response[:-1], 700 + number, 710 + number]
+    assert engine.proposer.stats()["running"] == 1
+    engine.proposer.finish("r", 10)
+    assert [turn and (turn.kept, turn.prompt_tail.tolist(), len(turn.response)) for turn in said] == [
+        (0, [1, 2, 3], 9),
+        (12, [700, 710], 9),
+        (23, [701, 711], 10),
+    ]
+    assert not [name for name in engine.proposer.metrics.counters if name.startswith("errors")]
 
 
 def test_a_step_is_left_as_its_reader_made_it() -> None:

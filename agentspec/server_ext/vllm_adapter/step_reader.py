@@ -78,10 +78,10 @@ class StepReader:
     """Read steps out of one model runner.
 
     max_draft: longest draft, in tokens. max_model_len: most tokens of a row. knows: whether a request was given to the
-    engine before.
+    engine before, with a prompt of so many tokens.
     """
 
-    def __init__(self, max_draft: int, max_model_len: int, knows: Callable[[str], bool]) -> None:
+    def __init__(self, max_draft: int, max_model_len: int, knows: Callable[[str, int], bool]) -> None:
         self._max_draft = max_draft
         self._max_model_len = max_model_len
         self._knows = knows
@@ -155,8 +155,8 @@ class StepReader:
     def _started(self, runner: Any, step: Step) -> list[NewRequest]:
         started = []
         for request_id, row in zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True):
-            if not self._knows(request_id):
-                state = runner.requests[request_id]
+            state = runner.requests[request_id]
+            if not self._knows(request_id, len(state.prompt_token_ids)):
                 params = state.sampling_params
                 extra = params.extra_args if params else None
                 identity = identify(extra)
