@@ -59,6 +59,11 @@ class ModelServer:
         """Return the base URL of the OpenAI API."""
         return f"http://127.0.0.1:{self.port}/v1"
 
+    @property
+    def process_id(self) -> int | None:
+        """Return the process id of the API server; None while it is stopped."""
+        return None if self._process is None else self._process.pid
+
     def launch(self) -> None:
         """Start the process and return at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,483 @@
+"""Load a real server with mixed traffic for a while, with store outages, and check that it keeps its promises.
+
+    python benchmarks/soak.py --minutes 60 [--save]
+
+The server has the demo's model, a small memory budget and a store with small limits; traffic is many times either. Half
+of the time the store is Redis, which is killed and restarted, half of the time an SQLite file, which another process
+locks. Traffic: agents in sessions of their own, callers that send a new session id with every request, one that sends
+the same id for ever, long prompts, requests that are aborted, sessions that are erased.
+
+The exit status is 1 if a check fails.
+"""
+
+import argparse
+import json
+import random
+import sqlite3
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import report
+from engines import Parser
+from report import ROOT, print_json, print_table, say
+
+from agentspec import AgentClient, AgentSpecError
+from agentspec.cache.store import (
+    RecordReader,
+    Store,
+    TurnRecord,
+    model_name,
+    namespace,
+    open_store,
+    tokenizer_fingerprint,
+)
+from agentspec.server_ext.callers import Callers
+from agentspec.server_ext.settings import Settings
+from agentspec.testing.redis_server import RedisServer
+from agentspec.testing.server import ModelServer
+from demo.tasks import FIRST_HELD_OUT_SEED, make_task
+
+MODEL = ROOT / "demo" / "model"
+MAX_MODEL_LEN = 4096
+VOCABULARY = 1_500
+TOKEN_BYTES = 12
+SAMPLE_SECONDS = 2.0
+STALL_SECONDS = 1e-3
+WORKERS = 6
+SECRET = "a-secret-of-the-soak-run-alone"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "AGENTSPEC_SECRET": SECRET,
+    # vLLM's own memory would grow for longer than a short run, and hide ours
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "MALLOC_ARENA_MAX": "2",
+}
+OPTIONS = (
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "1024"),  # a KV cache that is full at once, and grows no more
+)
+
+
+@dataclass(slots=True)
+class Said:
+    """Hold what the clients know of the traffic. Several threads add to it."""
+
+    tokens: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+    finished: list[tuple[float, str]] = field(default_factory=list)
+    """(epoch seconds, session) of answers that came whole"""
+    touched: set[str] = field(default_factory=set)
+    """sessions that were aborted or erased, of which nothing need be left"""
+    erased: list[str] = field(default_factory=list)
+    drafts: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds since the start, tokens a step) of an agent's correction"""
+    errors: list[str] = field(default_factory=list)
+
+
+class Place(ABC):
+    """A store that can be made to fail. url: its store URL."""
+
+    url: str
+
+    @abstractmethod
+    def fail(self) -> None:
+        """Begin an outage."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """End it."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return what it takes on disk or in memory, in bytes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop it and remove its data."""
+
+
+class RedisPlace(Place):
+    """A Redis server of its own, killed and restarted."""
+
+    def __init__(self) -> None:
+        self._server = RedisServer()
+        self._server.start()
+        self.url = self._server.url
+        self._size = 0
+
+    def fail(self) -> None:
+        self._server.kill()
+
+    def recover(self) -> None:
+        self._server.start()
+
+    def size(self) -> int:
+        import redis
+
+        try:
+            with redis.Redis.from_url(self.url) as client:
+                self._size = int(client.info("memory")["used_memory"])
+        except redis.RedisError:
+            pass  # it is away: the latest size stands
+        return self._size
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class SQLitePlace(Place):
+    """A file, locked by another connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "soak.db"
+        self.url = f"sqlite:///{self._path}"
+        self._lock: sqlite3.Connection | None = None
+
+    def fail(self) -> None:
+        self._lock = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
+        self._lock.execute("BEGIN EXCLUSIVE")
+
+    def recover(self) -> None:
+        if self._lock is not None:
+            self._lock.execute("ROLLBACK")
+            self._lock.close()
+            self._lock = None
+
+    def size(self) -> int:
+        files = (self._path, self._path.with_name(self._path.name + "-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self) -> None:
+        self.recover()
+
+
+class Traffic:
+    """Make requests from several threads until it is stopped."""
+
+    def __init__(self, server: ModelServer, seed: int, start: float) -> None:
+        self.said = Said()
+        self._server = server
+        self._start = start
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+        self._constant: list[int] = []
+        self._openai = openai.OpenAI(base_url=server.base_url, api_key="none", timeout=120)
+        self._agents = AgentClient(base_url=server.base_url, model=server.name, api_key="none", store=None)
+        self._kinds: tuple[Callable[[random.Random], None], ...] = (
+            *(self._agent, self._new_id, self._new_id, self._constant_id),
+            *(self._long, self._long, self._abort, self._erase),
+        )
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(seed + i),), daemon=True) for i in range(WORKERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the requests under way, and close."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+        self._agents.close()
+        self._openai.close()
+
+    def _run(self, chance: random.Random) -> None:
+        while not self._stop.is_set():
+            kind = chance.choice(self._kinds)
+            try:
+                kind(chance)
+            except Exception as error:
+                with self._lock:
+                    self.said.errors.append(f"{kind.__name__}: {error!r}"[:200])
+                self._stop.wait(0.5)
+
+    def _agent(self, chance: random.Random) -> None:
+        """Write a function and correct it, in a new session: the correction repeats most of the first answer."""
+        task = make_task(FIRST_HELD_OUT_SEED + chance.randrange(200))
+        session = self._agents.session()
+        first = session.chat(task.request, temperature=0, max_tokens=200)
+        test = task.tests[-1]
+        failed = (
+            f"1 of 3 tests fail. Fix {test.name}: {test.rule}\n{test.call} raised TypeError, expected {test.expected}."
+        )
+        second = session.chat(failed, temperature=0, max_tokens=200)
+        for reply in (first, second):
+            self._note("agent", session.id, reply.usage.total_tokens if reply.usage else 0)
+        if second.speculation is not None and second.speculation.steps:
+            with self._lock:
+                rate = second.speculation.tokens / second.speculation.steps
+                self.said.drafts.append((time.monotonic() - self._start, rate))
+
+    def _new_id(self, chance: random.Random) -> None:
+        self._complete("new id", _name(), _prompt(chance, chance.randrange(200, 2000)))
+
+    def _constant_id(self, chance: random.Random) -> None:
+        with self._lock:
+            self._constant = [*self._constant[-1_000:], *_prompt(chance, 200)]
+            prompt = list(self._constant)
+        self._complete("constant id", "soak-constant", prompt)
+
+    def _long(self, chance: random.Random) -> None:
+        self._complete("long prompt", _name(), _prompt(chance, MAX_MODEL_LEN - 64))
+
+    def _abort(self, chance: random.Random) -> None:
+        name = _name()
+        with self._lock:
+            self.said.touched.add(name)
+        with self._openai.completions.create(**self._request(name, _prompt(chance, 300)), stream=True) as stream:
+            for _, _event in zip(range(3), stream, strict=False):
+                pass
+        self._note("abort", None, 300)
+
+    def _erase(self, chance: random.Random) -> None:
+        name = _name()
+        with self._lock:
+            self.said.touched.add(name)
+        self._complete("erase", name, _prompt(chance, 300))
+        self._openai.delete(f"/agentspec/sessions/{name}", cast_to=object)
+        with self._lock:
+            self.said.erased.append(name)
+
+    def _complete(self, kind: str, session: str, prompt: list[int]) -> None:
+        answer = self._openai.completions.create(**self._request(session, prompt))
+        self._note(kind, session, answer.usage.total_tokens if answer.usage else 0)
+
+    def _request(self, session: str, prompt: list[int]) -> dict[str, Any]:
+        tag = {"session_id": session, "vllm_xargs": {"session_id": session}, "ignore_eos": True}
+        return {
+            "model": self._server.name, "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "extra_body": tag
+        }  # fmt: skip
+
+    def _note(self, kind: str, session: str | None, tokens: int) -> None:
+        with self._lock:
+            self.said.requests[kind] += 1
+            self.said.tokens += tokens
+            if session is not None:
+                self.said.finished.append((time.time(), session))
+
+
+def _name() -> str:
+    return f"soak-{uuid.uuid4().hex}"
+
+
+def _prompt(chance: random.Random, length: int) -> list[int]:
+    return [chance.randrange(10, VOCABULARY) for _ in range(length)]
+
+
+@dataclass(slots=True)
+class Run:
+    """Hold what was measured on one kind of store. samples: one row each SAMPLE_SECONDS. missing: acknowledged
+    sessions that the store lacks. left: erased sessions that it still has."""
+
+    store: str
+    samples: list[dict[str, Any]]
+    said: Said
+    stats: dict[str, Any]
+    missing: int
+    left: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the soak. Returns 1 if a check fails, 2 for input that cannot work."""
+    options = _parser().parse_args(arguments)
+    stores = ("redis", "sqlite") if options.store == "both" else (options.store,)
+    try:
+        runs = [soak(store, 60 * options.minutes / len(stores), options) for store in stores]
+    except AgentSpecError as error:
+        say(f"error: {error}")
+        return 1
+    rows = [row for run in runs for row in checks(run, options)]
+    if options.json:
+        print_json(rows)
+    else:
+        cells = [(row["store"], row["check"], f"{row['value']:,.4g}", row["limit"], _mark(row["met"])) for row in rows]
+        title = f"{options.minutes:g} minutes, {sum(run.said.requests.total() for run in runs):,} requests"
+        print_table(title, ("store", "check", "value", "limit", "met"), cells, left=("store", "check", "limit"))
+    if options.save:
+        content = {"minutes": options.minutes, "max_bytes": options.max_bytes, "store_bytes": options.store_bytes}
+        samples = [{"store": run.store, **sample} for run in runs for sample in run.samples]
+        report.save("soak", "soak", {**content, "checks": rows, "rows": samples})
+    return 0 if all(row["met"] for row in rows) else 1
+
+
+def soak(store: str, seconds: float, options: argparse.Namespace) -> Run:
+    """Run the traffic on one kind of store. Raises AgentSpecError if the server dies."""
+    with tempfile.TemporaryDirectory(prefix="agentspec-soak-") as folder:
+        place = RedisPlace() if store == "redis" else SQLitePlace(Path(folder))
+        try:
+            server = _server(place, options)
+            with server:
+                return _watch(store, server, place, seconds, options.seed)
+        finally:
+            place.close()
+
+
+def _server(place: Place, options: argparse.Namespace) -> ModelServer:
+    settings = {"max_bytes": options.max_bytes}
+    return ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--additional-config", json.dumps({"agentspec": settings})),
+        name="soak",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": place.url},
+    )
+
+
+def _watch(store: str, server: ModelServer, place: Place, seconds: float, seed: int) -> Run:
+    start = time.monotonic()
+    traffic = Traffic(server, seed, start)
+    samples = []
+    outage = False
+    while (now := time.monotonic() - start) < seconds:
+        wanted = _outage(now, seconds)
+        if wanted != outage:
+            (place.fail if wanted else place.recover)()
+            outage = wanted
+        samples.append(_sample(server, place, now, outage, traffic.said))
+        if not len(samples) % 15:
+            say(f"{store}: {now:.0f} of {seconds:.0f} s, {samples[-1]}")
+        time.sleep(max(0.0, SAMPLE_SECONDS - (time.monotonic() - start - now)))
+    traffic.stop()
+    stats = _settled(server)
+    with closing(open_store(place.url)) as opened:
+        missing, left = compare(opened, traffic.said)
+    return Run(store, samples, traffic.said, stats, missing, left)
+
+
+def _outage(now: float, seconds: float) -> bool:
+    """Return whether the store is away: a tenth of the time, in three outages, none of them near the end."""
+    share = now / seconds
+    return any(begin < share < begin + 0.04 for begin in (0.25, 0.5, 0.7))
+
+
+def _sample(server: ModelServer, place: Place, now: float, outage: bool, said: Said) -> dict[str, Any]:
+    stats = server.stats()
+    rates = [rate for at, rate in list(said.drafts) if at > now - 20]
+    return {
+        "seconds": round(now, 1),
+        "resident_bytes": _resident(server),
+        "cache_bytes": stats["cache"]["bytes"],
+        "store_bytes": place.size(),
+        "queued_records": stats["store"]["writer"]["queued"],
+        "tokens": said.tokens,
+        "tokens_per_step": round(statistics.fmean(rates), 3) if rates else None,
+        "outage": outage,
+    }
+
+
+def _resident(server: ModelServer) -> int:
+    """Return the resident memory of the process that drafts, which is the largest of the server's."""
+    processes = psutil.Process(server.process_id).children(recursive=True)
+    return max(int(process.memory_info().rss) for process in processes)
+
+
+def _settled(server: ModelServer) -> dict[str, Any]:
+    """Wait until the server has written all its records, and return its statistics."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        stats = server.stats()
+        if not stats["store"]["writer"]["queued"] and not stats["running"]:
+            return stats
+        time.sleep(0.2)
+    raise AgentSpecError("the server has not written its records within a minute after the store came back")
+
+
+def compare(store: Store, said: Said) -> tuple[int, int]:
+    """Return how many sessions the store lacks, and how many it has that were erased.
+
+    Retention removes the oldest records, so a session counts as lacking only if the store has older ones, or none.
+    """
+    held, oldest = _held(store)
+    oldest = oldest if held else 0.0
+    erased = sum(_stored_name(name) in held for name in said.erased)
+    newest = {name: at for at, name in said.finished}  # by session, the time of its last answer
+    expected = [name for name, at in newest.items() if name not in said.touched and at > oldest + 2 * SAMPLE_SECONDS]
+    return sum(_stored_name(name) not in held for name in expected), erased
+
+
+def _stored_name(session: str) -> str:
+    """Return the name that a session of a caller without a key has in the store."""
+    return Callers(Settings(store="memory://"), SECRET.encode()).mac("session", None, session)
+
+
+def _held(store: Store) -> tuple[set[str], float]:
+    """Return the sessions of all turns in the store, and when the oldest turn was made (epoch seconds)."""
+    names, oldest = set(), time.time()
+    log = namespace(model_name(str(MODEL)), tokenizer_fingerprint(str(MODEL), None), None)
+    for _, record in RecordReader().read(store, log):
+        if isinstance(record, TurnRecord):
+            names.add(record.session)
+            oldest = min(oldest, record.created)
+    return names, oldest
+
+
+def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the promises, what was measured, and whether they were kept."""
+    samples, writer = run.samples, run.stats["store"]["writer"]
+    beside = run.stats["seconds"]["beside"]
+    stalls = sum(count for bound, count in zip([*beside["bounds"], float("inf")], beside["counts"], strict=True)
+                 if bound > STALL_SECONDS)  # fmt: skip
+    third = len(samples) // 3
+    resident = [sample["resident_bytes"] for sample in samples]
+    grown = statistics.median(resident[-third:]) - statistics.median(resident[third : 2 * third])
+    rates = [rate for _, rate in run.said.drafts]
+    part = max(1, len(rates) // 4)
+    drift = statistics.fmean(rates[-part:]) / statistics.fmean(rates[part : 2 * part])
+    volume = run.said.tokens * TOKEN_BYTES / options.max_bytes
+    errors = sum(count for name, count in run.stats["counters"].items() if name.startswith("errors"))
+    rows: Iterable[tuple[str, float, str, bool]] = (
+        ("text said, in budgets of memory", volume, "at least 10", volume >= 10),
+        _at_most("most memory of the cache, in budgets", max(s["cache_bytes"] for s in samples) / options.max_bytes, 1.1),
+        _at_most("resident memory grown from the second third to the last", grown / resident[-1], 0.05),
+        _at_most("largest store, in its limits", max(s["store_bytes"] for s in samples) / options.store_bytes, 1.5),
+        _at_most("steps with more than 1 ms of work beside drafting", stalls, 0),
+        _at_most("acknowledged sessions that the store lacks", run.missing, 0),
+        _at_most("erased sessions that the store still has", run.left, 0),
+        _at_most("records dropped", writer["dropped"] + writer["refused"], 0),
+        _at_most("failed requests", len(run.said.errors), 0),
+        _at_most("errors of the extension", errors, 0),
+        ("drafts at the end over those at the start", drift, "at least 0.9", drift >= 0.9),
+    )
+    for error in sorted(set(run.said.errors))[:5]:
+        say(f"{run.store}: {error}")
+    return [{"store": run.store, "check": check, "value": value, "limit": limit, "met": met}
+            for check, value, limit, met in rows]  # fmt: skip
+
+
+def _at_most(check: str, value: float, limit: float) -> tuple[str, float, str, bool]:
+    return check, value, f"at most {limit:g}", value <= limit
+
+
+def _mark(met: bool) -> str:
+    return "[green]yes[/]" if met else "[red]no[/]"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0, help="how long, both stores together (%(default)g)")
+    add("--store", choices=("redis", "sqlite", "both"), default="both", help="(%(default)s)")
+    add("--max-bytes", type=report.positive, default=4_000_000, help="the server's memory budget (%(default)s)")
+    add("--store-bytes", type=report.positive, default=8_000_000, help="the limit of its store (%(default)s)")
+    add("--seed", type=int, default=0, help="of the traffic (%(default)s)")
+    add("--json", action="store_true", help="print the checks as JSON")
+    add("--save", action="store_true", help="write benchmarks/results/soak.json")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
