@@ -139,7 +139,7 @@ class Numbers {
 
 // Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
-                nb::handle room_, nb::handle scheduled_, double cost) {
+                nb::handle room_, nb::handle scheduled_, double cost, double work_seconds) {
   const Int32Buffer slots(slots_), tokens(tokens_);
   if (!slots.has_dimensions(1)) refuse("slots: give int32 [requests]");
   if (!tokens.has_dimensions(2)) {
@@ -154,15 +154,15 @@ nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle 
   lengths.check("lengths", width);
   Drafts drafts = without_gil([&] {
     return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), room.get(),
-                      scheduled.get(), cost);
+                      scheduled.get(), cost, work_seconds);
   });
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
   return to_python(drafts, drafts.accepted, drafts.drafted);
 }
 
-nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double cost) {
-  Drafts drafts = without_gil([&] { return cache.propose(view(slots), view(room), cost); });
+nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double cost, double work_seconds) {
+  Drafts drafts = without_gil([&] { return cache.propose(view(slots), view(room), cost, work_seconds); });
   return to_python(drafts);
 }
 
@@ -281,12 +281,12 @@ NB_MODULE(_native, module) {
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
-      .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
+      .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert(), "cost"_a, "work_seconds"_a)
       .def("offer", &offer, "slots"_a.noconvert(), "tokens"_a.noconvert(), "probabilities"_a.noconvert(),
            "lengths"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "room"_a.none(),
-           "scheduled"_a.none(), "cost"_a)
+           "scheduled"_a.none(), "cost"_a, "work_seconds"_a)
       .def("finish", &finish, "slot"_a, "output_limit"_a.none(), "record"_a)
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
@@ -318,7 +318,10 @@ NB_MODULE(_native, module) {
             cache.mark_loaded(pointer(session), pointer(group));
           },
           "session"_a.none(), "group"_a.none(), Released())
-      .def("catch_up", &Cache::catch_up, "budget"_a, Released())
+      .def(
+          "catch_up",
+          [](Cache& cache, std::size_t budget, double seconds) { return cache.catch_up(WorkBudget(budget, seconds)); },
+          "budget"_a, "seconds"_a, Released())
       .def(
           "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
       .def("stats", &stats)

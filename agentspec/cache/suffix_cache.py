@@ -79,7 +79,11 @@ def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Ar
     return _native.context_hashes(as_tokens(tokens, "tokens", MAX_VOCAB), parent, kept)
 
 
+DEFAULT_WORK_SECONDS = 0.0005
+"""CPU time that a step may spend beside its drafting."""
+
 _ALL = 2**62
+_LONG = 1e6
 _UNNAMED = ""
 """The core's name for the tenant of all requests that name no tenant."""
 
@@ -168,7 +172,8 @@ class SuffixCache:
             return [self._propose_one(ids[0], max_draft, self._cost(cost))]
         slots = self._slots_of(request_ids)
         room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
-        arrays = self._core.propose(slots, as_int32(room, "max_draft", len(slots)), self._cost(cost))
+        room = as_int32(room, "max_draft", len(slots))
+        arrays = self._core.propose(slots, room, self._cost(cost), DEFAULT_WORK_SECONDS)
         tokens, offsets, sources, probabilities, lengths = arrays
         parts = [slice(begin, end) for begin, end in pairwise(offsets.tolist())]
         return [
@@ -180,7 +185,9 @@ class SuffixCache:
         """Draft for one request, without building and slicing arrays."""
         self._one_slot[0] = self._request(request_id).slot
         self._one_room[0] = max(min(max_draft, MAX_DRAFT), 0)
-        tokens, _, sources, probabilities, lengths = self._core.propose(self._one_slot, self._one_room, cost)
+        tokens, _, sources, probabilities, lengths = self._core.propose(
+            self._one_slot, self._one_room, cost, DEFAULT_WORK_SECONDS
+        )
         return Draft(tokens, probabilities, sources, int(lengths[0]))
 
     def offer(
@@ -241,6 +248,7 @@ class SuffixCache:
         scheduled: Rows,
         *,
         cost: float | None = None,
+        work_seconds: float = DEFAULT_WORK_SECONDS,
     ) -> StepDrafts:
         """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
@@ -249,6 +257,9 @@ class SuffixCache:
         only the first scheduled[i] tokens were verified. Then it drafts at most room[i] tokens (0: none).
         rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
+        work_seconds: CPU time of this thread for what waits beside drafting: indexing what start, finish and restore
+        appended, removing what was evicted, giving memory back. The rest waits for later steps or `catch_up`. 32 new
+        tokens of each request are indexed in any case.
         A row with an illegal token is used up to that token and gets no draft. Tokens that the engine took back are
         forgotten: the row no longer begins with them.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
@@ -256,7 +267,7 @@ class SuffixCache:
         slots = self._slots_of(request_ids)
         price = self._cost(cost)
         try:
-            arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price)
+            arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price, work_seconds)
         except ValueError as error:  # the core rejects bad arguments before it changes anything
             raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)
@@ -343,16 +354,19 @@ class SuffixCache:
         """
         self._core.mark_loaded(*self._keys_of(tenant, session, group))
 
-    def catch_up(self, budget: int | None = None) -> int:
-        """Index pending text, evict what exceeds the budgets, and remove evicted text from the indexes.
+    def catch_up(self, budget: int | None = None, *, seconds: float | None = None) -> int:
+        """Index pending text, evict what exceeds the budgets, remove evicted text and give its memory back.
 
-        budget: about how many tokens to process (None: all). Returns the tokens processed, 0 when none are left. Each
-        step does a little of this work; call it after restoring many turns at start.
+        budget: about how many tokens to process. seconds: CPU time of this thread to spend. None: no limit. Returns the
+        tokens processed, 0 when none are left. Each step does a little of this work. Call it while the engine is idle,
+        with few `seconds`, because steps wait meanwhile; and after restoring many turns at start.
         """
-        if budget is not None:
-            return self._core.catch_up(max(budget, 0))
+        if budget is not None or seconds is not None:
+            return self._core.catch_up(
+                _ALL if budget is None else max(budget, 0), _LONG if seconds is None else seconds
+            )
         total = 0
-        while done := self._core.catch_up(_ALL):
+        while done := self._core.catch_up(_ALL, _LONG):
             total += done
         return total
 

@@ -57,7 +57,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
-    from agentspec.cache import SuffixCache  # imported here: other commands need no compiled core
+    from agentspec.cache import SuffixCache, _native  # imported here: other commands need no compiled core
 
     fixed = {
         "max_depth": max_depth,
@@ -77,7 +77,11 @@ def simulate(
             tenant=tenant,
             progress=lambda done: progress.update(task, completed=done),
         )
-        figures = replay(calls, SuffixCache(policy=rule), scope=scope)
+        _native.watch_clock(False)  # otherwise a slow machine indexes later and drafts less
+        try:
+            figures = replay(calls, SuffixCache(policy=rule), scope=scope)
+        finally:
+            _native.watch_clock(True)
     if not figures.tokens:
         raise InvalidInputError(f"{file}: no record with a response in it; give a file of JSON lines")
     if as_json:

@@ -10,6 +10,8 @@
 namespace agentspec {
 namespace {
 
+constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two looks at other callers
+
 bool is_same(Token in_text, Token in_row) {
   return in_text == in_row || (in_text < kBoundary && in_text == placeholder_of(in_row));
 }
@@ -98,7 +100,6 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
   begin_text(*fresh, prompt);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
-  advance(*requests_[slot], kIndexPerCall);
   count(*requests_[slot]);
 }
 
@@ -172,6 +173,7 @@ void Cache::release(std::size_t slot) {
     --entry->running;
     if (entry->tenant) entries_.forget_if_empty(*entry);
   }
+  entries_.bury(std::move(ended->index));
 }
 
 void Cache::restore(Names names, Turn turn) {
@@ -190,7 +192,6 @@ void Cache::restore(Names names, Turn turn) {
 
 // Adds a finished or restored turn to the session, group and tenant of a request.
 void Cache::keep(const Request& of, const Turn& turn, bool restored) {
-  std::size_t budget = kIndexPerCall;
   bool wanted = true;  // by the group and the tenant: a restored turn without a record must bring something new
   std::vector<Token> context;
   const bool has_text = !turn.prompt_tail.empty() || !turn.response.empty();
@@ -207,16 +208,14 @@ void Cache::keep(const Request& of, const Turn& turn, bool restored) {
     const auto kept_context = last_of(context, drafter_->kept_context());
     const std::string* session = of.session ? &of.session->key : nullptr;
     for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
-      if (!group || group->gone || group->corpus.holds(turn.record)) continue;
+      if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
       group->corpus.add(session, turn.record, kept_context, turn.response);
       entries_.touch(*group);
-      budget -= group->corpus.advance(budget);
       entries_.count(*group);
     }
   }
   if (of.session && has_text) {
     entries_.touch(*of.session);
-    of.session->advance(budget);
     entries_.count(*of.session);
   }
 }
@@ -231,11 +230,15 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
     }
   }
   for (const auto& group : sharing) {
+    bool dropped = false;
     for (bool more = true; more;) {  // in slices, so that a step can run in between
       std::lock_guard lock(mutex_);
-      group->corpus.sweep(kIndexPerCall);
-      if (!group->gone) entries_.count(*group);
+      if (group->gone) break;
+      if (!std::exchange(dropped, true)) group->corpus.drop_session("s" + session);
+      group->corpus.sweep(kSweepPerSlice);
+      entries_.count(*group);
       more = !group->corpus.swept();
+      if (!more && group->tenant) entries_.forget_if_empty(*group);
     }
   }
 }
@@ -262,15 +265,16 @@ void Cache::mark_loaded(const std::string* session, const std::string* group) {
   if (const auto entry = find(session, group)) entry->loaded = true;
 }
 
-std::size_t Cache::catch_up(std::size_t budget) {
+std::size_t Cache::catch_up(WorkBudget budget) {
   std::lock_guard lock(mutex_);
-  std::size_t left = budget - entries_.catch_up(budget);
+  entries_.evict_tenants(budget);
+  entries_.work(budget);
   for (const auto& current : requests_) {
-    if (!current) continue;
-    left -= current->index.advance(left);
+    if (!current || current->index.pending() == 0) continue;
+    budget.run([&] { return current->index.pending() > 0; }, [&](std::size_t n) { return current->index.advance(n); });
     count(*current);
   }
-  return budget - left;
+  return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();
 }
 
 void Cache::resize(Limits limits) {
@@ -296,13 +300,16 @@ Size Cache::recount() {
   return sum;
 }
 
-// Indexes pending positions of a request and its entries, and removes dropped ones. Returns the budget used.
-std::size_t Cache::advance(Request& request, std::size_t budget) {
-  std::size_t left = budget - request.index.advance(budget);
-  for (CacheEntry* entry : request.entries()) {
-    if (entry) left -= entries_.advance(*entry, left);
+// Indexes pending positions of a request and its entries, and removes dropped ones.
+void Cache::advance(Request& request, WorkBudget& budget) {
+  SuffixIndex& own = request.index;
+  if (own.pending() > 0) {
+    own.advance(kOwnPerStep);
+    budget.run([&] { return own.pending() > 0; }, [&](std::size_t most) { return own.advance(most); });
   }
-  return budget - left;
+  for (CacheEntry* entry : request.entries()) {
+    if (entry) entries_.advance(*entry, budget);
+  }
 }
 
 // Cuts a request's text to what the engine's row still begins with: the engine took back the rest.
@@ -350,16 +357,17 @@ std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
   return path;
 }
 
-Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost) {
-  return step(slots, {nullptr, 0, 0}, {}, {}, room, {}, cost);
+Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost,
+                      double seconds) {
+  return step(slots, {nullptr, 0, 0}, {}, {}, room, {}, cost, seconds);
 }
 
 Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
                    std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-                   std::span<const std::int32_t> scheduled, double cost) {
+                   std::span<const std::int32_t> scheduled, double cost, double seconds) {
   std::lock_guard lock(mutex_);
   Drafts drafts;
-  std::size_t budget = kIndexPerCall;
+  WorkBudget budget(kWorkPerStep, seconds);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Request& current = request(static_cast<std::size_t>(slots[i]));
     BySource accepted{}, drafted{};
@@ -375,7 +383,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       take(current, {row + begin, end - begin}, count_of(scheduled[i]), accepted, drafted);
       sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
     }
-    budget -= advance(current, budget);
+    advance(current, budget);
     drafter_->draft(current.for_drafter(), sound ? draft_limit(room[i]) : 0, cost);
     current.draft.open = sound;
     count(current);
@@ -383,6 +391,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     drafts.accepted.push_back(accepted);
     drafts.drafted.push_back(drafted);
   }
+  entries_.work(budget);
   return drafts;
 }
 

@@ -15,7 +15,8 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kIndexPerCall = 1024;  // positions indexed in one call, which takes less than 1 ms
+inline constexpr std::size_t kWorkPerStep = 4096;  // positions indexed in one step at most; the clock mostly ends it
+inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that are always indexed
 
 using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
 
@@ -90,17 +91,18 @@ class Cache {
   // Tell and note whether what the store holds of a session, or else of a named group, was restored. Evicting forgets.
   bool needs_load(const std::string* session, const std::string* group);
   void mark_loaded(const std::string* session, const std::string* group);
-  // Evicts, indexes and removes dropped positions, for at most about `budget`. Returns how much of it was used.
-  std::size_t catch_up(std::size_t budget);
+  // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
+  std::size_t catch_up(WorkBudget budget);
   void resize(Limits limits);
   Stats stats();
   Size recount();  // what stats() says, added up anew
 
   // `cost`: price of verifying one more token, as a share of a step.
-  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost);
+  // `seconds`: CPU time for the work beside drafting that waits: start, finish and restore only append.
+  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost, double seconds);
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
               std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-              std::span<const std::int32_t> scheduled, double cost);
+              std::span<const std::int32_t> scheduled, double cost, double seconds);
   // Merges another drafter's tokens, the first lengths[i] of row i, into the open drafts that were just made. Returns
   // the merged drafts. The caller has checked tokens and probabilities. A request without an open draft gets none.
   Drafts merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
@@ -122,9 +124,9 @@ class Cache {
   static Turn turn_of(const Request& request, std::optional<std::size_t> output_limit);
   void keep(const Request& of, const Turn& turn, bool restored);
   std::shared_ptr<CacheEntry> find(const std::string* session, const std::string* group) const;
-  std::size_t advance(Request& request, std::size_t budget);
   void begin_text(Request& request, std::span<const Token> prompt);
   void rewind(Request& request, std::span<const Token> row);
+  void advance(Request& request, WorkBudget& budget);
   void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
             BySource& drafted);
   std::size_t draft_limit(std::int32_t room) const;

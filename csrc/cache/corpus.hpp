@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "index/suffix_index.hpp"
@@ -40,6 +41,7 @@ class Corpus {
   const SuffixIndex& index() const { return index_; }
   bool empty() const { return documents_.empty(); }
   bool swept() const { return dropped_.empty(); }
+  SuffixIndex take_index() { return std::exchange(index_, {}); }  // of a corpus that is not used any more
   std::size_t tokens() const { return tokens_; }
   std::size_t bytes() const;    // in memory now
   std::size_t leaving() const;  // about as many of them will go with the dropped documents

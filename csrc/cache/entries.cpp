@@ -8,6 +8,9 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kEverything = std::size_t{1} << 62;
+constexpr std::size_t kLightly = std::size_t{64} << 10;  // bytes that are given back at once
+constexpr std::size_t kDug = std::size_t{1} << 20;       // bytes that are given back in one go
+constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session without a budget of its own: cutting it copies
 
 // What the maps that find an entry take for it: a node each by key and by use, one in its tenant's set, and the
 // reference count beside it.
@@ -54,6 +57,7 @@ std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::sh
     found->key = key;
     found->tenant = tenant;
     tenant->entries.insert(found.get());
+    if (key.front() == 'g') tenant->groups.insert(static_cast<Group*>(found.get()));
     entries_.add(found);
     count(*found);
   }
@@ -78,15 +82,31 @@ std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) cons
 
 std::shared_ptr<CacheEntry> CacheEntries::find_group(const std::string& key) const { return entries_.find("g" + key); }
 
-void CacheEntries::touch(CacheEntry& entry) {
-  if (entry.tenant) return entries_.use(entry, ++tick_);
-  use(static_cast<Tenant&>(entry), ++tick_);
+void CacheEntries::touch(CacheEntry& entry) { use(entry, ++tick_); }
+
+void CacheEntries::use(CacheEntry& entry, std::uint64_t tick) {
+  const bool waiting = entry.waiting;
+  set_waiting(entry, false);
+  if (entry.tenant) {
+    entries_.use(entry, tick);
+  } else {
+    auto& tenant = static_cast<Tenant&>(entry);
+    const bool with_text = with_texts_.erase(tenant.used) > 0;
+    tenants_.use(tenant, tick);
+    if (with_text) with_texts_[tick] = &tenant;
+  }
+  set_waiting(entry, waiting);
 }
 
-void CacheEntries::use(Tenant& tenant, std::uint64_t tick) {
-  const bool with_text = with_texts_.erase(tenant.used) > 0;
-  tenants_.use(tenant, tick);
-  if (with_text) with_texts_[tick] = &tenant;
+void CacheEntries::set_waiting(CacheEntry& entry, bool waiting) {
+  if (entry.waiting == waiting) return;
+  entry.waiting = waiting;
+  auto& list = entry.tenant ? waiting_ : waiting_tenants_;
+  if (waiting) {
+    list[entry.used] = &entry;
+  } else {
+    list.erase(entry.used);
+  }
 }
 
 // Returns the size of an entry's reranker, log2. A tenant's takes at most a sixteenth of a small budget.
@@ -109,6 +129,7 @@ void CacheEntries::count(CacheEntry& entry) {
   const Size before = std::exchange(entry.counted, entry.size());
   Tenant& tenant = entry.tenant ? *entry.tenant : static_cast<Tenant&>(entry);
   for (Size* sum : {&held_, &tenant.held}) (*sum += entry.counted) -= before;
+  set_waiting(entry, entry.has_work());
   if (entry.tenant) return;
   (corpora_ += entry.counted) -= before;
   beside_ -= std::exchange(tenant.beside, tenant.counted.bytes - tenant.corpus.bytes());
@@ -124,23 +145,68 @@ Size CacheEntries::recount() const {
   Size sum;
   for (const auto& [key, tenant] : tenants_.by_key) sum += tenant->size();
   for (const auto& [key, entry] : entries_.by_key) sum += entry->size();
+  for (const SuffixIndex& index : buried_) {
+    sum.bytes += index.bytes();
+    sum.leaving += index.bytes();
+  }
   return sum;
 }
 
-std::size_t CacheEntries::advance(CacheEntry& entry, std::size_t budget) {
-  if (entry.gone) return 0;
-  const std::size_t done = entry.advance(budget);
-  if (done > 0) count(entry);
-  return done;
+void CacheEntries::advance(CacheEntry& entry, WorkBudget& budget) {
+  if (entry.gone || !entry.has_work()) return;
+  budget.run([&] { return entry.has_work(); }, [&](std::size_t most) { return entry.advance(most); });
+  count(entry);
+}
+
+void CacheEntries::work(WorkBudget& budget) {
+  const auto dig_timed = [&] { return budget.timed([&] { return dig(); }); };
+  if (!buried_.empty()) dig_timed();  // a little in any case, so that its memory does not stay for ever
+  if (held_.over(limits.process)) budget.use(budget.timed([&] { return evict(nullptr); }));
+  for (auto* list : {&waiting_, &waiting_tenants_}) {
+    while (!list->empty() && budget.left() > 0 && !budget.late()) {
+      CacheEntry& newest = *std::prev(list->end())->second;
+      advance(newest, budget);
+      if (newest.waiting) break;
+    }
+  }
+  while (!budget.late() && !buried_.empty()) dig_timed();
+}
+
+void CacheEntries::evict_tenants(WorkBudget& budget) {
+  if (limits.tenant.tokens == 0 && limits.tenant.bytes == 0) return;
+  for (const auto& [key, tenant] : tenants_.by_key) budget.use(evict(tenant.get()));
+}
+
+void CacheEntries::bury(SuffixIndex index) {
+  const std::size_t bytes = index.bytes();
+  if (bytes < kLightly) return;
+  held_.bytes += bytes;
+  held_.leaving += bytes;
+  buried_.push_back(std::move(index));
+}
+
+// Gives back some memory. Returns whether there was any.
+bool CacheEntries::dig() {
+  if (buried_.empty()) return false;
+  const std::size_t before = buried_.back().bytes();
+  const bool all = buried_.back().dispose(kDug);
+  const std::size_t gone = before - (all ? 0 : buried_.back().bytes());
+  if (all) buried_.pop_back();
+  held_.bytes -= gone;
+  held_.leaving -= gone;
+  return true;
 }
 
 void CacheEntries::drop(CacheEntry& entry) {
   const auto kept = entries_.find(entry.key);  // keeps the entry alive until this returns
+  set_waiting(entry, false);
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
   entry.tenant->entries.erase(&entry);
+  if (entry.key.front() == 'g') entry.tenant->groups.erase(static_cast<Group*>(&entry));
   entry.counted = {};
   entry.gone = true;
+  bury(entry.take_index());
   entries_.erase(entry);
 }
 
@@ -150,7 +216,8 @@ void CacheEntries::forget_if_empty(CacheEntry& entry) {
 
 void CacheEntries::trim(Session& session) {
   const Size size = session.size();
-  if (!size.over(limits.session)) return;
+  const bool bounded = limits.session.tokens > 0 || limits.session.bytes > 0;
+  if (bounded ? !size.over(limits.session) : size.tokens <= kSessionTokens) return;
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
@@ -221,6 +288,8 @@ bool CacheEntries::evict_tenant() {
   corpora_ -= tenant.counted;
   beside_ -= tenant.beside;
   with_texts_.erase(tenant.used);
+  set_waiting(tenant, false);
+  bury(tenant.take_index());
   tenants_.erase(tenant);
   return true;
 }
@@ -234,26 +303,11 @@ std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::stri
   const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};
-  for (const CacheEntry* entry : tenant->entries) {
-    if (!entry->is_session()) sharing.push_back(std::static_pointer_cast<Group>(entries_.find(entry->key)));
-  }
-  for (const auto& group : sharing) {
-    group->corpus.drop_session("s" + key);
-    count(*group);
-    if (group != tenant) forget_if_empty(*group);
+  if (const auto own = entries_.find("o" + key)) sharing.push_back(std::static_pointer_cast<Group>(own));
+  for (const Group* group : tenant->groups) {
+    sharing.push_back(std::static_pointer_cast<Group>(entries_.find(group->key)));
   }
   return sharing;
-}
-
-std::size_t CacheEntries::catch_up(std::size_t budget) {
-  std::size_t left = budget;
-  left -= std::min(left, evict(nullptr));
-  for (const auto& [key, tenant] : tenants_.by_key) {
-    left -= std::min(left, evict(tenant.get()));
-    left -= advance(*tenant, left);
-  }
-  for (const auto& [used, entry] : entries_.by_use) left -= advance(*entry, left);
-  return budget - left;
 }
 
 namespace {
@@ -281,19 +335,23 @@ void describe(Archive& archive, CacheEntry& entry, const PolicySettings& setting
 
 }  // namespace
 
+// Indexes and sweeps all that waits.
+void CacheEntries::settle(CacheEntry& entry) {
+  while (entry.has_work()) entry.advance(kEverything);
+  count(entry);
+}
+
 // Writes the tick, then the tenants in the order of their keys, then sessions and groups, least recently used first.
 void CacheEntries::save(SnapshotWriter& writer) {
   std::vector<CacheEntry*> held;
   for (const auto& [used, entry] : entries_.by_use) {
-    while (advance(*entry, kEverything) > 0) {
-    }
+    settle(*entry);
     if (entry->tokens() > 0) held.push_back(entry);  // otherwise only a running request knows it
   }
   writer.number(tick_);
   writer.number(tenants_.by_key.size());
   for (const auto& [key, tenant] : tenants_.by_key) {
-    while (advance(*tenant, kEverything) > 0) {
-    }
+    settle(*tenant);
     writer.string(tenant->key);
     writer.number(tenant->used);
     describe(writer, tenant->learned, settings_, learned_bits(*tenant));
@@ -329,7 +387,7 @@ void CacheEntries::load(SnapshotReader& reader) {
     } else {
       loaded = entry<Group>(key, owner);
     }
-    entries_.use(*loaded, reader.number());
+    use(*loaded, reader.number());
     describe(reader, *loaded, settings_);
     count(*loaded);
   }

@@ -13,12 +13,14 @@
 #include "cache/corpus.hpp"
 #include "cache/session.hpp"
 #include "drafting/draft.hpp"
+#include "index/stopwatch.hpp"
 #include "index/suffix_index.hpp"
 
 namespace agentspec {
 
 inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documents evicted in one call
 inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
+inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
 
 // Holds responses to one problem: those of a tenant's sessions that name the group, or of one session alone.
 struct Group : CacheEntry {
@@ -28,6 +30,8 @@ struct Group : CacheEntry {
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
   std::size_t leaving() const override { return corpus.leaving(); }
   const SuffixIndex& index() const override { return corpus.index(); }
+  bool has_work() const override { return index().pending() > 0 || !corpus.swept(); }
+  SuffixIndex take_index() override { return corpus.take_index(); }
   std::size_t advance(std::size_t budget) override;
 
   template <class Archive>
@@ -41,6 +45,7 @@ struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
   std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
   std::unordered_set<CacheEntry*> entries;
+  std::unordered_set<Group*> groups;  // the named ones among them
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
 };
@@ -83,7 +88,7 @@ class CacheEntries {
 
   void touch(CacheEntry& entry);
   void count(CacheEntry& entry);  // updates the sums to its present size
-  std::size_t advance(CacheEntry& entry, std::size_t budget);
+  void advance(CacheEntry& entry, WorkBudget& budget);
   void forget_if_empty(CacheEntry& entry);
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
   void trim(Session& session);
@@ -91,9 +96,16 @@ class CacheEntries {
   void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
-  // Drops a session and its responses. Returns the tenant and the groups that must be swept to erase them.
+  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
+  void work(WorkBudget& budget);
+  void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
+  // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
-  std::size_t catch_up(std::size_t budget);
+  // Takes over an index that is not used any more. Its memory is given back little by little.
+  void bury(SuffixIndex index);
+  bool has_work() const { return !waiting_.empty() || !waiting_tenants_.empty() || !buried_.empty(); }
+  // Returns whether so much waits to be swept that nothing more should be added to the tenants' corpora.
+  bool clogged() const { return limits.process.bytes > 0 && kClogged * corpora_.leaving > limits.process.bytes; }
 
   const Size& held() const { return held_; }
   Size recount() const;  // `held`, but for requests, added up anew: a test compares them
@@ -109,7 +121,10 @@ class CacheEntries {
   template <class Entry>
   std::shared_ptr<Entry> entry(const std::string& key, const std::shared_ptr<Tenant>& tenant);
   unsigned learned_bits(const CacheEntry& entry) const;
-  void use(Tenant& tenant, std::uint64_t tick);
+  void use(CacheEntry& entry, std::uint64_t tick);
+  void set_waiting(CacheEntry& entry, bool waiting);
+  void settle(CacheEntry& entry);
+  bool dig();
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);
   bool evict_tenant();
@@ -124,6 +139,8 @@ class CacheEntries {
   EntryMap<Tenant> tenants_;
   std::map<std::uint64_t, Tenant*> with_texts_;  // by last use
   EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and sessions' own groups (o)
+  std::map<std::uint64_t, CacheEntry*> waiting_, waiting_tenants_;  // with work to do, by last use
+  std::vector<SuffixIndex> buried_;  // whose memory is to be given back
 };
 
 }  // namespace agentspec

@@ -56,6 +56,7 @@ struct CacheEntry {
   std::size_t running = 0;            // requests that draft from it; while there are any, it is not evicted
   bool gone = false;                  // erased or evicted; running requests may still know it
   bool loaded = false;                // a session or named group: what the store holds of it was restored
+  bool waiting = false;               // in the list of those with work
   Size counted;                       // its part of the sums over all entries
   std::shared_ptr<Learned> learned;   // by a tenant's requests, or a session's unshared ones; null: nothing yet
 
@@ -64,6 +65,8 @@ struct CacheEntry {
   virtual std::size_t bytes() const = 0;                // in memory now: the object, its texts and indexes
   virtual std::size_t leaving() const { return 0; }     // the part of them that was evicted and is still there
   virtual const SuffixIndex& index() const = 0;
+  virtual bool has_work() const { return index().pending() > 0; }  // for advance()
+  virtual SuffixIndex take_index() = 0;                            // of an entry that is gone
   // Indexes pending positions and removes dropped ones, for at most about `budget`. Returns how much of it was used.
   virtual std::size_t advance(std::size_t budget) = 0;
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "cache/context_hash.hpp"
@@ -56,6 +57,7 @@ class Session final : public CacheEntry {
   std::size_t bytes() const override;
   const SuffixIndex& index() const override { return text_; }
   std::size_t advance(std::size_t budget) override { return text_.advance(budget); }
+  SuffixIndex take_index() override { return std::exchange(text_, {}); }
 
   template <class Archive>
   void describe(Archive& archive) {

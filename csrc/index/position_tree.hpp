@@ -55,6 +55,8 @@ class PositionTree {
   void insert(const Token* text, Place place, Position position);
   void erase(const Token* text, Place place);
   void rebase(Position by);  // subtracts `by` from all positions
+  // Gives back up to `most` bytes of a tree that is not used any more. Returns whether all are gone.
+  bool dispose(std::size_t most) { return positions_.dispose(most) && owners_.dispose(most) && chunks_.dispose(most); }
 
   // Each moves to the nearest place that holds a position, `previous` before this one, `normalise` from this one on.
   // Returns false if there is none. The place given may be one behind the last of its leaf.

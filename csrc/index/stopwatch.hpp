@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 
@@ -9,7 +11,8 @@ namespace agentspec {
 // Measures the thread's CPU time since it was made. Work that is slow for some texts ends by it: no step waits.
 class Stopwatch {
  public:
-  bool over(std::int64_t nanoseconds) const { return now() - begin_ > nanoseconds; }
+  bool over(std::int64_t nanoseconds) const { return spent() > nanoseconds; }
+  std::int64_t spent() const { return now() - begin_; }  // nanoseconds
 
   // Lets the stopwatches of the whole process run. Tests against the oracle, which knows no clock, switch them off:
   // then a slow machine gives the same answers as a fast one.
@@ -23,6 +26,46 @@ class Stopwatch {
   }
 
   std::int64_t begin_ = now();
+};
+
+// Limits the work of one call beside its drafting: in positions, and in CPU time. Only pieces of work large enough to
+// matter are timed, because reading the clock takes as long as indexing a position.
+class WorkBudget {
+ public:
+  WorkBudget(std::size_t positions, double seconds)
+      : positions_(positions), left_(positions), time_(static_cast<std::int64_t>(std::min(seconds, 1e6) * 1e9)) {}
+
+  std::size_t left() const { return left_; }
+  std::size_t used() const { return positions_ - left_; }
+  bool late() const { return time_ <= 0; }
+
+  void use(std::size_t positions) { left_ -= std::min(left_, positions); }
+
+  // Calls `work` with how much it may do, as long as `has_more()` says that there is something to do and the budget
+  // lasts. It returns how much it did.
+  template <class HasMore, class Work>
+  void run(HasMore has_more, Work work) {
+    while (left_ > 0 && !late() && has_more()) {
+      const std::size_t done = timed([&] { return work(std::min(left_, kPiece)); });
+      use(done);
+      if (done == 0) return;
+    }
+  }
+
+  // Calls `work`, whose time counts.
+  template <class Work>
+  auto timed(Work work) {
+    const Stopwatch stopwatch;
+    const auto result = work();
+    time_ -= stopwatch.spent();
+    return result;
+  }
+
+  static constexpr std::size_t kPiece = 64;
+
+ private:
+  std::size_t positions_, left_;
+  std::int64_t time_;  // nanoseconds left
 };
 
 }  // namespace agentspec

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
 constexpr std::uint32_t kDeep = 512;              // shared tokens from which on insert_next() pays
 constexpr std::size_t kDeepSome = 8;              // positions that insert_next() indexes between looks at the clock
-constexpr std::int64_t kDeepTime = 300'000;       // ns that a call may spend on them
+constexpr std::int64_t kDeepTime = 100'000;       // ns that a call may spend on them
 constexpr Position kMoved = 1024;                // released positions of a small index that are worth moving the others
 constexpr Position kRebase = Position{1} << 31;  // released positions from which on all others are moved down
 

@@ -69,6 +69,9 @@ class SuffixIndex {
   // Forgets everything but the version, which goes on.
   void clear();
 
+  // Gives back up to about `most` bytes of an index that is not used any more. Returns whether all are gone.
+  bool dispose(std::size_t most) { return sorted_.tree().dispose(most) && text_.dispose(most) && marks_.dispose(most); }
+
   // Returns a number that changes whenever indexed positions change. A Match stays valid until then.
   std::uint64_t version() const { return version_; }
 

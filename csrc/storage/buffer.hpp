@@ -81,6 +81,19 @@ class Buffer {
   // Returns whether the array has address space of its own, so that release_front gives memory back.
   bool mapped() const { return mapped_; }
 
+  // Gives back up to `most` bytes from the end, for an array that is not used any more. Returns whether all are gone.
+  bool dispose(std::size_t most) {
+    const std::size_t bytes = this->bytes();
+    if (!mapped_ || bytes <= most) {
+      *this = Buffer();
+      return true;
+    }
+    const std::size_t end = released_ + bytes, begin = (end - most) / granule() * granule();
+    discard(begin, end);
+    size_ = touched_ = begin / sizeof(T);
+    return false;
+  }
+
   // Returns how many elements in front have given their memory back.
   std::size_t released() const { return released_ / sizeof(T); }
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, Scope, SuffixCache
 from agentspec.errors import InvalidTokenError
-from tests.oracle.cache import INDEX_PER_CALL
+from tests.oracle.cache import OWN_PER_STEP, WORK_PER_STEP
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -152,14 +152,15 @@ def _chance(cache: SuffixCache) -> float:
     return float(draft.probabilities[0]) if draft.probabilities.size else 0.0
 
 
-def test_long_prompt_is_indexed_little_by_little() -> None:
+def test_long_prompt_is_indexed_little_by_little(clock_off: None) -> None:
     cache = SuffixCache()
-    prompt = np.arange(3 * INDEX_PER_CALL, dtype=np.int32)
+    step = OWN_PER_STEP + WORK_PER_STEP
+    prompt = np.arange(2 * step, dtype=np.int32)
     cache.start("r", np.concatenate([prompt, prompt[-20:-10]]))
-    assert cache.stats().pending == 2 * INDEX_PER_CALL + 10
+    assert cache.stats().pending == 2 * step + 10
     assert drafts(cache, "r") == []  # what would be drafted lies in the pending part
-    assert cache.stats().pending == INDEX_PER_CALL + 10
-    assert cache.catch_up() == INDEX_PER_CALL + 10
+    assert cache.stats().pending == step + 10
+    assert cache.catch_up() == step + 10
     assert drafts(cache, "r", 4) == prompt[-10:-6].tolist()
 
 

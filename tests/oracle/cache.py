@@ -13,13 +13,14 @@ from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, Scope
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
-from tests.oracle.entries import CacheEntries, CacheEntry, Group, Limits, Session, Tenant
+from tests.oracle.entries import CacheEntries, CacheEntry, Group, Limits, Session, Tenant, work_on
 from tests.oracle.index import OVERLAP, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
 from tests.oracle.session import BLOCK, Context, Turn
 
-INDEX_PER_CALL = 1024  # positions indexed in one call
+WORK_PER_STEP = 4096  # positions indexed in one step
+OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
@@ -108,19 +109,19 @@ class Oracle:
             self._free.append(len(self._slots))
             self._slots.append(None)
         self._slots[self._free.pop()] = request_id
-        self._advance(request, INDEX_PER_CALL)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         request = self._requests[request_id]
         self._take(request, list(tokens), len(request.draft.taken))
 
     def propose(self, request_ids: Sequence[str], room: Sequence[int], cost: float | None = None) -> list[Drafted]:
-        budget, drafts = INDEX_PER_CALL, []
+        budget, drafts = WORK_PER_STEP, []
         for request_id, free in zip(request_ids, room, strict=True):
             request = self._requests[request_id]
-            budget -= self._advance(request, budget)
+            budget = self._advance(request, budget)
             self._draft(request, free, self._cost(cost), is_open=True)
             drafts.append(request.drafted())
+        self._held.work(budget)
         return drafts
 
     def step(
@@ -132,19 +133,20 @@ class Oracle:
         cost: float | None = None,
     ) -> list[Drafted]:
         """Take in what each request's text has gained, and draft. scheduled: draft tokens that were verified."""
-        budget, drafts = INDEX_PER_CALL, []
+        budget, drafts = WORK_PER_STEP, []
         for request_id, text, free, verified in zip(request_ids, texts, room, scheduled, strict=True):
             request = self._requests[request_id]
             self._rewind(request, list(text))
             fresh = list(text[len(request.index) :])
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
             counts = self._take(request, fresh[: next(illegal, None)], verified)
-            budget -= self._advance(request, budget)
+            budget = self._advance(request, budget)
             sound = len(request.index) == len(text)  # if not, a draft would not continue the engine's text
             self._draft(request, free if sound else 0, self._cost(cost), is_open=sound)
             drafted = request.drafted()
             drafted.accepted, drafted.verified = counts
             drafts.append(drafted)
+        self._held.work(budget)
         return drafts
 
     def offer(
@@ -239,7 +241,7 @@ class Oracle:
                 request.draft = Draft()  # it may quote the session
 
     def catch_up(self, budget: int) -> int:
-        left = budget - self._held.catch_up(budget)
+        left = self._held.work(self._held.evict_tenants(budget))
         for request_id in self._slots:
             if request_id is not None:
                 left -= self._requests[request_id].index.advance(left)
@@ -278,16 +280,13 @@ class Oracle:
         return of_tenant, of_session, self._held.group(group, session, of_tenant) if scope == "tenant" else None
 
     def _advance(self, request: Request, budget: int) -> int:
-        left = budget
-        left -= request.index.advance(left)
+        """Index and sweep what the request drafts from. Return what is left of the budget."""
+        request.index.advance(OWN_PER_STEP)
+        budget -= request.index.advance(budget)
         for entry in request.entries():
             if not entry.gone:
-                left -= entry.advance(left)
-                left -= entry.sweep(left)
-        if request.tenant:
-            left -= request.tenant.corpus.advance(left)
-            left -= request.tenant.corpus.sweep(left)
-        return budget - left
+                budget = work_on(entry, budget)
+        return work_on(request.tenant.corpus, budget) if request.tenant else budget
 
     def _as_held(self, token: int) -> int:
         """Return how a prompt's token is held: one that is no token of the vocabulary is negative and never drafted."""
@@ -350,7 +349,6 @@ class Oracle:
 
         Group and tenant add a restored turn without a record only if it brings its session something new.
         """
-        budget = INDEX_PER_CALL
         wanted, context = True, []
         has_text = turn.prompt_tail or turn.response
         if session and has_text:
@@ -366,14 +364,11 @@ class Oracle:
             if group and not group.gone and not group.corpus.holds(turn.record):
                 group.corpus.add(key, turn.record, context, turn.response)
                 self._held.touch(group)
-                budget -= group.advance(budget)
             if not tenant.corpus.holds(turn.record):
                 tenant.corpus.add(key, turn.record, context, turn.response)
                 tenant.used = self._held.next_tick()
-                budget -= tenant.corpus.advance(budget)
         if session and has_text:
             self._held.touch(session)
-            session.advance(budget)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from tests.oracle.session import Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
+PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
@@ -93,6 +94,10 @@ class Corpus:
             done += 1
         return min(budget, done * SWEEP_COST)
 
+    @property
+    def has_work(self) -> bool:
+        return self.index.pending > 0 or bool(self.dropped)
+
     def settle(self) -> None:
         self.advance(EVERYTHING)
         while self.dropped:
@@ -140,6 +145,10 @@ class Session:
     def sweep(self, _: int) -> int:
         return 0
 
+    @property
+    def has_work(self) -> bool:
+        return self.index.pending > 0
+
     def settle(self) -> None:
         self.advance(EVERYTHING)
         self.loaded = False
@@ -170,9 +179,23 @@ class Group:
     def sweep(self, budget: int) -> int:
         return self.corpus.sweep(budget)
 
+    @property
+    def has_work(self) -> bool:
+        return self.corpus.has_work
+
     def settle(self) -> None:
         self.corpus.settle()
         self.loaded = False
+
+
+def work_on(part: "Session | Group | Corpus", budget: int) -> int:
+    """Index and sweep in pieces, as far as the budget allows. Return what is left of it."""
+    while budget > 0 and part.has_work:
+        piece = min(budget, PIECE)
+        done = part.advance(piece)
+        done += part.sweep(piece - done)
+        budget -= min(budget, done)
+    return budget
 
 
 CacheEntry = Session | Group
@@ -277,18 +300,22 @@ class CacheEntries:
         for group in groups:
             self.forget_if_empty(group)
 
-    def catch_up(self, budget: int) -> int:
-        """Evict, index and sweep, for at most about `budget`. Return how much of it was used."""
-        left = budget
-        left -= min(left, self.evict(None))
-        for _, tenant in sorted(self.tenants.items()):
-            left -= min(left, self.evict(tenant))
-            left -= tenant.corpus.advance(left)
-            left -= tenant.corpus.sweep(left)
-        for entry in self.held.values():
-            left -= entry.advance(left)
-            left -= entry.sweep(left)
-        return budget - left
+    def evict_tenants(self, budget: int) -> int:
+        """Evict what exceeds the tenants' own budgets. Return what is left of the budget."""
+        if self.limits.tenant.tokens is not None:
+            for _, tenant in sorted(self.tenants.items()):
+                budget -= min(budget, self.evict(tenant))
+        return budget
+
+    def work(self, budget: int) -> int:
+        """Evict, index and sweep as far as the budget allows; what was used last comes first. Return what is left."""
+        if self._over(None, self.limits.process.tokens):
+            budget -= min(budget, self.evict(None))
+        for entry in reversed(list(self.held.values())):
+            budget = work_on(entry, budget)
+        for tenant in sorted(self.tenants.values(), key=lambda tenant: -tenant.used):
+            budget = work_on(tenant.corpus, budget)
+        return budget
 
     def settle(self) -> None:
         """Index all that is pending and sweep all that was dropped, as saving does."""
