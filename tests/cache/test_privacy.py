@@ -1,5 +1,9 @@
 """Who may draft from what: each denial stands beside the hit that shows the test could have found it."""
 
+import resource
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
@@ -134,6 +138,53 @@ def test_a_session_erased_while_it_runs() -> None:
     cache.extend("r", SECRET)
     assert cache.finish("r") is None
     assert not leaks(cache, "s", "acme") and cache.stats().tokens == 0
+
+
+@pytest.mark.parametrize("session", ["s", "other"])
+def test_a_draft_that_quotes_an_erased_session_is_dropped(session: str) -> None:
+    """An offer would return it once more, and go on behind it."""
+    cache = SuffixCache()
+    say(cache, "s", "acme")
+    cache.start("r", [5, 71, 72, 73], session=session, tenant="acme")
+    assert cache.propose(["r"], 8)[0].token_ids.tolist()[:2] == [74, 75]
+    offered, probabilities = np.array([[74, 75]], np.int32), np.ones((1, 2))
+    assert cache.offer(["r"], offered, probabilities, [2], [8]).lists()[0][:3] == [74, 75, 76]
+    cache.remove_session("acme", "s")
+    assert cache.candidates("r") == []
+    assert cache.offer(["r"], offered, probabilities, [0], [8]).lists() == [[]]
+    assert cache.propose(["r"], 8)[0].token_ids.tolist() == []
+
+
+def test_an_erased_session_gives_its_memory_back_while_it_runs() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    cache = SuffixCache()
+    cache.start("w", np.arange(4_000_000, dtype=np.int32), session="s", tenant="acme", scope="session")
+    assert cache.finish("w") is not None
+    cache.start("r", [4], session="s", tenant="acme", scope="session")
+    before = resident()
+    cache.remove_session("acme", "s")
+    assert resident() < before - 14_000_000
+    cache.extend("r", [5, 6])
+    assert cache.finish("r") is None
+
+
+def test_an_erased_session_forgets_its_records() -> None:
+    """The cache holds none of them, so an import of the session brings all of it back."""
+    cache = SuffixCache()
+    cache.start("w", [1, 2], session="s", group="g", tenant="acme")
+    cache.extend("w", SECRET)
+    turn = cache.finish("w", name=("writer", 1))
+    assert turn is not None
+    cache.mark_loaded("acme", "s")
+    before = cache.stats()
+    cache.remove_session("acme", "s")
+    assert cache.stats().tokens == 0 and cache.needs_load("acme", "s")
+    cache.restore(turn)
+    assert cache.stats().tokens == before.tokens
+    for session in ("s", "other"):
+        assert leaks(cache, session, "acme")
 
 
 REPEATING = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
