@@ -439,9 +439,10 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     drift = statistics.fmean(rates[-part:]) / statistics.fmean(rates[part : 2 * part])
     volume = run.said.tokens * TOKEN_BYTES / options.max_bytes
     errors = sum(count for name, count in run.stats["counters"].items() if name.startswith("errors"))
+    most_cache = max(sample["cache_bytes"] for sample in samples) / options.max_bytes
     rows: Iterable[tuple[str, float, str, bool]] = (
         ("text said, in budgets of memory", volume, "at least 10", volume >= 10),
-        _at_most("most memory of the cache, in budgets", max(s["cache_bytes"] for s in samples) / options.max_bytes, 1.1),
+        _at_most("most memory of the cache, in budgets", most_cache, 1.1),
         _at_most("resident memory grown from the second third to the last", grown / resident[-1], 0.05),
         _at_most("largest store, in its limits", max(s["store_bytes"] for s in samples) / options.store_bytes, 1.5),
         _at_most("steps with more than 1 ms of work beside drafting", stalls, 0),

@@ -250,7 +250,7 @@ void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, st
 nb::tuple stats(Cache& cache) {
   const Stats stats = cache.stats();
   return nb::make_tuple(stats.tokens, stats.bytes, stats.sessions, stats.requests, stats.tenants, stats.pending,
-                        stats.leaving);
+                        stats.leaving, stats.evictions);
 }
 
 nb::tuple recount(Cache& cache) {
@@ -325,6 +325,7 @@ NB_MODULE(_native, module) {
       .def(
           "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
       .def("stats", &stats)
+      .def("worked", &Cache::worked)
       .def("recount", &recount)
       .def("save", &Cache::save, "path"_a, Released())
       .def("load", &Cache::load, "path"_a, Released());

@@ -172,8 +172,8 @@ class SuffixCache:
             return [self._propose_one(ids[0], max_draft, self._cost(cost))]
         slots = self._slots_of(request_ids)
         room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
-        room = as_int32(room, "max_draft", len(slots))
-        arrays = self._core.propose(slots, room, self._cost(cost), DEFAULT_WORK_SECONDS)
+        limits = as_int32(room, "max_draft", len(slots))
+        arrays = self._core.propose(slots, limits, self._cost(cost), DEFAULT_WORK_SECONDS)
         tokens, offsets, sources, probabilities, lengths = arrays
         parts = [slice(begin, end) for begin, end in pairwise(offsets.tolist())]
         return [
@@ -426,6 +426,10 @@ class SuffixCache:
     def stats(self) -> CacheStats:
         """Return the current sizes."""
         return CacheStats(*self._core.stats())
+
+    def worked_ns(self) -> int:
+        """Return the CPU time that steps and `catch_up` have spent beside drafting so far, in nanoseconds."""
+        return self._core.worked()
 
     def _cost(self, cost: float | None) -> float:
         if cost is None:

@@ -191,6 +191,7 @@ class CacheStats:
 
     tokens: kept of finished requests (`max_tokens` limits them). bytes: all memory of the cache (`max_bytes` limits
     it). pending: tokens not indexed yet. leaving: part of `bytes` that was evicted and not given back yet.
+    evictions: sessions, groups and parts of tenants evicted so far.
     """
 
     tokens: int
@@ -200,3 +201,4 @@ class CacheStats:
     tenants: int
     pending: int
     leaving: int
+    evictions: int

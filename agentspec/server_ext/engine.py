@@ -190,8 +190,7 @@ class DraftingEngine:
         lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             lookup = self._look_up(step.batch)
-        self.metrics.beside_seconds.observe(1e-9 * (self._beside_ns + time.thread_time_ns() - begin))
-        self._beside_ns = 0
+        self._beside_ns += time.thread_time_ns() - begin
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -203,10 +202,12 @@ class DraftingEngine:
         room, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
         if most is not None and count > most:
             room, model = np.zeros_like(room), None
-        begin = time.perf_counter_ns()
+        begin, worked = time.perf_counter_ns(), self.cache.worked_ns()
         drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost)
-        took = time.perf_counter_ns() - begin
-        self.metrics.draft_seconds.observe(1e-9 * took)
+        took, worked = time.perf_counter_ns() - begin, self.cache.worked_ns() - worked
+        self.metrics.draft_seconds.observe(1e-9 * (took - worked))
+        self.metrics.beside_seconds.observe(1e-9 * (self._beside_ns + worked))
+        self._beside_ns = 0
         self._steps += 1
         if step.num_draft_tokens or self._recorder is not None:
             self._account(lookup, step, drafts, took // count)

@@ -43,6 +43,7 @@ _COUNTERS = (
     _Figure("cut_draft_tokens", "step_budget.cut_tokens", "Draft tokens cut because a step had too many."),
     _Figure("restored_turns", "store.restored", "Stored turns put back into the suffix indexes."),
     _Figure("refused_turns", "store.refused", "Stored turns that the suffix indexes could not take."),
+    _Figure("evictions", "cache.evictions", "Sessions, groups and parts of tenants evicted from memory."),
     _Figure("store_written_records", "store.writer.persisted", "Records that the store has acknowledged."),
     _Figure("store_dropped_records", "store.writer.dropped", "Records lost because the queue was full, or at exit."),
     _Figure("store_refused_records", "store.writer.refused", "Records that the store will never accept."),
@@ -68,7 +69,9 @@ _BY_SOURCE = (
 )
 _HISTOGRAMS = (
     _Figure("draft_seconds", "seconds.draft", "Time of a step's drafting."),
-    _Figure("index_seconds", "seconds.beside", "CPU time of a step's other work: starting, finishing, restoring."),
+    _Figure(
+        "index_seconds", "seconds.beside", "CPU time of a step's other work: starting, finishing, indexing, evicting."
+    ),
 )
 
 

@@ -274,6 +274,7 @@ std::size_t Cache::catch_up(WorkBudget budget) {
     budget.run([&] { return current->index.pending() > 0; }, [&](std::size_t n) { return current->index.advance(n); });
     count(*current);
   }
+  worked_ += budget.spent();
   return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();
 }
 
@@ -287,6 +288,7 @@ Stats Cache::stats() {
   std::lock_guard lock(mutex_);
   Stats stats{entries_.held()};
   stats.tenants = entries_.tenants().by_key.size();
+  stats.evictions = entries_.evictions();
   stats.requests = static_cast<std::size_t>(std::ranges::count_if(requests_, [](const auto& r) { return !!r; }));
   return stats;
 }
@@ -392,6 +394,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     drafts.drafted.push_back(drafted);
   }
   entries_.work(budget);
+  worked_ += budget.spent();
   return drafts;
 }
 

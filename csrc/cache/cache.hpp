@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -31,7 +32,7 @@ struct Drafts {
 };
 
 struct Stats : Size {
-  std::size_t requests = 0, tenants = 0;
+  std::size_t requests = 0, tenants = 0, evictions = 0;
 };
 
 // Refers to the engine's tokens: each row holds the prompt and output of one request.
@@ -95,6 +96,7 @@ class Cache {
   std::size_t catch_up(WorkBudget budget);
   void resize(Limits limits);
   Stats stats();
+  std::int64_t worked() const { return worked_; }  // CPU time of the work beside drafting so far, in nanoseconds
   Size recount();  // what stats() says, added up anew
 
   // `cost`: price of verifying one more token, as a share of a step.
@@ -137,6 +139,7 @@ class Cache {
   std::int64_t vocab_size_;
   std::unique_ptr<Drafter> drafter_;
   CacheEntries entries_;
+  std::atomic<std::int64_t> worked_ = 0;
   std::vector<std::unique_ptr<Request>> requests_;  // by slot
 };
 

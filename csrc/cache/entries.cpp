@@ -228,6 +228,7 @@ std::size_t CacheEntries::evict(Tenant* tenant) {
   std::size_t done = 0;
   while (tenant && done < kEvictPerCall && tenant->held.over(limits.tenant) && evict_one(tenant)) ++done;
   while (done < kEvictPerCall && held_.over(limits.process) && evict_one(nullptr)) ++done;
+  evictions_ += done;
   return done;
 }
 

@@ -108,6 +108,7 @@ class CacheEntries {
   bool clogged() const { return limits.process.bytes > 0 && kClogged * corpora_.leaving > limits.process.bytes; }
 
   const Size& held() const { return held_; }
+  std::size_t evictions() const { return evictions_; }  // since this was made
   Size recount() const;  // `held`, but for requests, added up anew: a test compares them
   const EntryMap<Tenant>& tenants() const { return tenants_; }
   const EntryMap<CacheEntry>& entries() const { return entries_; }
@@ -133,6 +134,7 @@ class CacheEntries {
 
   PolicySettings settings_;
   std::uint64_t tick_ = 0;
+  std::size_t evictions_ = 0;
   Size held_;               // sessions, groups, tenants and requests together
   Size corpora_;            // the tenants themselves together
   std::size_t beside_ = 0;  // sum of the tenants' `beside`

@@ -37,7 +37,8 @@ class WorkBudget {
 
   std::size_t left() const { return left_; }
   std::size_t used() const { return positions_ - left_; }
-  bool late() const { return time_ <= 0; }
+  bool late() const { return spent_ >= time_; }
+  std::int64_t spent() const { return spent_; }  // nanoseconds
 
   void use(std::size_t positions) { left_ -= std::min(left_, positions); }
 
@@ -57,7 +58,7 @@ class WorkBudget {
   auto timed(Work work) {
     const Stopwatch stopwatch;
     const auto result = work();
-    time_ -= stopwatch.spent();
+    spent_ += stopwatch.spent();
     return result;
   }
 
@@ -65,7 +66,7 @@ class WorkBudget {
 
  private:
   std::size_t positions_, left_;
-  std::int64_t time_;  // nanoseconds left
+  std::int64_t time_, spent_ = 0;  // nanoseconds
 };
 
 }  // namespace agentspec

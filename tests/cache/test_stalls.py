@@ -35,7 +35,7 @@ class Texts:
             self.phrases[self.rng.integers(500)] if self.rng.random() < 0.5 else self.rng.integers(0, 50_000, 30)
             for _ in range(tokens // 30 + 1)
         ]
-        return np.concatenate(pieces)[:tokens].astype(np.int32)
+        return np.array(np.concatenate(pieces)[:tokens], np.int32)
 
 
 def steps_until_idle(cache: SuffixCache, texts: Texts) -> list[float]:
@@ -126,3 +126,29 @@ def test_the_budget_of_a_step_is_kept_and_may_be_none() -> None:
     assert 0 < step(0.0001) < step(0.1) + step(0.1)
     assert cache.catch_up(seconds=0.0002) > 0
     assert cache.stats().pending > 100_000
+
+
+def test_the_work_beside_drafting_is_counted() -> None:
+    texts, cache = Texts(), SuffixCache(vocab_size=60_000)
+    cache.start("r", texts.make(20_000), session="s", tenant="t")
+    assert cache.worked_ns() == 0
+    took = 0.0
+    while cache.stats().pending:
+        before = cache.worked_ns()
+        took += cpu(lambda: cache.propose(["r"], 8))
+        assert cache.worked_ns() - before < 2e6  # the limit is 0.5 ms, and a piece of work may exceed it
+    assert 0.3 * took < cache.worked_ns() / 1e6 < took
+
+
+def test_evictions_are_counted() -> None:
+    texts, cache = Texts(), SuffixCache(vocab_size=60_000, max_tokens=5_000)
+    for number in range(10):
+        cache.start("r", texts.make(1_000), session=f"s{number}", tenant="t")
+        cache.extend("r", texts.make(100))
+        cache.finish("r")
+        cache.catch_up()
+        if number == 2:
+            assert cache.stats().evictions == 0
+    held = cache.stats()
+    assert held.tokens <= 5_000
+    assert held.evictions >= 10 - held.sessions
