@@ -142,9 +142,9 @@ class DraftingEngine:
             self._drop(request_id)
             return
         try:
-            turn = self.cache.finish(request_id, output_limit=output_limit)
+            turn = self.cache.finish(request_id, output_limit=output_limit, name=self._persistence.next_name())
             if turn is not None:
-                self._persistence.save(turn)
+                self._persistence.save(turn, state.identity)
         except Exception as error:
             self._count_error("finish", error)
         self.metrics.counters["finished"] += 1
@@ -256,7 +256,7 @@ class DraftingEngine:
         self.metrics.counters["started"] += 1
         if identity.ignored_ids:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
-        self._persistence.request_session(self.cache, identity)
+        self._persistence.request_load(self.cache, identity)
 
     def _look_up(self, batch: Batch) -> _Lookup:
         """Look up the requests of a batch. Requests that failed or have ended get no drafts."""

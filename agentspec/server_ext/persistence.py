@@ -1,72 +1,122 @@
 """Move finished turns to the store, and stored turns into the cache.
 
-Only the background writer and loader touch the store. Everything here returns at once, except ``warm_up``, which is
-called before the engine serves.
+Only background threads touch the store. Everything here returns at once, except ``warm_up``, which is called before the
+engine serves. Load at start, return after eviction and what another process wrote are one operation: the store's
+records of a session or group are applied, and the cache ignores those that it holds.
 """
 
 import logging
+import secrets
 import time
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from agentspec.cache import FinishedTurn, SuffixCache
-from agentspec.cache.store import BackgroundLoader, BackgroundWriter, Store, TurnRecord
+from agentspec.cache.store import (
+    BackgroundLoader,
+    BackgroundWriter,
+    JobResult,
+    Loaded,
+    Retention,
+    Store,
+    StoreJobs,
+    TurnRecord,
+    Wanted,
+)
+from agentspec.errors import InvalidInputError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-_TOKENS_PER_STEP = 16_384
-"""Most stored tokens that one decode step puts into the cache, so that a large load cannot stall it."""
+_STEP_SECONDS = 0.0005
+"""Most CPU time of one decode step that goes into applying stored turns."""
+
+_ERASE_SECONDS = 5.0
+"""Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
 
 
 class Persistence:
-    """Move turns between an engine's cache and one namespace of the store. tenant: the operator's setting."""
+    """Move turns between an engine's cache and one namespace of the store.
 
-    def __init__(self, store: Store, namespace: str, tenant: str | None, preload: int) -> None:
-        self._tenant = tenant
+    preload: number of newest turns to load at start. retention: limits of the store; None: this process leaves it as it
+    is. One thread, the engine's, makes all calls but ``stats``.
+    """
+
+    def __init__(self, store: Store, namespace: str, preload: int, retention: Retention | None = None) -> None:
+        self.namespace = namespace
         self._preload = preload
         self._store = store
-        self._writer = BackgroundWriter(store, namespace)
+        self._writer = BackgroundWriter(store, namespace, retention=retention)
         self._loader = BackgroundLoader(store, namespace)
-        self._arrived: deque[TurnRecord] = deque()
-        self._own: set[str] = set()  # sessions with turns finished here; older records would come out of order
+        self._jobs = StoreJobs(store)
+        self._writer_id = secrets.token_hex(8)
+        self._number = 0
+        self._arrived: Loaded | None = None  # of its records, those from _applied on are to be applied
+        self._applied = 0
+        self._erasures: dict[str, int] = {}  # sessions that are being erased, with the ticket of the job
         self._restored = 0
-        self._refused = 0
+        self._refused: Counter[str] = Counter()
 
-    def save(self, turn: FinishedTurn) -> None:
-        """Queue a finished turn for the store."""
-        if turn.session is not None:
-            self._own.add(turn.session)
+    def next_name(self) -> tuple[str, int]:
+        """Return writer and number for the next turn, for ``SuffixCache.finish``."""
+        self._number += 1
+        return self._writer_id, self._number
+
+    def save(self, turn: FinishedTurn, identity: Identity) -> None:
+        """Queue a finished turn for the store. turn: finished under a name from ``next_name``."""
         self._writer.put(
             TurnRecord(
+                writer=turn.writer,
+                number=turn.number,
                 session=turn.session or "",
                 kept=turn.kept,
+                parent=turn.parent,
+                block=turn.block,
                 prompt_tail=turn.prompt_tail,
                 response=turn.response,
                 created=time.time(),
-                group=turn.group,
                 tenant=turn.tenant,
+                principal=identity.principal,
+                parent_session=identity.parent_session,
+                group=turn.group,
+                session_name=identity.session_name,
+                group_name=identity.group_name,
                 scope=turn.scope,
+                weights=identity.weight_version,
             )
         )
 
-    def request_session(self, cache: SuffixCache, identity: Identity) -> None:
-        """Request the stored turns of a request's session unless the cache has them."""
-        session = identity.session
-        if session is None or identity.scope == "none" or session in self._own:
+    def request_load(self, cache: SuffixCache, identity: Identity) -> None:
+        """Request what the store holds of a request's session and group, unless the cache has it all."""
+        if identity.scope == "none":
             return
-        if not cache.has_session(identity.tenant, session):
-            self._loader.request(session)
+        tenant, session, group = identity.tenant, identity.session, identity.group
+        if session is not None and session not in self._erasures and cache.needs_load(tenant, session):
+            self._loader.request(Wanted(tenant, session=session))
+        if group is not None and cache.needs_load(tenant, group=group):
+            self._loader.request(Wanted(tenant, group=group))
 
-    def apply_loaded(self, cache: SuffixCache, budget: int = _TOKENS_PER_STEP) -> int:
-        """Put loaded turns into the cache, at most about ``budget`` tokens. Return the number of turns."""
-        for batch in self._loader.poll():
-            self._arrived.extend(batch)
-        count = 0
-        while self._arrived and budget > 0:
-            record = self._arrived.popleft()
-            budget -= len(record.prompt_tail) + len(record.response)
-            count += self._restore(cache, record)
+    def apply_loaded(self, cache: SuffixCache, seconds: float = _STEP_SECONDS) -> int:
+        """Put loaded turns into the cache until that took so much CPU time of this thread. Return their number.
+
+        At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget.
+        """
+        if self._erasures:
+            self._erasures = {session: ticket for session, ticket in self._erasures.items() if self._runs(ticket)}
+        count, until = 0, None
+        while loaded := self._next_loaded():
+            if until is None:
+                until = time.thread_time() + seconds
+            while self._applied < len(loaded.records):
+                count += self._restore(cache, loaded.records[self._applied])
+                self._applied += 1
+                if time.thread_time() >= until:
+                    return count
+            self._arrived = None
+            wanted = loaded.wanted
+            if loaded.complete and (wanted.session or wanted.group):
+                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group)
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float) -> int:
@@ -78,50 +128,93 @@ class Persistence:
         count, pending = 0, True
         while pending and time.monotonic() < deadline:
             time.sleep(0.002)
-            pending = self._loader.is_pending(None)  # look before polling, so that the poll returns all of it
-            count += self.apply_loaded(cache, budget=1 << 62)
+            pending = self._loader.is_pending(Wanted())  # look before applying, so that this gets all of it
+            count += self.apply_loaded(cache, max(0.0, deadline - time.monotonic()))
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
         cache.catch_up()
         return count
 
+    def erase(self, session: str) -> int:
+        """Erase a session from the queues and the store. Returns a ticket; its result is an ``Erasure``.
+
+        session: its key. Remove it from the cache before. Raises StoreUnavailableError if too many jobs wait.
+        """
+        ticket = self._jobs.submit(lambda store: self._erase(store, session))
+        self._erasures[session] = ticket
+        self._writer.forget(session)
+        self._loader.forget(session)
+        return ticket
+
+    def submit(self, job: Callable[[Store], Any]) -> int:
+        """Run ``job(store)`` in a thread. Returns a ticket. Raises StoreUnavailableError if too many jobs wait."""
+        return self._jobs.submit(job)
+
+    def result(self, ticket: int) -> JobResult | None:
+        """Return a job's result, None while it waits or runs. Raises InvalidInputError for an unknown ticket."""
+        return self._jobs.result(ticket)
+
     def stats(self) -> dict[str, Any]:
-        """Return the state of the writer and the loader, as JSON."""
+        """Return the state of the writer and the loader, as JSON. refused: turns that cannot be used, by kind."""
+        writer, loader = self._writer.stats(), self._loader.stats()
+        kinds = {"damaged": loader.damaged, "unknown_version": loader.unknown, **self._refused}
         return {
-            "writer": self._writer.stats().as_dict(),
-            "loader": self._loader.stats().as_dict(),
+            "writer": writer.as_dict(),
+            "loader": loader.as_dict(),
             "restored": self._restored,
-            "refused": self._refused,
+            "refused": sum(kinds.values()),
+            "refused_by_kind": {kind: count for kind, count in kinds.items() if count},
+            "queued_bytes": writer.queued_bytes + loader.ready_bytes,
+            "jobs": self._jobs.waiting(),
         }
 
     def close(self) -> None:
         """Write the queued turns, then close the store."""
+        self._jobs.close()
         self._writer.close()
         self._loader.close()
         self._store.close()
 
+    def _next_loaded(self) -> Loaded | None:
+        if self._arrived is None:
+            self._arrived, self._applied = self._loader.take(), 0
+        return self._arrived
+
+    def _erase(self, store: Store, session: str) -> Any:
+        if not self._writer.forget(session, _ERASE_SECONDS):
+            raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
+        erasure = store.erase_session(self.namespace, session)
+        self._loader.forget(session)
+        return erasure
+
+    def _runs(self, ticket: int) -> bool:
+        try:
+            return self._jobs.result(ticket) is None
+        except InvalidInputError:  # so many jobs ended since that its result is forgotten
+            return False
+
     def _restore(self, cache: SuffixCache, record: TurnRecord) -> int:
-        session = record.session or None
-        if session in self._own:
+        if record.session in self._erasures:
             return 0
-        tenant, scope = record.tenant, record.scope
-        if scope is None:  # older releases shared nothing without a named tenant
-            tenant, scope = self._tenant, "session" if self._tenant is None else "tenant"
         try:
             cache.restore(
                 FinishedTurn(
-                    tenant=tenant,
-                    session=session,
+                    tenant=record.tenant,
+                    session=record.session or None,
                     kept=record.kept,
                     prompt_tail=record.prompt_tail,
                     response=record.response,
                     group=record.group,
-                    scope=scope,
+                    scope=record.scope,
+                    parent=record.parent,
+                    block=record.block,
+                    writer=record.writer,
+                    number=record.number,
                 )
             )
         except Exception as error:  # e.g. a token that this model does not have
-            self._refused += 1
-            if self._refused == 1:
+            self._refused[type(error).__name__] += 1
+            if self._refused.total() == 1:
                 logger.warning("agentspec: a stored turn cannot be used and is skipped: %s", error)
             return 0
         self._restored += 1

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, FixedRule
-from agentspec.cache.store import default_store_url
+from agentspec.cache.store import Retention, default_store_url
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
 
@@ -93,6 +93,12 @@ class Settings(BaseModel):
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
     """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
+    retention_days: float | None = Field(default=30.0, gt=0.0)
+    """Age at which stored turns are removed from the store, in days. None: no limit."""
+    retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000)
+    """Size of the store beyond which its oldest turns are removed, in bytes. None: no limit."""
+    retention_records: int | None = Field(default=None, ge=1)
+    """Number of stored turns beyond which the oldest are removed. None: no limit."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
     """Number of newest stored turns to read into the suffix indexes at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
@@ -119,6 +125,10 @@ class Settings(BaseModel):
     """ArcticInference's rule in place of the learned one. Only ``speculative_methods`` sets it."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
+
+    def retention(self) -> Retention:
+        """Return the limits of the store."""
+        return Retention(self.retention_days, self.retention_bytes, self.retention_records)
 
     @field_validator("tenant")
     @classmethod

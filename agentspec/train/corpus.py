@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from agentspec.cache.store import (
-    Chain,
     RecordReader,
     Store,
     TurnRecord,
@@ -27,6 +26,7 @@ from agentspec.cache.store import (
     open_store,
     tokenizer_fingerprint,
 )
+from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError
 from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
@@ -258,23 +258,16 @@ def _load(file: Path) -> list[Conversation]:
 def _stored_calls(
     store: Store, namespace: str, newest: int | None, tenant: str | None
 ) -> Iterator[tuple[str, Int32, Int32]]:
-    chains: dict[str, Chain] = {}
-    contexts: dict[str, Int32] = {}
+    contexts: dict[str, SessionContexts] = {}
     for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
+        if not isinstance(record, TurnRecord):
+            continue
         alone = not entry.session  # without a session, the turn is a text of its own
         name = f"(none) {number}" if alone else entry.session
-        chain = Chain() if alone else chains.setdefault(entry.session, Chain())
-        if not isinstance(record, TurnRecord):
-            chain.lose()  # damaged, so the session's next turns may lack their context
-            continue
-        shared = record.scope != "session" and record.tenant in (None, tenant)
-        linked = chain.link(record)
-        context = contexts.get(name, np.empty(0, np.int32))[: linked.kept]
-        prompt = np.concatenate([context, linked.prompt_tail])
-        if not alone:
-            contexts[name] = np.concatenate([prompt, linked.response])
-        if chain.missing == 0 and shared:
-            yield name, prompt, linked.response
+        context = SessionContexts() if alone else contexts.setdefault(entry.session, SessionContexts())
+        prompt = context.add(record)
+        if prompt is not None and record.scope != "session" and record.tenant in (None, tenant):
+            yield name, prompt, record.response
 
 
 def _continues(before: _Open, prompt: Int32) -> bool:

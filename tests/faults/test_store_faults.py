@@ -15,6 +15,7 @@ from agentspec.cache.store import (
     NewEntry,
     SQLiteStore,
     Store,
+    Wanted,
     decode,
     open_store,
 )
@@ -40,6 +41,9 @@ while True:
         print(acknowledged, flush=True)
     time.sleep(0.002)  # slower than the store, so that nothing is dropped
 """
+
+
+S = Wanted(session="s")
 
 
 def stored(store: Store) -> list[int]:
@@ -141,14 +145,14 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
             loader = BackgroundLoader(store, NS, breaker=quick())
             begin = time.perf_counter()
             writer.put(turn("s", 1))
-            loader.request("s")
-            assert loader.poll() == []
+            loader.request(S)
+            assert loader.take() is None
             assert time.perf_counter() - begin < 0.2
             wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1, 10)
         finally:
             subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
         assert writer.flush(30)
-        wait_until(lambda: loader.poll() or not loader.is_pending("s"))
+        wait_until(lambda: loader.take() and not loader.is_pending(S))
         assert stored(store) == [1]
         writer.close()
         loader.close()
@@ -161,11 +165,11 @@ def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
         store.append(NS, [NewEntry("s", b"")])
         server.kill()
         loader = BackgroundLoader(store, NS, breaker=quick())
-        loader.request("s")
+        loader.request(S)
         wait_until(lambda: loader.stats().state != "closed")
-        assert loader.is_pending("s")
+        assert loader.is_pending(S)
         server.start()
-        wait_until(lambda: loader.poll() or not loader.is_pending("s"), 10)
+        wait_until(lambda: loader.take() and not loader.is_pending(S), 10)
         assert loader.stats().damaged == 1
         loader.close()
         store.close()

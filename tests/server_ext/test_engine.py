@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.cache.store import NewEntry, TurnRecord, encode, open_store
+from agentspec.cache.store import open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -34,7 +35,7 @@ class Engine:
     ) -> None:
         settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
         self.store = open_store(url)
-        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", tenant, 100), 1000, 16)
+        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", 100), 1000, 16)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -133,19 +134,6 @@ def test_a_restart_restores_what_was_shared_and_nothing_else(tmp_path: Path, sco
         again.proposer.close()
 
 
-def test_turns_stored_when_nothing_was_shared_stay_with_their_sessions() -> None:
-    """A server without a tenant used to keep every session to itself; its records say nothing of a scope."""
-    store = open_store("memory://")
-    old = TurnRecord("s", 0, np.array([1, 2, 3], np.int32), np.array(TEXT, np.int32), 1.0)
-    store.append("ns", [NewEntry("s", encode(old))])
-    for tenant, scope in ((None, "session"), ("t", "tenant")):
-        cache = SuffixCache()
-        restored: list[FinishedTurn] = []
-        cache.restore = restored.append  # type: ignore[method-assign,assignment]
-        Persistence(store, "ns", tenant, 100).warm_up(cache, 5.0)
-        assert [(turn.tenant, turn.session, turn.scope) for turn in restored] == [(tenant, "s", scope)]
-
-
 def test_a_failing_tree_costs_drafts_and_is_counted_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
 
@@ -171,7 +159,7 @@ def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
 def test_switched_off_never_drafts() -> None:
     settings = Settings(store="memory://", enabled=False)
     store = open_store("memory://")
-    proposer = DraftingEngine(settings, Persistence(store, "ns", None, 0), 1000, 16)
+    proposer = DraftingEngine(settings, Persistence(store, "ns", 0), 1000, 16)
     step = Step(
         Batch(("x",), np.zeros(1, np.int32)),
         [],
@@ -207,7 +195,7 @@ class Rows:
 
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", given.tenant, 0), 1000, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", 0), 1000, 16)
         self.tokens = np.zeros((3, 400), dtype=np.int32)
         self.lengths = np.zeros(3, dtype=np.int32)
         self.costs: list[float | None] = []
@@ -406,12 +394,13 @@ def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
     turns = [FinishedTurn("t", "s", 0, NONE, NONE, "p"), FinishedTurn("t", None, 0, NONE, NONE, None)]
     store = open_store("memory://")
     for turn in turns:
-        persistence = Persistence(store, "ns", "t", 100)
-        persistence.save(turn)
+        persistence = Persistence(store, "ns", 100)
+        writer, number = persistence.next_name()
+        persistence.save(replace(turn, writer=writer, number=number), Identity(tenant="t"))
         persistence._writer.close()
     cache = SuffixCache()
     cache.restore = restored.append  # type: ignore[method-assign,assignment]
-    Persistence(store, "ns", "t", 100).warm_up(cache, 5.0)
+    Persistence(store, "ns", 100).warm_up(cache, 5.0)
     assert [(turn.session, turn.group) for turn in restored] == [("s", "p"), (None, None)]
 
 
@@ -419,9 +408,9 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
     engine = Engine(f"sqlite:///{tmp_path / 'log.db'}")
     append = engine.store.append
 
-    def slow(*args: object) -> None:
+    def slow(*args: object) -> list[str]:
         time.sleep(0.2)
-        append(*args)  # type: ignore[arg-type]
+        return append(*args)  # type: ignore[arg-type]
 
     engine.store.append = slow  # type: ignore[method-assign,assignment]
     start = time.monotonic()

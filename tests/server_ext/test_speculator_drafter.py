@@ -103,7 +103,7 @@ class Server:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
         given = Settings(store="memory://", speculator=str(folder), verify_cost=0.02, **settings)
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", None, 0), VOCABULARY, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", 0), VOCABULARY, 16)
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def text(self, length: int) -> list[int]:

@@ -25,6 +25,8 @@ def store(tmp_path: Path) -> str:
         key = namespace(model_name(MODEL), tokenizer_fingerprint(MODEL, None), tenant)
         records = [
             TurnRecord(
+                writer="0" * 16,
+                number=i + 1,
                 session=f"session-{i // 2}",
                 kept=0,
                 prompt_tail=np.array([500, 501], dtype=np.int32),

@@ -20,11 +20,25 @@ def tokens(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
-def turn(
-    session: str, number: int, *, kept: int = 0, prompt: int = 2, created: float = 1.0, gap: bool = False
-) -> TurnRecord:
+WRITER = "0123456789abcdef"
+
+
+def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None) -> TurnRecord:
     """A turn that can be told from others: its response is [number, number + 1]."""
-    return TurnRecord(session, kept, np.arange(prompt, dtype=np.int32), tokens(number, number + 1), created, gap)
+    return TurnRecord(
+        writer=WRITER,
+        number=number + 1,
+        session=session,
+        prompt_tail=np.arange(prompt, dtype=np.int32),
+        response=tokens(number, number + 1),
+        created=1.0,
+        group=group,
+    )
+
+
+def unwritable(session: str) -> TurnRecord:
+    """A turn that no store takes."""
+    return TurnRecord(writer=WRITER, number=1, session=session, prompt_tail=tokens(-1), response=tokens(), created=1.0)
 
 
 def number_of(record: object) -> int:
@@ -33,7 +47,7 @@ def number_of(record: object) -> int:
 
 
 def entry_of(record: TurnRecord) -> NewEntry:
-    return NewEntry(record.session, encode(record))
+    return NewEntry(record.session, encode(record), record.group)
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:

@@ -1,16 +1,25 @@
-"""The background loader: what it gives, in which order, how often; and the chain that keeps contexts true."""
+"""The background loader: what it gives, in which order, and what a failing store costs."""
 
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from agentspec.cache.store import BackgroundLoader, Chain, CircuitBreaker, MessageRecord, NewEntry, TurnRecord, encode
+from agentspec.cache.store import (
+    BackgroundLoader,
+    CircuitBreaker,
+    Entry,
+    Loaded,
+    MessageRecord,
+    NewEntry,
+    TurnRecord,
+    Wanted,
+    encode,
+)
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, entry_of, number_of, tokens, turn, wait_until
+from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
+
+LOG = Wanted()
 
 
 @pytest.fixture
@@ -28,15 +37,19 @@ def loader(store: FlakyStore) -> Iterator[BackgroundLoader]:
     started.close()
 
 
-def gather(loader: BackgroundLoader, *sessions: str | None) -> list[TurnRecord]:
-    """Poll until nothing is pending for ``sessions`` (None: the preload)."""
+def session(name: str) -> Wanted:
+    return Wanted("tenant", session=name)
+
+
+def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
+    """Take until nothing more is pending."""
     records: list[TurnRecord] = []
 
     def done() -> bool:
-        pending = any(loader.is_pending(session) for session in sessions)
-        for batch in loader.poll():
-            assert batch
-            records.extend(batch)
+        pending = any(loader.is_pending(each) for each in wanted)
+        while loaded := loader.take():
+            assert loaded.records or loaded.complete
+            records.extend(loaded.records)
         return not pending
 
     wait_until(done)
@@ -44,81 +57,71 @@ def gather(loader: BackgroundLoader, *sessions: str | None) -> list[TurnRecord]:
 
 
 def fill(store: FlakyStore, count: int, sessions: int = 3) -> None:
-    """Turns 0 … count - 1, round the sessions; each repeats all of its session's turn before."""
-    length = [0] * sessions
+    """Turns 0 … count - 1, round the sessions."""
     for number in range(count):
-        which = number % sessions
-        store.append(NS, [entry_of(turn(f"s{which}", number, kept=length[which]))])
-        length[which] += 4
+        store.append(NS, [entry_of(turn(f"s{number % sessions}", number, group=f"g{number % 2}"))])
     store.appended.clear()
 
 
-def test_a_session_comes_whole_in_order_and_once(store: FlakyStore, loader: BackgroundLoader) -> None:
+def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, loader: BackgroundLoader) -> None:
     fill(store, 600)
-    loader.request("s1")
-    loader.request("s1")
-    records = gather(loader, "s1")
-    assert [number_of(record) for record in records] == list(range(1, 600, 3))
-    assert records[1].kept == 4
-    loader.request("s1")
-    assert gather(loader, "s1") == []
-    store.append(NS, [entry_of(turn("s1", 600, kept=4))])
-    loader.request("s1")
-    assert [number_of(record) for record in gather(loader, "s1")] == [600]
-    assert loader.stats().delivered == 201
+    for _ in range(2):  # whoever applies them knows which are new
+        assert loader.request(session("s1"))
+        assert loader.request(session("s1"))
+        assert [number_of(record) for record in gather(loader, session("s1"))] == list(range(1, 600, 3))
+    assert loader.stats().delivered == 400
 
 
-def test_polling_never_waits_and_an_unknown_session_is_soon_done(store: FlakyStore, loader: BackgroundLoader) -> None:
-    assert loader.poll() == []
+def test_a_group_comes_across_its_sessions(store: FlakyStore, loader: BackgroundLoader) -> None:
+    fill(store, 90)
+    loader.request(Wanted("tenant", group="g1"))
+    assert [number_of(record) for record in gather(loader, Wanted("tenant", group="g1"))] == list(range(1, 90, 2))
+
+
+def test_the_end_of_a_session_is_told(store: FlakyStore, loader: BackgroundLoader) -> None:
+    fill(store, 300, sessions=1)
+    loader.request(session("s0"))
+    loader.request(session("nobody"))
+    found: list[Loaded] = []
+
+    def ended() -> bool:
+        while loaded := loader.take():
+            found.append(loaded)
+        return bool(found) and found[-1].wanted == session("nobody")
+
+    wait_until(ended)
+    assert [loaded.complete for loaded in found] == [False] * (len(found) - 2) + [True, True]
+    assert [loaded.wanted for loaded in found] == [session("s0")] * (len(found) - 1) + [session("nobody")]
+    assert not loader.is_pending(session("s0"))
+
+
+def test_taking_never_waits_and_an_unknown_session_is_soon_done(store: FlakyStore, loader: BackgroundLoader) -> None:
+    assert loader.take() is None
     store.gate.clear()
-    loader.request("nobody")
+    loader.request(session("nobody"))
     begin = time.perf_counter()
     for _ in range(1000):
-        assert loader.poll() == []
-        assert loader.is_pending("nobody")
+        assert loader.take() is None
+        assert loader.is_pending(session("nobody"))
     assert time.perf_counter() - begin < 0.5
     store.gate.set()
-    assert gather(loader, "nobody") == []
-    assert not loader.is_pending("nobody")
+    assert gather(loader, session("nobody")) == []
 
 
 def test_the_preload_gives_the_newest_in_log_order(store: FlakyStore, loader: BackgroundLoader) -> None:
     for number in range(500):
         store.append(NS, [entry_of(turn(f"s{number % 7}", number))])
-    loader.preload(200)
-    assert loader.is_pending(None)
-    assert [number_of(record) for record in gather(loader, None)] == list(range(300, 500))
-    assert not loader.is_pending(None)
+    store.erase_session(NS, "s3")  # its tombstone counts as an entry
+    loader.preload(201)
+    assert loader.is_pending(LOG)
+    expected = [number for number in range(500) if number % 7 != 3][-200:]
+    assert [number_of(record) for record in gather(loader, LOG)] == expected
+    assert not loader.is_pending(LOG)
 
 
 def test_the_preload_of_an_empty_log_is_soon_done(loader: BackgroundLoader) -> None:
     loader.preload(10)
-    assert gather(loader, None) == []
-
-
-def test_the_preload_completes_sessions_that_began_before_its_window(
-    store: FlakyStore, loader: BackgroundLoader
-) -> None:
-    fill(store, 30)
-    store.append(NS, [entry_of(turn("old", 30)), entry_of(turn("new", 31))])
-    loader.preload(4)  # turns 28 (s1), 29 (s2), 30, 31
-    records = gather(loader, None)
-    assert [number_of(record) for record in records] == [*range(1, 30, 3), *range(2, 30, 3), 30, 31]
-    assert [record.kept for record in records if record.session == "s1"] == [4 * index for index in range(10)]
-
-
-def test_preload_and_requests_give_each_record_once(store: FlakyStore, loader: BackgroundLoader) -> None:
-    fill(store, 900)
-    store.gate.clear()
-    loader.preload(900)
-    for session in ("s0", "s2"):
-        loader.request(session)
-    store.gate.set()
-    records = gather(loader, None, "s0", "s2")
-    assert sorted(number_of(record) for record in records) == list(range(900))
-    for which in range(3):
-        own = [number_of(record) for record in records if record.session == f"s{which}"]
-        assert own == list(range(which, 900, 3))
+    assert gather(loader, LOG) == []
 
 
 def test_a_request_is_served_before_the_rest_of_a_preload(store: FlakyStore) -> None:
@@ -128,32 +131,39 @@ def test_a_request_is_served_before_the_rest_of_a_preload(store: FlakyStore) -> 
         store.append(NS, [entry_of(turn("bulk", number))])
     store.append(NS, [entry_of(turn("live", 2000))])
     loader.preload(2001)
-    wait_until(lambda: loader.stats().delivered or loader._ready)
-    loader.request("live")
-    records = gather(loader, "live")
+    wait_until(lambda: loader._ready)
+    loader.request(session("live"))
+    records = gather(loader, session("live"))
     assert 2000 in map(number_of, records)
     assert len(records) < 1000
-    rest = gather(loader, None)
-    assert sorted(number_of(record) for record in records + rest) == list(range(2001))
+    rest = gather(loader, LOG)
+    assert sorted(number_of(record) for record in records + rest) == [*range(2001), 2000]
     loader.close()
 
 
-def test_a_forgotten_session_can_be_had_again(store: FlakyStore, loader: BackgroundLoader) -> None:
-    fill(store, 9)
-    loader.request("s0")
-    first = gather(loader, "s0")
-    loader.forget("s0")
-    loader.request("s0")
-    assert gather(loader, "s0") == first
-    assert len(first) == 3
+def test_the_records_that_wait_are_bounded_and_counted(store: FlakyStore) -> None:
+    limit = 1 << 20
+    for number in range(10 * limit // 8_500):
+        store.append(NS, [entry_of(turn("s", number, prompt=2000))])
+    loader = BackgroundLoader(store, NS, max_ready_bytes=limit)
+    loader.request(session("s"))
+    wait_until(lambda: loader.stats().ready_bytes >= limit)
+    time.sleep(0.1)
+    assert limit <= loader.stats().ready_bytes < 2.2 * limit
+    assert len(gather(loader, session("s"))) == 10 * limit // 8_500
+    assert loader.stats().ready_bytes == 0
+    loader.close()
 
 
-def test_turns_of_after_the_request_are_left_out(store: FlakyStore) -> None:
-    loader = BackgroundLoader(store, NS, clock=lambda: 100.0)
-    for number, created in enumerate((50.0, 99.0, 100.0, 101.0)):
-        store.append(NS, [entry_of(turn("s", number, created=created))])
-    loader.request("s")
-    assert [number_of(record) for record in gather(loader, "s")] == [0, 1]
+def test_records_of_an_erased_session_are_dropped_wherever_they_are(store: FlakyStore) -> None:
+    loader = BackgroundLoader(store, NS, max_ready_bytes=1)
+    fill(store, 300, sessions=2)
+    loader.preload(300)
+    wait_until(lambda: loader._ready)
+    loader.forget("s0")  # some of its records are ready, some are read, some are to be read from the page
+    assert {record.session for record in gather(loader, LOG)} == {"s1"}
+    loader.request(session("s0"))  # what the store still has of it counts again
+    assert len(gather(loader, session("s0"))) == 150
     loader.close()
 
 
@@ -162,13 +172,14 @@ def test_a_store_that_is_away_costs_waiting_only(
 ) -> None:
     fill(store, 9)
     store.error = StoreUnavailableError("away")
-    loader.request("s0")
+    loader.request(session("s0"))
     loader.preload(100)
-    wait_until(lambda: loader.stats().failed > 6)
-    assert loader.is_pending("s0")
-    assert loader.poll() == []
+    wait_until(lambda: loader.stats().failed > 9)
+    assert loader.is_pending(session("s0"))
+    assert loader.take() is None
     store.error = None
-    assert sorted(number_of(record) for record in gather(loader, "s0", None)) == list(range(9))
+    assert sorted(number_of(record) for record in gather(loader, session("s0"), LOG)) == sorted([*range(9), 0, 3, 6])
+    assert loader.stats().given_up == 0
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "cannot be read: away" in lines[0]
@@ -184,112 +195,89 @@ def test_a_read_that_breaks_off_goes_on_behind_what_it_gave(
     if whole_log:
         loader.preload(300)
     else:
-        loader.request("s0")
-    records = gather(loader, None if whole_log else "s0")
+        loader.request(session("s0"))
+    records = gather(loader, LOG if whole_log else session("s0"))
     assert [number_of(record) for record in records] == list(range(300))
-    assert [record.kept for record in records] == [4 * index for index in range(300)]
     assert loader.stats().failed == 1
+
+
+class SlowSession(FlakyStore):
+    """A store whose pages of one session never arrive in time."""
+
+    broken = "slow"
+
+    def read(self, namespace: str, *, session: str | None = None, **names: object) -> Iterator[Entry]:
+        if session == self.broken:
+            raise StoreUnavailableError("timed out")
+        return super().read(namespace, session=session, **names)  # type: ignore[arg-type]
+
+
+def test_a_session_that_always_times_out_blocks_no_other_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    store = SlowSession()
+    for name in ("slow", "a", "b", "c"):
+        store.append(NS, [entry_of(turn(name, 1))])
+    loader = BackgroundLoader(store, NS)  # with the pauses that a server has
+    begin = time.monotonic()
+    for name in ("slow", "a", "b", "c"):
+        loader.request(session(name))
+    assert len(gather(loader, *map(session, ("slow", "a", "b", "c")))) == 3
+    assert time.monotonic() - begin < 2
+    stats = loader.stats()
+    assert (stats.failed, stats.given_up, stats.state) == (3, 1, "closed")
+    assert len(caplog.records) == 1
+    store.broken = ""
+    loader.request(session("slow"))  # the session's next request asks again
+    assert len(gather(loader, session("slow"))) == 1
+    loader.close()
 
 
 @pytest.mark.parametrize("error", [StoreError("damaged file"), RuntimeError("a bug")])
 def test_a_read_that_can_never_work_is_given_up(store: FlakyStore, loader: BackgroundLoader, error: Exception) -> None:
     fill(store, 9)
     store.error = error
-    loader.request("s0")
+    loader.request(session("s0"))
     loader.preload(5)
-    assert gather(loader, "s0", None) == []
-    assert loader.stats().failed == 2
+    assert gather(loader, session("s0"), LOG) == []
+    assert (loader.stats().failed, loader.stats().given_up) == (2, 2)
     store.error = None
-    loader.request("s0")
-    assert len(gather(loader, "s0")) == 3
+    loader.request(session("s0"))
+    assert len(gather(loader, session("s0"))) == 3
 
 
 def test_unusable_records_are_skipped_counted_and_warned_of_once(
     store: FlakyStore, loader: BackgroundLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = entry_of(turn("s", 1))
-    damaged = NewEntry("s", good[1][:-1] + b"\x7f")
+    damaged = NewEntry("s", good.payload[:-1] + b"\x7f")
     for entry in (damaged, good, damaged, NewEntry("s", b""), NewEntry("s", encode(MessageRecord("s", {}, 1.0)))):
         store.append(NS, [entry])
-    loader.request("s")
-    assert [number_of(record) for record in gather(loader, "s")] == [1]
+    loader.request(session("s"))
+    assert [number_of(record) for record in gather(loader, session("s"))] == [1]
     assert loader.stats().damaged == 3
     assert len(caplog.records) == 1
 
 
-def test_too_many_requests_are_turned_away_and_counted(store: FlakyStore) -> None:
+def test_too_many_requests_are_turned_away_counted_and_taken_later(store: FlakyStore) -> None:
     store.gate.clear()
+    fill_store = [entry_of(turn(name, 1)) for name in "abcd"]
     loader = BackgroundLoader(store, NS, max_pending=2)
-    for session in "abcd":
-        loader.request(session)
-    assert [loader.is_pending(session) for session in "abcd"] == [True, True, False, False]
+    assert [loader.request(session(name)) for name in "abcd"] == [True, True, False, False]
+    assert [loader.is_pending(session(name)) for name in "abcd"] == [True, True, False, False]
     assert loader.stats().refused == 2
     store.gate.set()
+    store.append(NS, fill_store)
+    gather(loader, session("a"), session("b"))
+    assert loader.request(session("c"))
+    assert [record.session for record in gather(loader, session("c"))] == ["c"]
     loader.close()
 
 
-def test_close_ends_the_thread_even_if_nobody_polls(store: FlakyStore) -> None:
+def test_close_ends_the_thread_even_if_nobody_takes(store: FlakyStore) -> None:
     fill(store, 600)
     loader = BackgroundLoader(store, NS, max_ready_bytes=1)
     loader.preload(600)
     wait_until(lambda: loader._ready)
     loader.close()
     assert not loader._thread.is_alive()
-    loader.request("s0")
-    assert not loader.is_pending("s0")
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 4), st.sampled_from(["ok", "lost", "gap"])),
-        max_size=12,
-    )
-)
-def test_rebuilt_contexts_never_hold_text_that_was_not_said(turns: list[tuple[int, int, int, str]]) -> None:
-    """Whatever records are missing, each context rebuilt is the true one, less tokens in front."""
-    chain = Chain()
-    true: list[int] = []
-    rebuilt: list[int] = []
-    fresh = iter(range(1_000_000))
-    marked = False
-    for wanted, prompt, response, fate in turns:
-        kept = min(wanted, len(true))
-        tail, answer = [next(fresh) for _ in range(prompt)], [next(fresh) for _ in range(response)]
-        true = true[:kept] + tail + answer
-        if fate == "lost":  # read, but damaged
-            chain.lose()
-            continue
-        if fate == "gap":  # never written: the writer marks the next
-            marked = True
-            continue
-        record = TurnRecord("s", kept, tokens(*tail), tokens(*answer), 1.0, gap=marked)
-        marked = False
-        linked = chain.link(record)
-        assert linked.kept <= len(rebuilt)
-        assert not linked.gap
-        assert np.array_equal(linked.prompt_tail, record.prompt_tail)
-        rebuilt = rebuilt[: linked.kept] + tail + answer
-        assert rebuilt == true[len(true) - len(rebuilt) :]
-    if all(fate == "ok" for *_, fate in turns):
-        assert rebuilt == true
-
-
-def test_a_mended_record_keeps_its_group() -> None:
-    chain = Chain()
-    record = TurnRecord("s", 7, tokens(1), tokens(2), 1.0, gap=True, group="p")
-    assert chain.link(record) == TurnRecord("s", 0, tokens(1), tokens(2), 1.0, group="p")
-
-
-def test_an_unbroken_chain_is_delivered_as_it_was_written() -> None:
-    chain = Chain()
-    records = [turn("s", 1), turn("s", 2, kept=4), turn("s", 3, kept=6), turn("s", 4, kept=0)]
-    assert [chain.link(record) for record in records] == records
-
-
-def test_a_record_that_repeats_more_than_there_is_starts_anew() -> None:
-    """Two replicas wrote one session's turns, so that the turn before is not the one that this record continues."""
-    chain = Chain()
-    chain.link(turn("s", 1))  # a context of 4 tokens
-    assert chain.link(turn("s", 2, kept=9)).kept == 0
-    assert chain.link(turn("s", 3, kept=12)).kept == 3  # of the 4 tokens that lack 9 in front
+    assert not loader.request(session("s0"))
+    assert not loader.is_pending(session("s0"))

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentspec.cache.store import BackgroundWriter, CircuitBreaker, MessageRecord, NewEntry, Record, TurnRecord, decode
+from agentspec.cache.store import (
+    BackgroundWriter,
+    CircuitBreaker,
+    MessageRecord,
+    NewEntry,
+    Record,
+    Retention,
+    Trimmed,
+    decode,
+)
 from agentspec.errors import StoreError, StoreUnavailableError
-from tests.store.helpers import NS, FlakyStore, number_of, tokens, turn, wait_until
+from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, unwritable, wait_until
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
 
 def test_turns_and_messages_go_alike(store: FlakyStore) -> None:
     writer = BackgroundWriter(store, NS)
-    records: list[Record] = [turn("s", 1, kept=0), MessageRecord("s", {"role": "user", "content": "hi"}, 2.0)]
+    records: list[Record] = [turn("s", 1, group="g"), MessageRecord("s", {"role": "user", "content": "hi"}, 2.0)]
     for record in records:
         writer.put(record)
     writer.close()
@@ -165,7 +174,7 @@ def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, ca
     writer = BackgroundWriter(store, NS)
     for number in range(3):
         writer.put(turn("s", number))
-        writer.put(TurnRecord("s", 0, tokens(-1), tokens(), 1.0))
+        writer.put(unwritable("s"))
     writer.close()
     assert stored(store) == [0, 1, 2]
     stats = writer.stats()
@@ -193,31 +202,88 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyS
     writer.close()
 
 
-def test_the_record_behind_a_lost_one_is_marked(store: FlakyStore) -> None:
+def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, NS, max_entries=4, breaker=quick())
-    for number, session in enumerate("aabbabab"):
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    for number, session in enumerate("abab"):
         writer.put(turn(session, number))
     wait_until(lambda: writer.stats().failed > 2)
+    assert writer.forget("a", 10)
+    writer.put(turn("a", 4))  # said after the erasure
     store.error = None
     assert writer.flush(20)
-    writer.put(turn("a", 8))
+    assert stored(store) == [1, 3, 4]
+    stats = writer.stats()
+    assert (stats.erased, stats.persisted, stats.queued, stats.queued_bytes) == (2, 3, 0, 0)
     writer.close()
-    records = [decode(entry.payload) for entry in store.read(NS)]
-    found = [(record.session, number_of(record), record.gap) for record in records if isinstance(record, TurnRecord)]
-    assert found == [("a", 4, True), ("b", 5, True), ("a", 6, False), ("b", 7, False), ("a", 8, False)]
 
 
-def test_the_record_behind_a_refused_one_is_marked_too(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS)
-    for record in (turn("a", 1), TurnRecord("a", 0, tokens(-1), tokens(), 1.0)):
-        writer.put(record)
-    assert writer.flush(20)
+def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStore) -> None:
+    store.gate.clear()
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer.put(turn("a", 0))
+    writer.put(turn("b", 1))
+    wait_until(lambda: store.calls == 1)
     writer.put(turn("a", 2))
-    writer.put(turn("a", 3))
+    assert not writer.forget("a", 0.05)
+    assert writer.forget("b") is False
+    assert writer.stats().erased == 1  # what was still queued
+    store.gate.set()
+    assert writer.forget("a", 10)
+    assert stored(store) == [0, 1]  # it was stored before, so erasing the session in the store removes it
     writer.close()
-    records = [decode(entry.payload) for entry in store.read(NS)]
-    assert [record.gap for record in records if isinstance(record, TurnRecord)] == [False, True, False]
+
+
+def test_records_that_were_on_their_way_in_vain_are_not_sent_again_once_forgotten(store: FlakyStore) -> None:
+    store.gate.clear()
+    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer.put(turn("a", 0))
+    writer.put(turn("b", 1))
+    wait_until(lambda: store.calls == 1)
+    writer.forget("a")
+    store.error = StoreUnavailableError("away")
+    store.gate.set()
+    wait_until(lambda: writer.stats().failed > 0)
+    store.error = None
+    assert writer.flush(20)
+    assert stored(store) == [1]
+    writer.close()
+
+
+def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> None:
+    for number in range(1000):
+        store.append(NS, [entry_of(turn("old", number))])
+    writer = BackgroundWriter(store, NS, retention=Retention(records=100, bytes=1 << 30))
+    wait_until(lambda: store.usage().records == 100)
+    assert writer.stats().trimmed == 900
+    writer.close()
+    limit = 4 << 20
+    writer = BackgroundWriter(store, NS, retention=Retention(bytes=limit))
+    for number in range(10 * limit // 9000):
+        writer.put(turn("new", number, prompt=2000))
+        if number % 100 == 0:
+            assert writer.flush(20)
+    assert writer.flush(20)
+    wait_until(lambda: store.usage().bytes < 1.25 * limit)
+    assert stored(store)[-1] == 10 * limit // 9000 - 1
+    writer.close()
+
+
+def test_trimming_that_fails_costs_no_record_and_is_said_once(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(retention: Retention) -> Trimmed:
+        raise StoreUnavailableError("locked")
+
+    monkeypatch.setattr(store, "trim", broken)
+    monkeypatch.setattr("agentspec.cache.store.writer._TRIM_SECONDS", 0.01)
+    writer = BackgroundWriter(store, NS, retention=Retention(days=1))
+    wait_until(lambda: writer.stats().trim_failed > 3)
+    writer.put(turn("s", 1))
+    assert writer.flush(20)
+    assert stored(store) == [1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    writer.close()
 
 
 def test_close_writes_what_is_queued_and_later_puts_are_counted(store: FlakyStore) -> None:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentspec.cache import FinishedTurn, Scope
-from agentspec.cache.store import SQLiteStore, namespace
+from agentspec.cache import FinishedTurn, Scope, context_hashes
+from agentspec.cache.store import SQLiteStore, TurnRecord, namespace
+from agentspec.cache.store.contexts import SessionContexts
+from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.train.corpus import Conversation, Joiner, cut, from_records, from_store
 
@@ -55,22 +57,43 @@ def test_records_of_tenants_stay_apart(tmp_path: Path) -> None:
     assert shown(from_records(file, None)) == [("x/a", [1, 2, 3], ((1, 3),)), ("y/a", [1, 2, 3], ((1, 3),))]
 
 
+class Log:
+    """A store that is written as the engine writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.persistence = Persistence(SQLiteStore(path), KEY, preload=0)
+
+    def say(
+        self,
+        prompt: NDArray[np.int32],
+        kept: int,
+        response: NDArray[np.int32],
+        *,
+        session: str | None = "a",
+        tenant: str | None = "acme",
+        scope: Scope = "tenant",
+    ) -> None:
+        """Store a turn whose first ``kept`` tokens of prompt were said before."""
+        hashes = [0, *context_hashes(prompt).tolist()]
+        parent, block = hashes[kept], hashes[kept // 64 * 64]
+        name = self.persistence.next_name()
+        turn = FinishedTurn(tenant, session, kept, prompt[kept:], response, None, scope, parent, block, *name)
+        self.persistence.save(turn, Identity(tenant=tenant))
+
+    def read(self, newest: int | None = None, tenant: str | None = "acme") -> list[Conversation]:
+        self.persistence.close()
+        return from_store(SQLiteStore(self.path), KEY, newest, tenant)
+
+
 def test_the_store_gives_back_what_was_served(tmp_path: Path) -> None:
-    store = SQLiteStore(tmp_path / "log.db")
-    persistence = Persistence(store, KEY, "acme", preload=0)
-    turns = [
-        ("a", 0, ids(1, 2, 3), ids(4, 5)),
-        ("b", 0, ids(7, 7), ids(8, 8, 8)),
-        ("a", 5, ids(6), ids(7, 8, 9)),
-        (None, 0, ids(5), ids(6, 7)),
-        ("a", 2, ids(1, 1), ids(2, 2)),  # the history was edited after its second token
-    ]
-    for session, kept, tail, response in turns:
-        persistence.save(
-            FinishedTurn(tenant="acme", session=session, kept=kept, prompt_tail=tail, response=response, group=None)
-        )
-    persistence.close()
-    assert shown(from_store(SQLiteStore(tmp_path / "log.db"), KEY, None, "acme")) == [
+    log = Log(tmp_path / "log.db")
+    log.say(ids(1, 2, 3), 0, ids(4, 5))
+    log.say(ids(7, 7), 0, ids(8, 8, 8), session="b")
+    log.say(ids(1, 2, 3, 4, 5, 6), 5, ids(7, 8, 9))
+    log.say(ids(5), 0, ids(6, 7), session=None)
+    log.say(ids(1, 2, 1, 1), 2, ids(2, 2))  # the history was edited after its second token
+    assert shown(log.read()) == [
         ("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], ((3, 5), (6, 9))),
         ("a", [1, 2, 1, 1, 2, 2], ((4, 6),)),
         ("b", [7, 7, 8, 8, 8], ((2, 5),)),
@@ -80,29 +103,63 @@ def test_the_store_gives_back_what_was_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("named", "tenants"), [(None, [None]), ("acme", [None, "acme"])])
 def test_what_callers_do_not_share_is_left_out(tmp_path: Path, named: str | None, tenants: list[str | None]) -> None:
-    store = SQLiteStore(tmp_path / "log.db")
-    persistence = Persistence(store, KEY, named, preload=0)
+    log = Log(tmp_path / "log.db")
     scopes: tuple[Scope, ...] = ("tenant", "session")  # under "none" nothing is written
     for number, tenant in enumerate((None, "acme", "an API key's own")):
         for scope in scopes:
-            persistence.save(FinishedTurn(tenant, f"{tenant} {scope}", 0, ids(number), ids(number, 5), None, scope))
-    persistence.close()
-    found = from_store(SQLiteStore(tmp_path / "log.db"), KEY, None, named)
+            log.say(ids(number), 0, ids(number, 5), session=f"{tenant} {scope}", tenant=tenant, scope=scope)
     wanted = [f"{tenant} {scope}" for tenant in tenants for scope in scopes[:1]]
-    assert sorted(session for session, _, _ in shown(found)) == sorted(wanted)
+    assert sorted(session for session, _, _ in shown(log.read(tenant=named))) == sorted(wanted)
 
 
 def test_a_turn_without_the_beginning_of_its_context_is_left_out(tmp_path: Path) -> None:
-    store = SQLiteStore(tmp_path / "log.db")
-    persistence = Persistence(store, KEY, "acme", preload=0)
-    for kept, tail, response in ((0, ids(1, 2), ids(3, 4)), (4, ids(5), ids(6, 7)), (0, ids(9), ids(9, 9))):
-        persistence.save(
-            FinishedTurn(tenant="acme", session="a", kept=kept, prompt_tail=tail, response=response, group=None)
+    log = Log(tmp_path / "log.db")
+    log.say(ids(1, 2), 0, ids(3, 4))
+    log.say(ids(1, 2, 3, 4, 5), 4, ids(6, 7))
+    log.say(ids(1, 2, 3, 4, 5, 6, 7, 8), 7, ids(8, 8))  # goes on from a turn without a beginning
+    log.say(ids(9), 0, ids(9, 9))
+    assert [text for _, text, _ in shown(log.read(newest=3))] == [[9, 9, 9]]
+    whole = [text for _, text, _ in shown(from_store(SQLiteStore(log.path), KEY, None, "acme"))]
+    assert whole == [[1, 2, 3, 4, 5, 6, 7, 8, 8, 8], [9, 9, 9]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_of_long_turns_is_rebuilt_whichever_are_missing(seed: int) -> None:
+    """Turns go on anywhere in any earlier context; what is rebuilt is the true prompt, or nothing."""
+    chance = np.random.default_rng(seed)
+    said: list[NDArray[np.int32]] = []
+    contexts, rebuilt, cut_off, lost = SessionContexts(), 0, 0, 0
+    for number in range(30):
+        kept = ids()
+        if said and chance.random() < 0.9:
+            earlier = said[int(chance.integers(len(said)))]
+            # at its end, or anywhere in it, as where a chat template rewrites a part of the history
+            kept = earlier if chance.random() < 0.5 else earlier[: int(chance.integers(len(earlier)))]
+        tail, response = (chance.integers(0, 3, int(chance.integers(1, 150))).astype(np.int32) for _ in range(2))
+        prompt = np.concatenate([kept, tail])
+        said.append(np.concatenate([prompt, response]))
+        if chance.random() < 0.1:
+            lost += 1
+            continue
+        hashes = [0, *context_hashes(prompt).tolist()]
+        record = TurnRecord(
+            writer="0" * 16,
+            number=number + 1,
+            kept=len(kept),
+            parent=hashes[len(kept)],
+            block=hashes[len(kept) // 64 * 64],
+            prompt_tail=tail,
+            response=response,
+            created=1.0,
         )
-    persistence.close()
-    store = SQLiteStore(tmp_path / "log.db")
-    assert [text for _, text, _ in shown(from_store(store, KEY, 2, "acme"))] == [[9, 9, 9]]
-    assert [text for _, text, _ in shown(from_store(store, KEY, None, "acme"))] == [[1, 2, 3, 4, 5, 6, 7], [9, 9, 9]]
+        found = contexts.add(record)
+        if found is None:
+            cut_off += 1
+        else:
+            rebuilt += 1
+            assert np.array_equal(found, prompt)
+    assert rebuilt + cut_off + lost == 30
+    assert cut_off == 0 or lost
 
 
 def test_cut_keeps_whole_responses() -> None:

@@ -3,15 +3,14 @@
 ``open_store(url)``          a Store: SQLite, Redis or memory
 ``namespace(...)``           the name of a log, from model, tokenizer and tenant
 ``encode``, ``decode``       records as checksummed, versioned bytes
-``RecordReader``, ``Chain``  records from a log, and contexts from records
-``BackgroundWriter``, ``BackgroundLoader``  write and read in threads, so that a decode path never waits for a store
+``RecordReader``             records from a log
+``BackgroundWriter``, ``BackgroundLoader``, ``StoreJobs``  use a store in threads, so that no decode path waits for it
 """
 
 from agentspec.cache.store.base import (
     NEW_SESSION,
     Entry,
     Erasure,
-    Keys,
     NewEntry,
     Retention,
     SessionUsage,
@@ -19,12 +18,14 @@ from agentspec.cache.store.base import (
     Trimmed,
     Usage,
     frame,
+    mac,
     model_name,
     namespace,
     tokenizer_fingerprint,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
-from agentspec.cache.store.loader import BackgroundLoader, Chain, LoaderStats, RecordReader
+from agentspec.cache.store.jobs import JobResult, StoreJobs
+from agentspec.cache.store.loader import BackgroundLoader, Loaded, LoaderStats, RecordReader, Wanted
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
@@ -35,12 +36,12 @@ __all__ = [
     "NEW_SESSION",
     "BackgroundLoader",
     "BackgroundWriter",
-    "Chain",
     "CircuitBreaker",
     "Entry",
     "EraseRecord",
     "Erasure",
-    "Keys",
+    "JobResult",
+    "Loaded",
     "LoaderStats",
     "MemoryStore",
     "MessageRecord",
@@ -52,14 +53,17 @@ __all__ = [
     "SQLiteStore",
     "SessionUsage",
     "Store",
+    "StoreJobs",
     "Trimmed",
     "TurnRecord",
     "Usage",
+    "Wanted",
     "WriterStats",
     "decode",
     "default_store_url",
     "encode",
     "frame",
+    "mac",
     "model_name",
     "namespace",
     "open_store",

@@ -1,15 +1,13 @@
-"""Read stored records, link them to contexts, and load them in the background of a running server."""
+"""Read stored records, and load sessions, groups and the newest part of a log in the background of a running server."""
 
 import logging
-import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 
-from agentspec.cache.store.base import Entry, Store, check_namespace
+from agentspec.cache.store.base import Entry, Store, check_namespace, check_read
 from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
@@ -18,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries that the preload reads before it looks for requests
 _BATCH_BYTES = 1 << 20
-_MAX_CHAINS = 100_000
-_ALL = sys.maxsize
+_MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
 
 
 class RecordReader:
@@ -39,11 +36,12 @@ class RecordReader:
         namespace: str,
         *,
         session: str | None = None,
+        group: str | None = None,
         after: str | None = None,
         newest: int | None = None,
     ) -> Iterator[tuple[Entry, Record | None]]:
         """Yield each entry of Store.read with its record, or with None if the record cannot be used."""
-        for entry in store.read(namespace, session=session, after=after, newest=newest):
+        for entry in store.read(namespace, session=session, group=group, after=after, newest=newest):
             yield entry, self._decode(entry)
 
     def _decode(self, entry: Entry) -> Record | None:
@@ -67,52 +65,43 @@ class RecordReader:
         return record
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Name what to load: a session or a group of a tenant, by its key; neither: the newest part of the log."""
+
+    tenant: str | None = None
+    session: str | None = None
+    group: str | None = None
+
+
 @dataclass(slots=True)
-class Chain:
-    """Link a session's records into one context, even if some turns are missing.
+class Loaded:
+    """Hold records to apply together. complete: these are the last of what ``wanted`` names, and none was lost."""
 
-    A record repeats the first ``kept`` tokens of the turn before it. That turn may be missing: damaged, lost, or older
-    than the first one read. The record's own prompt tail and response are still contiguous, so it is linked with
-    ``kept`` 0. The records after it are linked with ``kept`` less the tokens that their context lacks in front.
-
-    cursor: sequence of the last entry seen. missing: tokens that the context so far lacks in front; sys.maxsize before
-    the first record. length: tokens of the context so far.
-    """
-
-    cursor: str | None = None
-    missing: int = _ALL
-    length: int = 0
-
-    def lose(self) -> None:
-        """Forget the context, because a turn could not be read."""
-        self.missing, self.length = _ALL, 0
-
-    def link(self, record: TurnRecord) -> TurnRecord:
-        """Return the session's next record with ``kept`` adjusted to the context so far."""
-        if record.gap:
-            self.lose()
-        kept = record.kept - self.missing
-        if kept < 0 or kept > self.length:
-            kept, self.missing = 0, record.kept
-        self.length = kept + len(record.prompt_tail) + len(record.response)
-        return record if kept == record.kept and not record.gap else replace(record, kept=kept, gap=False)
+    wanted: Wanted
+    records: list[TurnRecord] = field(default_factory=list)
+    size: int = 0
+    complete: bool = False
 
 
 @dataclass(slots=True)
 class LoaderStats:
     """Count what the loader has done since the start.
 
-    delivered: records that ``poll`` returned. damaged, unknown: records that RecordReader skipped. failed: reads that
-    failed; the loader retries them if that may help. refused: requests rejected because too many were waiting.
-    pending: sessions requested and not yet delivered. state: the breaker's.
+    delivered: records that ``take`` returned. damaged, unknown: records that RecordReader skipped. failed: reads that
+    failed; the loader retries them if that may help. given_up: sessions and groups whose reads failed for good; the
+    next request tries again. refused: requests rejected because too many were waiting; likewise. pending: sessions and
+    groups requested and not yet read. ready_bytes: memory of the records that wait. state: the breaker's.
     """
 
     delivered: int = 0
     damaged: int = 0
     unknown: int = 0
     failed: int = 0
+    given_up: int = 0
     refused: int = 0
     pending: int = 0
+    ready_bytes: int = 0
     preloading: bool = False
     state: State = "closed"
 
@@ -121,38 +110,30 @@ class LoaderStats:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    session: str
-    asked: float
-
-
 @dataclass(slots=True)
-class _Preload:
-    newest: int
-    asked: float
+class _Job:
+    """Hold a read that is under way.
+
+    after: the last entry seen. tries: failures since the last progress. forgotten: sessions erased since it began.
+    """
+
+    wanted: Wanted
+    newest: int | None = None
     after: str | None = None
+    tries: int = 0
     entries: Iterator[tuple[Entry, Record | None]] | None = None
+    forgotten: set[str] = field(default_factory=set)
 
 
-_Job = _Request | _Preload
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Hold records to deliver together; ``finishes`` is the job that ends with them."""
-
-    records: list[TurnRecord]
-    size: int = 0
-    finishes: _Job | None = None
+_PRELOAD = Wanted()
 
 
 class BackgroundLoader:
-    """Read sessions, and the newest part of a log, from a store in a thread.
+    """Read sessions, groups and the newest part of a log from a store in a thread.
 
-    No call blocks or raises because of the store. A session's records come in log order and each at most once, even if
-    preload and requests overlap. Records written after the request are left out: this process or another replica has
-    run those turns since. Close the loader before the store.
+    No call blocks or raises because of the store. Each request delivers all that the store holds of its session or
+    group, in log order: who applies the records knows which of them it has. A read that fails while the store answers
+    is put off behind the others, and given up after some tries. Close the loader before the store.
     """
 
     def __init__(
@@ -163,77 +144,85 @@ class BackgroundLoader:
         max_pending: int = 4096,
         max_ready_bytes: int = 64 << 20,
         breaker: CircuitBreaker | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._namespace = check_namespace(namespace)
         self._max_pending, self._max_ready_bytes = max_pending, max_ready_bytes
         self._breaker = breaker or CircuitBreaker()
-        self._clock = clock
         self._reader = RecordReader()
-        self._requests: deque[_Request] = deque()
-        self._pending: set[str] = set()
-        self._forgotten: set[str] = set()
-        self._preload: _Preload | None = None
-        self._chains: OrderedDict[str, Chain] = OrderedDict()
-        self._batch = _Batch([])  # only the thread uses these
-        self._ready: deque[_Batch] = deque()
+        self._requests: deque[_Job] = deque()
+        self._waiting: set[Wanted] = set()  # what the requests want
+        self._preload: _Job | None = None
+        self._current: _Job | None = None
+        self._ready: deque[Loaded] = deque()
         self._ready_bytes = 0
         self._counts = LoaderStats()
-        self._closed = False
+        self._closed = self._failure_logged = False
         self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
         self._thread = threading.Thread(target=self._run, name="agentspec-store-loader", daemon=True)
         self._thread.start()
 
-    def request(self, session: str) -> None:
-        """Request the session's records that were not delivered before. Repeating a pending request does nothing."""
+    def request(self, wanted: Wanted) -> bool:
+        """Request all records of a session or group. Returns whether they will come; False if too many wait.
+
+        Repeating a request does nothing until it is being read, because the read may miss what was stored since.
+        """
         with self._wake:
-            if session in self._pending or self._closed:
-                return
-            if len(self._pending) >= self._max_pending:
+            if self._closed:
+                return False
+            if wanted in self._waiting:
+                return True
+            if len(self._requests) >= self._max_pending:
                 self._counts.refused += 1
-                return
-            self._pending.add(session)
-            self._requests.append(_Request(session, self._clock()))
-            self._wake.notify()
+                return False
+            self._queue(_Job(wanted))
+            return True
 
     def preload(self, newest: int) -> None:
-        """Request the ``newest`` records of the log and the earlier ones of their sessions. Call once, at start."""
+        """Request the ``newest`` records of the log. Call once, at start."""
+        check_read(None, None, newest)
         with self._wake:
             if self._counts.preloading or self._closed:
                 return
             self._counts.preloading = True
-            self._preload = _Preload(newest, self._clock())
+            self._preload = _Job(_PRELOAD, newest)
             self._wake.notify()
 
-    def poll(self) -> list[list[TurnRecord]]:
-        """Return the batches read since the last call. Restore them in this order. Never blocks."""
+    def take(self) -> Loaded | None:
+        """Return the next records to apply, or None if none are ready. Never blocks."""
         if not self._ready:
-            return []
+            return None
         with self._wake:
-            batches = list(self._ready)
-            self._ready.clear()
-            self._ready_bytes = 0
-            for batch in batches:
-                self._counts.delivered += len(batch.records)
-                if isinstance(batch.finishes, _Request):
-                    self._pending.discard(batch.finishes.session)
-                elif batch.finishes is not None:
-                    self._counts.preloading = False
+            if not self._ready:
+                return None
+            loaded = self._ready.popleft()
+            self._ready_bytes -= loaded.size
+            self._counts.delivered += len(loaded.records)
+            if loaded.complete and loaded.wanted == _PRELOAD:
+                self._counts.preloading = False
             self._wake.notify()  # wake the thread if it waits for room
-        return [batch.records for batch in batches if batch.records]
+            return loaded
 
-    def is_pending(self, session: str | None) -> bool:
-        """Return whether ``poll`` may still return records for ``session``, or of the preload if it is None."""
-        return self._counts.preloading if session is None else session in self._pending
+    def is_pending(self, wanted: Wanted) -> bool:
+        """Return whether ``take`` may still return records of a session or group; of the preload for ``Wanted()``."""
+        if wanted == _PRELOAD:
+            return self._counts.preloading
+        with self._wake:
+            read = self._current is not None and self._current.wanted == wanted
+            return read or wanted in self._waiting or any(loaded.wanted == wanted for loaded in self._ready)
 
     def forget(self, session: str) -> None:
-        """Forget what was delivered of an evicted session, so that the next request delivers all of it again."""
+        """Drop the records of an erased session that were read already. Call it again when the store has erased it."""
         with self._wake:
-            self._forgotten.add(session)
+            for job in (self._current, self._preload):
+                if job is not None:
+                    job.forgotten.add(session)
+            for loaded in self._ready:
+                _drop(loaded, {session})
+            self._ready_bytes = sum(loaded.size for loaded in self._ready)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Stop reading. ``poll`` still returns the batches that are ready."""
+        """Stop reading. ``take`` still returns what is ready."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -246,7 +235,8 @@ class BackgroundLoader:
                 self._counts,
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
-                pending=len(self._pending),
+                pending=len(self._requests) + (self._current is not None and self._current.wanted != _PRELOAD),
+                ready_bytes=self._ready_bytes,
                 state=self._breaker.state,
             )
 
@@ -259,89 +249,110 @@ class BackgroundLoader:
                 continue
             if self._breaker.success():
                 logger.warning("agentspec: the store can be read again")
-            self._publish(job if finished else None)
+            if finished:
+                self._publish(job, Loaded(job.wanted, complete=True))
+                with self._wake:
+                    self._preload = None if job is self._preload else self._preload
 
     def _next_job(self) -> _Job | None:
         """Wait for a job and for the breaker. Requests go before the preload. Returns None when closed."""
         with self._wake:
+            self._current = None
             while not self._closed:
                 if not (self._requests or self._preload):
                     self._wake.wait()
                 elif (pause := self._breaker.wait()) > 0 or not self._breaker.allow():
                     self._wake.wait(pause)
                 else:
-                    return self._requests.popleft() if self._requests else self._preload
+                    self._current = self._requests.popleft() if self._requests else self._preload
+                    if self._current is not None:
+                        self._waiting.discard(self._current.wanted)
+                    return self._current
             return None
 
     def _load(self, job: _Job) -> bool:
-        """Deliver a session or one slice of the preload. Returns whether the job is done."""
-        if isinstance(job, _Request):
-            self._load_session(job.session, job.asked)
-            return True
+        """Deliver a session or group, or one slice of the preload. Returns whether the job is done."""
         if job.entries is None:
-            job.entries = self._reader.read(self._store, self._namespace, after=job.after, newest=job.newest)
+            wanted = job.wanted
+            job.forgotten.clear()
+            job.entries = self._reader.read(
+                self._store,
+                self._namespace,
+                session=wanted.session,
+                group=wanted.group,
+                after=job.after,
+                newest=job.newest,
+            )
         seen = 0
-        for entry, record in islice(job.entries, _SLICE):
-            seen += 1
-            chain = self._chain(entry.session)
-            if chain.cursor is None and isinstance(record, TurnRecord) and record.kept:
-                self._load_session(entry.session, job.asked)  # its first record continues turns older than the window
-            elif chain.cursor is None or chain.cursor < entry.sequence:
-                self._deliver(chain, entry, record, job.asked)
-            job.after, job.newest = entry.sequence, job.newest - 1
-        return seen < _SLICE
+        loaded = Loaded(job.wanted)
+        try:
+            for entry, record in job.entries:
+                seen += 1
+                if isinstance(record, TurnRecord):
+                    loaded.records.append(record)
+                    loaded.size += record.size
+                job.after, job.tries = entry.sequence, 0
+                if job.newest is not None:
+                    job.newest -= 1
+                if len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES:
+                    self._publish(job, loaded)
+                    loaded = Loaded(job.wanted)
+                if job.newest is not None and seen >= _SLICE:
+                    return False
+                time.sleep(0)  # let a decode step have the interpreter at once
+        finally:
+            self._publish(job, loaded)
+        return True
 
-    def _load_session(self, session: str, asked: float) -> None:
-        chain = self._chain(session)
-        for entry, record in self._reader.read(self._store, self._namespace, session=session, after=chain.cursor):
-            self._deliver(chain, entry, record, asked)
-        if chain.cursor is None:
-            self._chains.pop(session, None)  # the store has no record of this session
-
-    def _deliver(self, chain: Chain, entry: Entry, record: Record | None, asked: float) -> None:
-        chain.cursor = entry.sequence
-        if not isinstance(record, TurnRecord) or record.created >= asked:
-            chain.lose()
+    def _publish(self, job: _Job, loaded: Loaded) -> None:
+        """Queue records for ``take``. Waits while the queue is full."""
+        if not (loaded.records or loaded.complete):
             return
-        self._batch.records.append(chain.link(record))
-        self._batch.size += record.size
-        if len(self._batch.records) >= _SLICE or self._batch.size >= _BATCH_BYTES:
-            self._publish(None)
-
-    def _chain(self, session: str) -> Chain:
-        with self._wake:
-            if session in self._forgotten:
-                self._forgotten.discard(session)
-                self._chains.pop(session, None)
-        chain = self._chains.get(session)
-        if chain is None:
-            chain = self._chains[session] = Chain()
-            if len(self._chains) > _MAX_CHAINS:
-                self._chains.popitem(last=False)
-        return chain
-
-    def _publish(self, finishes: _Job | None) -> None:
-        """Queue the batch for ``poll``. Waits while the queue is full."""
-        if not self._batch.records and finishes is None:
-            return
-        batch, self._batch = self._batch, _Batch([])
-        batch.finishes = finishes
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._ready_bytes < self._max_ready_bytes)
-            self._ready.append(batch)
-            self._ready_bytes += batch.size
-            if isinstance(finishes, _Preload):
-                self._preload = None
+            _drop(loaded, job.forgotten)
+            self._ready.append(loaded)
+            self._ready_bytes += loaded.size
+
+    def _queue(self, job: _Job) -> None:
+        self._waiting.add(job.wanted)
+        self._requests.append(job)
+        self._wake.notify()
 
     def _put_off(self, job: _Job, error: Exception) -> None:
-        """Queue a failed job again if a retry may help. It resumes behind the last entry that it has seen."""
+        """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry seen."""
+        job.entries = None
         passing = isinstance(error, StoreUnavailableError)
-        self._publish(None if passing else job)
+        answers = not passing or self._answers()
+        job.tries += answers
+        given_up = not passing or job.tries >= _MAX_TRIES
         with self._wake:
             self._counts.failed += 1
-            if isinstance(job, _Preload):
-                job.entries = None
-            elif passing:
-                self._requests.appendleft(job)
-        if self._breaker.failure() or not passing:
+            if given_up:
+                self._counts.given_up += 1
+                if job is self._preload:
+                    self._preload, self._counts.preloading = None, False
+            elif job is not self._preload and job.wanted not in self._waiting:
+                self._queue(job)
+        if not answers and self._breaker.failure():
             logger.warning("agentspec: stored turns cannot be read: %s", error)
+        elif answers:
+            self._breaker.success()
+        if given_up and not self._failure_logged:
+            self._failure_logged = True
+            logger.warning("agentspec: a stored session cannot be read: %s; further ones are only counted", error)
+
+    def _answers(self) -> bool:
+        """Return whether the store answers, so that only the last read was at fault."""
+        try:
+            self._store.ping()
+        except Exception:
+            return False
+        return True
+
+
+def _drop(loaded: Loaded, sessions: set[str]) -> None:
+    """Remove the records of these sessions."""
+    if any(record.session in sessions for record in loaded.records):
+        loaded.records = [record for record in loaded.records if record.session not in sessions]
+        loaded.size = sum(record.size for record in loaded.records)

@@ -1,15 +1,17 @@
-"""Encode and decode stored records: turns on the server's side, messages on the client's.
+"""Encode and decode stored records: turns on the server's side, messages on the client's, tombstones on both.
 
 A payload is a msgpack map::
 
-    {"v": 1, "kind": "turn" | "message" | "erase", "crc": crc32, "meta": bytes, "data": bytes}
+    {"v": 2, "kind": "turn" | "message" | "erase", "crc": crc32, "meta": bytes, "data": bytes}
 
 ``meta`` is itself msgpack, so that the checksum covers exact bytes. ``data`` is little-endian int32 token ids, or the
-msgpack of a message. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown keys
-of ``meta``, so that fields can be added. Any other change needs a new version. Readers skip versions and kinds that
-they do not know.
+JSON text of a message. The checksum covers version, kind, meta and data with their lengths. Readers ignore unknown
+keys of ``meta``, so that fields can be added. Any other change needs a new version. Readers skip versions and kinds
+that they do not know. Decoding takes no more memory than a small multiple of the payload, whatever its bytes say.
 """
 
+import json
+import re
 import struct
 import threading
 import zlib
@@ -19,56 +21,58 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
-from agentspec.cache.identifiers import check_ids
+from agentspec.cache.identifiers import check_ids, check_session_id
 from agentspec.cache.types import SCOPES, Int32Array, Scope
 from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidTokenError, RecordVersionError
 
-VERSION = 1
-_TURN = "turn"
-_MESSAGE = "message"
-_ERASE = "erase"
+VERSION = 2
+_TURN, _MESSAGE, _ERASE = "turn", "message", "erase"
 _KEYS = {"v", "kind", "crc", "meta", "data"}
-_OPTIONAL = ("group", "tenant", "scope")  # meta omits these fields of a turn if they are None
-_OVERHEAD = 256  # approximate bytes of a record in memory without its tokens or message
+# meta omits these fields of a turn if they are None
+# meta omits these fields of a turn if they are None
+_NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights")
+_OVERHEAD = 512  # approximate bytes of a record in memory without its tokens or message
+_LIMITS = {"max_array_len": 64, "max_map_len": 64, "max_ext_len": 0}
+_WRITER = re.compile(r"[0-9a-f]{16}")
 _local = threading.local()  # one packer for each thread, because making one takes ten times as long as packing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TurnRecord:
-    """Hold the new tokens of one finished turn of a session.
+    """Hold the new tokens of one finished turn.
 
-    The turn's prompt is ``previous_context[:kept] + prompt_tail``. The previous context is prompt and response of the
-    session's previous turn. The arrays must not change once the record is queued.
+    (writer, number) identifies the turn: 16 hexadecimal digits for an engine process, and its count from 1. Applying a
+    record twice does nothing. The turn's prompt is a context of ``kept`` tokens that the session had before, followed
+    by ``prompt_tail``. The arrays must not change once the record is queued.
 
-    session: "" for a turn without a session, stored for its tenant's global index.
-    kept: tokens at the start of the session's previous context that this prompt repeats.
-    prompt_tail, response: token ids, int32 [P] and [N].
-    created: seconds since the epoch.
-    gap: the turn just before this one was lost, so ``kept`` refers to a context that is not in the log.
-    group: the group whose sessions draft from each other's responses.
-    tenant: the tenant that shares the turn. None is a tenant too: requests without API key, cache salt and adapter.
-    scope: what the request drafted from. None: unknown, because the record is older than scopes.
+    session: its key; "" for a turn without one. parent_session: the session that this one was forked from. group:
+    whose sessions draft from each other's responses. session_name, group_name: as the caller said. tenant: whose global
+    index the turn is shared in; None is a tenant too: requests without API key, cache salt and adapter. principal: who
+    made the request. scope: what the request drafted from. weights: version of the model's weights. parent: 64-bit hash
+    of the ``kept`` tokens, 0 if there are none. block: hash at the last block boundary within them. prompt_tail,
+    response: token ids, int32 [P] and [N]. created: seconds since the epoch, for people only.
     """
 
-    session: str
-    kept: int
+    writer: str
+    number: int
+    session: str = ""
+    kept: int = 0
+    parent: int = 0
+    block: int = 0
     prompt_tail: Int32Array
     response: Int32Array
     created: float
-    gap: bool = False
-    group: str | None = None
     tenant: str | None = None
-    scope: Scope | None = None
+    principal: str | None = None
+    parent_session: str | None = None
+    group: str | None = None
+    session_name: str | None = None
+    group_name: str | None = None
+    scope: Scope = "tenant"
+    weights: str | None = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TurnRecord):
-            return NotImplemented
-        return (
-            (self.session, self.group, self.tenant, self.scope, self.kept, self.created, self.gap)
-            == (other.session, other.group, other.tenant, other.scope, other.kept, other.created, other.gap)
-            and np.array_equal(self.prompt_tail, other.prompt_tail)
-            and np.array_equal(self.response, other.response)
-        )
+        return isinstance(other, TurnRecord) and encode(self) == encode(other)
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
 
@@ -82,8 +86,8 @@ class TurnRecord:
 class MessageRecord:
     """Hold one message of a session as the client saw it.
 
-    message: a JSON-able object. created: seconds since the epoch. position: number of the session's messages before
-    it, lost ones included, so that readers see what is missing; None: an older release wrote the record.
+    message: a JSON object. created: seconds since the epoch. position: number of the session's messages before it, lost
+    ones included, so that readers see what is missing; None: a converted record of an older release.
     """
 
     session: str
@@ -94,7 +98,7 @@ class MessageRecord:
     @property
     def size(self) -> int:
         """Bytes that the record takes in memory, roughly."""
-        return _OVERHEAD + _packed_size(self.message)
+        return _OVERHEAD + _json_size(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ Record = TurnRecord | MessageRecord | EraseRecord
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as bytes: about 100 for a turn and 4 for each token.
+    """Return a record as bytes: about 200 for a turn and 4 for each token.
 
     Raises InvalidInputError for what could not be read back: InvalidSessionError for an id, InvalidTokenError for
     arrays that are not one-dimensional int32 or hold negative ids.
@@ -129,13 +133,18 @@ def encode(record: Record) -> bytes:
                 raise InvalidInputError(f"position: a count of at least 0 expected, got {record.position}")
             meta["position"] = record.position
         return _seal(_MESSAGE, meta, _message_bytes(record.message))
-    check_ids(group=record.group, tenant=record.tenant)
-    if record.kept < 0:
-        raise InvalidInputError(f"kept: a count of at least 0 expected, got {record.kept}")
-    meta |= {"kept": int(record.kept), "prompt": len(record.prompt_tail)}
-    if record.gap:
-        meta["gap"] = True
-    meta |= {name: value for name in _OPTIONAL if (value := getattr(record, name)) is not None}
+    names = {name: value for name in _NAMES if (value := getattr(record, name)) is not None}
+    check_ids(**names)
+    if not _WRITER.fullmatch(record.writer):
+        raise InvalidInputError(f"writer: 16 hexadecimal digits expected, got {record.writer!r}")
+    if record.scope not in SCOPES:
+        raise InvalidInputError(f"scope: one of {', '.join(SCOPES)} expected, got {record.scope!r}")
+    for field, lowest in (("number", 1), ("kept", 0), ("parent", 0), ("block", 0)):
+        value = int(getattr(record, field))
+        if not lowest <= value < 1 << 64:
+            raise InvalidInputError(f"{field}: a 64-bit number of at least {lowest} expected, got {value}")
+        meta[field] = value
+    meta |= {"writer": record.writer, "scope": record.scope, "prompt": len(record.prompt_tail), **names}
     data = _token_bytes(record.prompt_tail, "prompt_tail") + _token_bytes(record.response, "response")
     return _seal(_TURN, meta, data)
 
@@ -153,9 +162,11 @@ def decode(payload: bytes) -> Record:
     kind, meta, data = _open(envelope)
     try:
         fields = _unpack(meta)
-        if kind == _ERASE:
-            return EraseRecord(_text(fields, "session"))
-        return _turn(fields, data) if kind == _TURN else _message(fields, data)
+        if kind == _TURN:
+            return _turn(fields, data)
+        if kind == _MESSAGE:
+            return _message(fields, data)
+        return EraseRecord(_text(fields, "session"))
     except CorruptRecordError:
         raise
     except Exception as error:
@@ -175,37 +186,38 @@ def _open(envelope: object) -> tuple[str, bytes, bytes]:
     if crc != _checksum(kind, meta, data):
         _corrupt("the checksum does not hold")
     if kind not in (_TURN, _MESSAGE, _ERASE):
-        raise RecordVersionError(f"record kind {kind!r} is not known to this release")
+        raise RecordVersionError(f"record kind {kind[:40]!r} is not known to this release")
     return kind, meta, data
 
 
 def _turn(fields: dict[str, Any], data: bytes) -> TurnRecord:
     tokens: Int32Array = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
-    split, kept, scope = fields["prompt"], fields["kept"], fields.get("scope")
-    if not 0 <= split <= len(tokens) or kept < 0 or _lowest(tokens) < 0:
+    split = _number(fields, "prompt")
+    if split > len(tokens) or _lowest(tokens) < 0:
         _corrupt("counts or token ids out of range")
-    if scope is not None and scope not in SCOPES:
-        _corrupt("its scope is not known")
+    writer, scope = _text(fields, "writer"), fields["scope"]
+    if not _WRITER.fullmatch(writer) or scope not in SCOPES:
+        _corrupt("its writer or scope cannot be")
     return TurnRecord(
+        writer=writer,
+        number=_number(fields, "number", lowest=1),
         session=_text(fields, "session"),
-        kept=kept,
+        kept=_number(fields, "kept"),
+        parent=_number(fields, "parent"),
+        block=_number(fields, "block"),
         prompt_tail=tokens[:split],
         response=tokens[split:],
         created=float(fields["created"]),
-        gap=bool(fields.get("gap", False)),
-        group=None if fields.get("group") is None else _text(fields, "group"),
-        tenant=None if fields.get("tenant") is None else _text(fields, "tenant"),
         scope=scope,
+        **{name: _text(fields, name) for name in _NAMES if fields.get(name) is not None},
     )
 
 
 def _message(fields: dict[str, Any], data: bytes) -> MessageRecord:
-    message = _unpack(data)
+    message = json.loads(data)
     if not isinstance(message, dict):
         _corrupt("the message is not an object")
-    position = fields.get("position")
-    if position is not None and (type(position) is not int or position < 0):
-        _corrupt("its position is not a count")
+    position = None if fields.get("position") is None else _number(fields, "position")
     return MessageRecord(_text(fields, "session"), message, float(fields["created"]), position)
 
 
@@ -233,18 +245,17 @@ def _message_bytes(message: object) -> bytes:
     if not isinstance(message, dict):
         raise InvalidInputError(f"message: an object expected, got {type(message).__name__}")
     try:
-        data = _pack(message)
-        _unpack(data)  # msgpack packs some values that it refuses to read, such as integer keys
-    except Exception as error:
-        raise InvalidInputError(f"message: not a JSON-able object: {error}") from error
-    return data
+        _json_size(message)
+        return json.dumps(message, separators=(",", ":")).encode()  # ASCII: lone surrogates are escaped
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"message: not a JSON object: {error}") from error
 
 
 def _lowest(tokens: Int32Array) -> int:
     return int(np.minimum.reduce(tokens, initial=0))  # takes half as long as min()
 
 
-# Model output that was cut within a character holds lone surrogates, which must be kept.
+# Names may hold what HTTP headers hold; "surrogatepass" keeps every string that Python can hold.
 def _pack(value: object) -> bytes:
     packer = getattr(_local, "packer", None)
     if packer is None:
@@ -258,13 +269,20 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(packed: bytes) -> Any:
-    return msgpack.unpackb(packed, raw=False, strict_map_key=True, unicode_errors="surrogatepass")
+    return msgpack.unpackb(packed, raw=False, strict_map_key=True, unicode_errors="surrogatepass", **_LIMITS)
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
     value = fields[name]
     if not isinstance(value, str):
         _corrupt(f"the {name} is not text")
+    return check_session_id(value, name) if value or name != "session" else ""  # a turn may have no session
+
+
+def _number(fields: dict[str, Any], name: str, lowest: int = 0) -> int:
+    value = fields[name]
+    if type(value) is not int or value < lowest:
+        _corrupt(f"the {name} is not a count")
     return value
 
 
@@ -272,12 +290,15 @@ def _corrupt(what: str) -> NoReturn:
     raise CorruptRecordError(f"damaged record: {what}")
 
 
-def _packed_size(value: Any) -> int:
-    """Estimate the bytes of a JSON-able value when packed."""
+def _json_size(value: Any) -> int:
+    """Estimate the bytes of a JSON value. Raises TypeError for a key that JSON would turn into text."""
     if isinstance(value, str):
         return 5 + len(value)
     if isinstance(value, dict):
-        return 5 + sum(_packed_size(key) + _packed_size(item) for key, item in value.items())
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be strings, got {key!r}")
+        return 5 + sum(5 + len(key) + _json_size(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return 5 + sum(map(_packed_size, value))
+        return 5 + sum(map(_json_size, value))
     return 9

@@ -1,4 +1,4 @@
-"""Write records to the store in the background."""
+"""Write records to the store in the background, and keep the store within its limits."""
 
 import atexit
 import logging
@@ -7,33 +7,38 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 
-from agentspec.cache.store.base import NewEntry, Store, check_namespace
+from agentspec.cache.store.base import NewEntry, Retention, Store, check_namespace
 from agentspec.cache.store.breaker import CircuitBreaker, State
-from agentspec.cache.store.records import Record, TurnRecord, encode
+from agentspec.cache.store.records import Record, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
-_MAX_GAPS = 100_000  # most sessions remembered as having lost a turn; forgetting one costs some wrong drafts
+_TRIM_SECONDS = 60.0  # between two looks at whether the store exceeds its limits,
+_TRIM_SHARE = 0.02  # or when so much of its limit was appended
 
 
 @dataclass(slots=True)
 class WriterStats:
-    """Count records since the start. Each is in exactly one of persisted, dropped, refused and queued.
+    """Count records since the start. Each is in exactly one of persisted, dropped, refused, erased and queued.
 
     persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
-    close. refused: records that could not be encoded or that the store will never accept. failed: appends that failed;
-    their records stay queued. state: the breaker's.
+    close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
+    because their session was erased. failed: appends that failed; their records stay queued. trimmed: entries that
+    retention removed from the store. trim_failed: attempts at that which failed. state: the breaker's.
     """
 
     persisted: int = 0
     dropped: int = 0
     refused: int = 0
+    erased: int = 0
     failed: int = 0
     queued: int = 0
     queued_bytes: int = 0
+    trimmed: int = 0
+    trim_failed: int = 0
     state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
@@ -52,8 +57,8 @@ class BackgroundWriter:
     """Append records to a store in a thread.
 
     ``put`` never blocks and never raises. While the store is unavailable, records wait, up to ``max_entries`` and
-    ``max_bytes``; beyond that the oldest are dropped and counted. An outage and its end are logged once each. Close
-    the writer before the store.
+    ``max_bytes``; beyond that the oldest are dropped and counted. An outage and its end are logged once each. Between
+    appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class BackgroundWriter:
         store: Store,
         namespace: str,
         *,
+        retention: Retention | None = None,
         max_bytes: int = 64 << 20,
         max_entries: int = 16_384,
         batch_entries: int = 256,
@@ -69,6 +75,9 @@ class BackgroundWriter:
     ) -> None:
         self._store = store
         self._namespace = check_namespace(namespace)
+        self._retention = retention
+        self._trim_at = time.monotonic()
+        self._untrimmed = 0  # bytes appended since the store was last within its limits
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._batch_entries, self._batch_seconds = batch_entries, batch_seconds
         self._breaker = breaker or CircuitBreaker()
@@ -78,7 +87,7 @@ class BackgroundWriter:
         self._limit = batch_entries
         self._number = 0
         self._counts = WriterStats()
-        self._gaps: set[str] = set()
+        self._forgotten: set[str] = set()  # erased sessions with records in flight
         self._overflowing = self._hurry = self._refusal_logged = False
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
@@ -97,9 +106,24 @@ class BackgroundWriter:
                 return
             self._queue.append(_Item(self._number, record, size))
             self._bytes += size
-            self._trim()
+            self._shorten()
             if len(self._queue) in (1, self._batch_entries):
                 self._work.notify()
+
+    def forget(self, session: str, timeout: float = 0.0) -> bool:
+        """Drop the queued records of a session that is being erased, so that they do not come after its tombstone.
+
+        Waits for at most ``timeout`` seconds until none of them is on its way to the store. Returns whether that is so.
+        """
+        with self._work:
+            kept = [item for item in self._queue if item.record.session != session]
+            self._count_erased([item for item in self._queue if item.record.session == session])
+            self._queue = deque(kept)
+            if not self._is_in_flight(session):
+                self._settled.notify_all()
+                return True
+            self._forgotten.add(session)  # if its batch fails, it is sent again without these records
+            return self._settled.wait_for(lambda: not self._is_in_flight(session), timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all records put so far are written, dropped or refused. Returns False after ``timeout`` s."""
@@ -127,8 +151,11 @@ class BackgroundWriter:
             return replace(self._counts, queued=queued, queued_bytes=self._bytes, state=self._breaker.state)
 
     def _run(self) -> None:
-        while batch := self._next_batch():
-            self._write(batch)
+        while (batch := self._next_batch()) is not None:
+            if batch:
+                self._write(batch)
+            if self._trim_due():
+                self._trim()
         with self._work:
             left = len(self._queue)
             while self._queue:
@@ -137,18 +164,21 @@ class BackgroundWriter:
         if left:
             logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
 
-    def _next_batch(self) -> list[_Item]:
-        """Wait for a batch of records and for the breaker. Returns an empty batch to end the thread."""
+    def _next_batch(self) -> list[_Item] | None:
+        """Wait for a batch of records and for the breaker, or until it is time to trim. Returns None to end."""
         with self._work:
-            self._work.wait_for(lambda: self._queue or self._closing())
+            pause = None if self._retention is None else max(0.0, self._trim_at - time.monotonic())
+            self._work.wait_for(lambda: self._queue or self._closing(), pause)
+            if not (self._queue or self._closing()):
+                return []
             self._work.wait_for(
                 lambda: len(self._queue) >= self._batch_entries or self._hurry or self._closing(), self._batch_seconds
             )
             while not self._closing() and not self._breaker.allow():
                 self._work.wait(self._breaker.wait())
             self._work.wait_for(self._closing, self._breaker.wait())
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                return []
+            if self._closing() and (not self._queue or self._deadline_is_over()):
+                return None
             room = _BATCH_BYTES
             while self._queue and len(self._in_flight) < self._limit and room > 0:
                 room -= self._queue[0].size
@@ -156,24 +186,21 @@ class BackgroundWriter:
             return list(self._in_flight)
 
     def _write(self, batch: list[_Item]) -> None:
-        with self._work:
-            before, self._gaps = self._gaps, set()
-        gaps = set(before)
         try:
-            entries = [entry for item in batch if (entry := self._encode(item.record, gaps)) is not None]
+            entries = [entry for item in batch if (entry := self._encode(item.record)) is not None]
             if entries:
                 self._store.append(self._namespace, entries)
             else:
                 self._store.ping()  # only the result of a call closes the breaker
         except Exception as error:  # a store may raise anything, and the thread must survive it
-            self._keep(batch, before, error)
+            self._keep(batch, error)
             return
         recovered = self._breaker.success()
         with self._work:
             self._counts.persisted += len(entries)
             self._counts.refused += len(batch) - len(entries)
             self._limit = self._batch_entries
-            self._gaps |= gaps
+            self._untrimmed += sum(len(entry.payload) for entry in entries)
             self._leave(batch)
             left, dropped = len(self._queue), self._counts.dropped
         if recovered:
@@ -181,37 +208,32 @@ class BackgroundWriter:
                 "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
             )
 
-    def _encode(self, record: Record, gaps: set[str]) -> NewEntry | None:
-        """Return the record as an entry, or None if it cannot be encoded. gaps: sessions that just lost a turn."""
+    def _encode(self, record: Record) -> NewEntry | None:
+        """Return the record as an entry, or None if it cannot be encoded."""
         try:
-            if isinstance(record, TurnRecord) and record.session in gaps:
-                record = replace(record, gap=True)
-            payload = encode(record)
+            return NewEntry(record.session, encode(record), getattr(record, "group", None))
         except InvalidInputError as error:
             if not self._refusal_logged:
                 self._refusal_logged = True
                 logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
-            gaps.add(record.session)
             return None
-        gaps.discard(record.session)
-        return NewEntry(record.session, payload)
 
-    def _keep(self, batch: list[_Item], gaps: set[str], error: Exception) -> None:
+    def _keep(self, batch: list[_Item], error: Exception) -> None:
         """Queue a failed batch again. If the store will never accept it, halve it until the bad record is alone."""
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._counts.failed += 1
-            self._gaps |= gaps
             if len(batch) == 1 and not passing:
                 self._counts.refused += 1
-                self._gaps.add(batch[0].record.session)
                 self._leave(batch)
             else:
                 # The retry sends the same records, so that a store can recognise a batch that it already has.
                 self._limit = len(batch) if passing else len(batch) // 2
-                self._queue.extendleft(reversed(batch))
-                self._in_flight.clear()
-                self._trim()
+                kept = [item for item in batch if item.record.session not in self._forgotten]
+                self._count_erased([item for item in batch if item.record.session in self._forgotten])
+                self._queue.extendleft(reversed(kept))
+                self._end_flight()
+                self._shorten()
             queued, closing = len(self._queue), self._closing()
         if self._breaker.failure():
             logger.warning(
@@ -222,12 +244,47 @@ class BackgroundWriter:
 
     def _leave(self, batch: list[_Item]) -> None:
         self._bytes -= sum(item.size for item in batch)
-        self._in_flight.clear()
+        self._end_flight()
         if not self._queue:
             self._hurry = self._overflowing = False
+
+    def _end_flight(self) -> None:
+        self._in_flight.clear()
+        self._forgotten.clear()
         self._settled.notify_all()
 
+    def _trim_due(self) -> bool:
+        if self._retention is None or self._closing():
+            return False
+        share = self._retention.bytes is not None and self._untrimmed > _TRIM_SHARE * self._retention.bytes
+        if not share and time.monotonic() < self._trim_at:
+            return False
+        if self._breaker.state != "closed":
+            self._trim_at = time.monotonic() + _TRIM_SECONDS
+            return False
+        return True
+
     def _trim(self) -> None:
+        """Remove one slice of what exceeds the limits."""
+        assert self._retention is not None
+        self._untrimmed = 0
+        self._trim_at = time.monotonic() + _TRIM_SECONDS
+        try:
+            removed, more = self._store.trim(self._retention)
+        except Exception as error:  # a store may raise anything, and the thread must survive it
+            with self._work:
+                self._counts.trim_failed += 1
+                first = self._counts.trim_failed == 1
+            if first:
+                logger.warning("agentspec: the store could not be trimmed: %s; further failures are counted", error)
+            return
+        with self._work:
+            self._counts.trimmed += removed
+        if more:
+            self._trim_at = 0.0  # at once, after what has been queued meanwhile
+
+    def _shorten(self) -> None:
+        """Drop the oldest records while the queue is beyond its limits."""
         dropped = self._counts.dropped
         while self._queue and (
             self._bytes > self._max_bytes or len(self._queue) + len(self._in_flight) > self._max_entries
@@ -244,12 +301,19 @@ class BackgroundWriter:
         item = self._queue.popleft()
         self._bytes -= item.size
         self._counts.dropped += 1
-        if len(self._gaps) >= _MAX_GAPS:
-            self._gaps.clear()
-        self._gaps.add(item.record.session)
+
+    def _count_erased(self, items: list[_Item]) -> None:
+        self._counts.erased += len(items)
+        self._bytes -= sum(item.size for item in items)
+
+    def _is_in_flight(self, session: str) -> bool:
+        return any(item.record.session == session for item in self._in_flight)
 
     def _closing(self) -> bool:
         return self._deadline is not None
+
+    def _deadline_is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _oldest(self) -> int:
         waiting = self._in_flight or self._queue

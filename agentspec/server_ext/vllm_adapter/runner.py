@@ -206,7 +206,7 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
         tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision),
         settings.tenant,
     )
-    persistence = Persistence(open_store(settings.store), key, settings.tenant, settings.preload_records)
+    persistence = Persistence(open_store(settings.store), key, settings.preload_records, settings.retention())
     return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
 
 

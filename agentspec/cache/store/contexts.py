@@ -1,0 +1,61 @@
+"""Rebuild the whole prompts of stored turns, each of which holds only what its session had not seen."""
+
+import numpy as np
+
+from agentspec.cache.store.records import TurnRecord
+from agentspec.cache.suffix_cache import context_hashes
+from agentspec.cache.types import Int32Array
+
+_BLOCK = 64  # tokens between the places of a text at which a turn may go on
+
+
+class SessionContexts:
+    """Hold the contexts of one session while its turns are read, oldest first.
+
+    A turn goes on where an earlier context has the hash that it names as its parent. If no context has it, as where the
+    log has lost its head, the turn is a text of its own, whose beginning is missing.
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[Int32Array] = []
+        self._missing: list[int] = []  # tokens that each text lacks in front
+        self._places: dict[int, list[tuple[int, int]]] = {}  # hash of a context -> texts that have it, its length there
+
+    def add(self, turn: TurnRecord) -> Int32Array | None:
+        """Add a turn. Return its whole prompt, int32 [P], or None if the beginning of that is missing."""
+        place = self._find(turn) if turn.kept else None
+        if place is None:
+            kept, missing = np.empty(0, np.int32), turn.kept
+        else:
+            kept, missing = self._texts[place[0]][: place[1]], self._missing[place[0]]
+        prompt = np.concatenate([kept, turn.prompt_tail])
+        context = np.concatenate([prompt, turn.response])
+        if place is not None and place[1] == len(self._texts[place[0]]):
+            index = place[0]  # the turn goes on behind the end, so that all places of the text stay true
+            self._texts[index] = context
+        else:
+            index = len(self._texts)
+            self._texts.append(context)
+            self._missing.append(missing)
+            if not missing:
+                self._places.setdefault(turn.block, []).append((index, turn.kept // _BLOCK * _BLOCK))
+        self._note(turn, index, len(context))
+        return None if missing else prompt
+
+    def _find(self, turn: TurnRecord) -> tuple[int, int] | None:
+        if turn.parent in self._places:
+            return self._places[turn.parent][0]
+        start, count = turn.kept // _BLOCK * _BLOCK, turn.kept % _BLOCK
+        for index, length in self._places.get(turn.block, ()):
+            rest = self._texts[index][length : length + count]
+            if len(rest) == count and int(context_hashes(rest, turn.block, start)[-1]) == turn.parent:
+                return index, length + count
+        return None
+
+    def _note(self, turn: TurnRecord, index: int, length: int) -> None:
+        """Note the places of the turn's own tokens: block boundaries, the end of its prompt and its own end."""
+        own = np.concatenate([turn.prompt_tail, turn.response])
+        hashes = context_hashes(own, turn.parent, turn.kept)
+        ends = {len(turn.prompt_tail), len(own), *range(_BLOCK - turn.kept % _BLOCK, len(own) + 1, _BLOCK)}
+        for end in sorted(ends - {0}):
+            self._places.setdefault(int(hashes[end - 1]), []).append((index, length - len(own) + end))

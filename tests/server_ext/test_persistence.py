@@ -1,0 +1,423 @@
+"""What the engine's process keeps in the store comes back: after a restart, after eviction, from another process."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.store import (
+    Entry,
+    Erasure,
+    JobResult,
+    MemoryStore,
+    NewEntry,
+    RecordReader,
+    Retention,
+    Store,
+    TurnRecord,
+    encode,
+)
+from agentspec.cache.store.contexts import SessionContexts
+from agentspec.errors import InvalidInputError, StoreUnavailableError
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from tests.store.helpers import FlakyStore, unwritable, wait_until
+
+NS = "ns"
+TENANT = "t"
+
+
+class Engine:
+    """A cache and its persistence, as an engine's process has them. Several may share a store."""
+
+    def __init__(self, store: Store, **cache: Any) -> None:
+        self.cache = SuffixCache(**cache)
+        self.persistence = Persistence(store, NS, preload=0)
+        self.count = 0
+
+    def start(self, prompt: list[int], session: str | None = "s", group: str | None = None) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        identity = Identity(tenant=TENANT, session=session, group=group, session_name=session, principal="p")
+        self.cache.start(name, prompt, session=session, group=group, tenant=TENANT)
+        self.persistence.request_load(self.cache, identity)
+        return name
+
+    def finish(self, name: str, response: list[int], session: str | None = "s") -> None:
+        self.cache.extend(name, response)
+        turn = self.cache.finish(name, name=self.persistence.next_name())
+        assert turn is not None
+        self.persistence.save(turn, Identity(tenant=TENANT, session=session, session_name=session, principal="p"))
+
+    def say(self, prompt: list[int], response: list[int], session: str | None = "s", group: str | None = None) -> None:
+        self.finish(self.start(prompt, session, group), response, session)
+
+    def load(self) -> int:
+        """Apply what was requested, step by step, until nothing more comes. Return the number of turns."""
+        count = 0
+
+        def done() -> bool:
+            nonlocal count
+            stats = self.persistence.stats()["loader"]
+            count += self.persistence.apply_loaded(self.cache)
+            return stats["pending"] == 0 and stats["ready_bytes"] == 0 and self.persistence._arrived is None
+
+        wait_until(done)
+        self.cache.catch_up()
+        return count
+
+    def flush(self) -> None:
+        assert self.persistence._writer.flush(20)
+
+    def draft(self, name: str, wanted: int = 3) -> list[int]:
+        self.cache.catch_up()
+        found: list[int] = self.cache.propose([name], wanted, cost=0.0)[0].token_ids.tolist()
+        return found
+
+
+@pytest.fixture
+def store() -> Iterator[FlakyStore]:
+    opened = FlakyStore()
+    yield opened
+    opened.gate.set()
+
+
+def text(start: int, count: int = 40) -> list[int]:
+    return list(range(start, start + count))
+
+
+def records(store: Store) -> list[TurnRecord]:
+    return [record for _, record in RecordReader().read(store, NS) if isinstance(record, TurnRecord)]
+
+
+def prompts(store: Store) -> list[tuple[list[int], list[int]]]:
+    """The whole prompts and responses of one session's turns, as training reads them."""
+    contexts = SessionContexts()
+    found = [(contexts.add(record), record.response) for record in records(store)]
+    return [(prompt.tolist(), response.tolist()) for prompt, response in found if prompt is not None]
+
+
+def test_a_session_comes_back_in_another_process(store: FlakyStore) -> None:
+    first = Engine(store)
+    first.say([1, 2, 3], text(100))
+    first.flush()
+    second = Engine(store)
+    name = second.start([7, 8, 100, 101, 102])
+    assert second.draft(name) == []
+    assert second.load() == 1
+    assert second.draft(name) == text(103, 3)
+    (record,) = records(store)
+    assert (record.session, record.session_name, record.principal, record.tenant) == ("s", "s", "p", TENANT)
+
+
+@pytest.mark.parametrize("loaded_before", [False, True])
+def test_a_session_that_was_evicted_comes_back_from_the_store(store: FlakyStore, loaded_before: bool) -> None:
+    engine = Engine(store, max_tokens=2_000)
+    engine.say([1, 2, 3], text(100))
+    if loaded_before:  # the session was not finished in this process but loaded by it
+        engine.flush()
+        engine = Engine(store, max_tokens=2_000)
+        engine.finish(engine.start([9, 9, 9]), [9, 9])
+        assert engine.load() == 1
+    engine.flush()
+    for number in range(10):
+        engine.say([4, 5], text(10_000 + 500 * number, 500), session=f"other-{number}")
+    engine.cache.catch_up()
+    assert not engine.cache.has_session(TENANT, "s")
+    name = engine.start([7, 8, 100, 101, 102])
+    assert engine.draft(name) == []
+    assert engine.load() >= 1
+    assert engine.draft(name) == text(103, 3)
+
+
+def test_a_turn_that_finishes_meanwhile_cuts_no_load_off(store: FlakyStore) -> None:
+    first = Engine(store)
+    for number in range(200):
+        first.say([number, 2, 3], text(1000 * number + 5000, 30))
+    first.flush()
+    second = Engine(store)
+    store.gate.clear()  # the load is on its way
+    second.say([1, 1, 1], text(500))
+    store.gate.set()
+    assert second.load() == 200
+    for number in (0, 57, 199):
+        begin = 1000 * number + 5000
+        name = second.start([8, *text(begin, 6)])
+        assert second.draft(name) == text(begin + 6, 3)
+        second.cache.abort(name)
+
+
+def test_groups_come_back_on_demand_too(store: FlakyStore) -> None:
+    first = Engine(store)
+    first.say([1, 2, 3], text(100), session="a", group="g")
+    first.say([1, 2, 3], text(300), session="b", group="g")
+    first.flush()
+    second = Engine(store)
+    name = second.start([7, 8, 300, 301, 302], session="c", group="g")
+    assert second.load() == 2
+    assert second.draft(name) == text(303, 3)
+    assert not second.cache.needs_load(TENANT, group="g")
+
+
+def test_two_processes_on_one_session_splice_no_text_that_was_never_said(store: FlakyStore) -> None:
+    one, two = Engine(store), Engine(store)
+    said = []
+    histories = [[1, 2, 3], [1, 2, 3]]  # each process goes on with its own
+    for number in range(6):
+        which = number % 2
+        engine, prompt = (one, two)[which], histories[which]
+        response = text(1000 * number + 100, 70)
+        engine.say(prompt, response)
+        engine.flush()
+        said.append((list(prompt), response))
+        histories[which] = [*prompt, *response, 5, 6]
+    assert prompts(store) == said
+    third = Engine(store)
+    name = third.start(histories[1][:-4])
+    assert third.load() == 6
+    assert third.draft(name, 2) == histories[1][-4:-2]
+
+
+@pytest.mark.parametrize("ahead", [-1e9, 3600.0, 1e9])
+def test_a_clock_that_is_wrong_loses_no_turn(store: FlakyStore, ahead: float) -> None:
+    record = TurnRecord(
+        writer="0" * 16,
+        number=1,
+        session="s",
+        tenant=TENANT,
+        created=time.time() + ahead,
+        prompt_tail=np.array([1, 2, 3], np.int32),
+        response=np.array(text(100), np.int32),
+    )
+    store.append(NS, [NewEntry("s", encode(record))])
+    engine = Engine(store)
+    name = engine.start([7, 8, 100, 101, 102])
+    assert engine.load() == 1
+    assert engine.draft(name) == text(103, 3)
+
+
+def test_samples_of_one_prompt_store_the_prompt_once(store: FlakyStore) -> None:
+    engine = Engine(store)
+    prompt = text(1000, 900)
+    names = [engine.start(prompt) for _ in range(4)]  # n=4: they run side by side
+    for number, name in enumerate(names):
+        engine.finish(name, text(5000 + 100 * number, 50))
+    engine.flush()
+    assert [len(record.prompt_tail) for record in records(store)] == [900, 0, 0, 0]
+    assert [response for _, response in prompts(store)] == [text(5000 + 100 * number, 50) for number in range(4)]
+    again = Engine(store)
+    again.start([1])
+    assert again.load() == 4
+
+
+def test_applying_twice_does_nothing(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.flush()
+    held = engine.cache.stats().tokens
+    for _ in range(3):
+        engine.cache.abort(engine.start([1], group="g"))
+        engine.load()
+    assert engine.cache.stats().tokens == held
+
+
+def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(store)
+    for number in range(100):
+        engine.say([number, 2, 3], text(1000 * number + 5000, 30))
+    engine.flush()
+    again = Engine(store)
+    again.start([1, 2])
+    wait_until(lambda: again.persistence.stats()["loader"]["delivered"] + len(again.persistence._loader._ready) >= 2)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 1e-4)  # each turn takes a tenth of a millisecond
+    assert again.persistence.apply_loaded(again.cache) == 5
+    assert again.persistence.apply_loaded(again.cache, 0.0) == 1
+    assert again.persistence.apply_loaded(again.cache, 0.002) == 20
+
+
+def test_turns_that_cannot_be_used_are_counted_by_kind(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
+    writer = Engine(store)
+    writer.say([1, 2, 900], text(100))
+    writer.say([1, 2, 3], text(100))
+    writer.flush()
+    store.append(NS, [NewEntry("s", b"damaged"), NewEntry("s", encode_of_version(3))])
+    engine = Engine(store, vocab_size=500)
+    engine.start([1])
+    assert engine.load() == 1
+    stats = engine.persistence.stats()
+    assert stats["refused_by_kind"] == {"damaged": 1, "unknown_version": 1, "InvalidTokenError": 1}
+    assert (stats["refused"], stats["restored"]) == (3, 1)
+    assert sum("cannot be used" in record.getMessage() for record in caplog.records) == 1
+
+
+def encode_of_version(version: int) -> bytes:
+    import msgpack
+
+    packed: bytes = msgpack.packb({"v": version})
+    return packed
+
+
+def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.flush()
+    other = Engine(store)
+    name = other.start([7, 8, 100, 101, 102])
+    wait_until(lambda: other.persistence._loader._ready)  # read, and not yet applied
+    other.say([7, 8], text(200), session="kept")
+    other.cache.abort(name)
+    other.cache.remove_session(TENANT, "s")
+    ticket = other.persistence.erase("s")
+    assert wait_for(other.persistence, ticket) == JobResult(Erasure(1, complete=True))
+    assert other.load() == 0
+    name = other.start([7, 8, 100, 101, 102])
+    assert other.load() == 0
+    assert other.draft(name) == []
+    other.flush()
+    assert [record.session for record in records(store)] == ["kept"]
+
+
+def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyStore) -> None:
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.flush()
+    again = Engine(store)
+    release = gate(again.persistence)
+    again.cache.remove_session(TENANT, "s")
+    ticket = again.persistence.erase("s")
+    again.cache.abort(again.start([1, 2, 3]))
+    assert again.persistence.stats()["loader"]["pending"] == 0
+    release()
+    assert wait_for(again.persistence, ticket) == JobResult(Erasure(1, complete=True))
+    assert again.load() == 0
+    again.cache.abort(again.start([1, 2, 3]))
+    assert again.load() == 0
+    assert not again.cache.has_session(TENANT, "s")
+
+
+def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.persistence._ERASE_SECONDS", 0.05)
+    engine = Engine(store)
+    store.gate.clear()
+    engine.say([1, 2, 3], text(100))
+    wait_until(lambda: engine.persistence._writer._in_flight)
+    result = wait_for(engine.persistence, engine.persistence.erase("s"))
+    assert isinstance(result.error, StoreUnavailableError)
+    assert "try again" in str(result.error)
+    store.gate.set()
+
+
+def gate(persistence: Persistence) -> Callable[[], None]:
+    """Hold the job thread up until the returned function is called."""
+    held = [True]
+    persistence.submit(lambda store: wait_until(lambda: not held))
+    return held.clear
+
+
+def wait_for(persistence: Persistence, ticket: int) -> JobResult:
+    wait_until(lambda: persistence.result(ticket))
+    result = persistence.result(ticket)
+    assert result is not None
+    return result
+
+
+def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
+    persistence = Persistence(store, NS, preload=0)
+    store.append(NS, [NewEntry("s", b"x")])
+    release = gate(persistence)
+    tickets = [
+        persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)]),
+        persistence.submit(lambda store: 1 // 0),
+    ]
+    assert [persistence.result(ticket) for ticket in tickets] == [None, None]
+    assert persistence.stats()["jobs"] == 3
+    release()
+    assert wait_for(persistence, tickets[0]) == JobResult(["s"])
+    assert isinstance(wait_for(persistence, tickets[1]).error, ZeroDivisionError)
+    with pytest.raises(InvalidInputError, match="ticket 77"):
+        persistence.result(77)
+    persistence.close()
+
+
+def test_jobs_are_bounded_and_old_results_are_forgotten(store: FlakyStore) -> None:
+    persistence = Persistence(store, NS, preload=0)
+    release = gate(persistence)
+    tickets = [persistence.submit(lambda store: None) for _ in range(63)]
+    with pytest.raises(StoreUnavailableError, match="try again later"):
+        persistence.submit(lambda store: None)
+    release()
+    for _ in range(10):
+        wait_for(persistence, tickets[-1])
+        tickets += [persistence.submit(lambda store: None) for _ in range(60)]
+    wait_for(persistence, tickets[-1])
+    with pytest.raises(InvalidInputError, match="forgotten"):
+        persistence.result(tickets[0])
+    assert persistence.result(tickets[-200]) == JobResult(None)
+    persistence.close()
+
+
+def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
+    persistence = Persistence(store, NS, preload=0)
+    store.gate.clear()
+    engine = Engine(store)
+    engine.persistence = persistence
+    engine.say([1], text(0, 10_000))
+    assert 40_000 < persistence.stats()["queued_bytes"] < 50_000
+    store.gate.set()
+    engine.flush()
+    assert persistence.stats()["queued_bytes"] == 0
+    persistence.close()
+
+
+def test_the_store_is_kept_within_its_retention_and_what_is_left_is_used(store: FlakyStore) -> None:
+    persistence = Persistence(store, NS, preload=0, retention=Retention(records=10))
+    engine = Engine(store)
+    engine.persistence = persistence
+    history: list[int] = [1]
+    for number in range(30):
+        response = text(1000 * number + 100, 30)
+        engine.say(history, response)
+        history = [*history, *response, 3]
+    engine.flush()
+    persistence.close = lambda: None  # type: ignore[method-assign]
+    while store.trim(Retention(records=10)).more:
+        pass
+    again = Engine(store)
+    name = again.start([7, 8, *text(29_100, 5)])
+    assert again.load() == 10  # a log without its head
+    assert again.draft(name) == text(29_105, 3)
+    assert again.persistence.stats()["refused"] == 0
+    assert prompts(store) == []  # nobody trains on a text without its beginning
+
+
+def test_warm_up_reads_the_newest_and_a_slow_store_delays_the_start_only_so_long() -> None:
+    class Slow(MemoryStore):
+        def read(self, *args: Any, **names: Any) -> Iterator[Entry]:
+            for entry in super().read(*args, **names):
+                time.sleep(0.01)
+                yield entry
+
+    store = Slow()
+    writer = Engine(store)
+    for number in range(150):
+        writer.say([number, 2, 3], text(1000 * number + 5000, 30), session=f"s{number}")
+    writer.flush()
+    cache, persistence = SuffixCache(), Persistence(store, NS, preload=140)
+    begin = time.monotonic()
+    count = persistence.warm_up(cache, 0.8)
+    assert 0.7 < time.monotonic() - begin < 3
+    assert 0 < count < 140
+    wait_until(lambda: (persistence.apply_loaded(cache), persistence.stats()["restored"] == 140)[1])
+    assert cache.needs_load(TENANT, "s100")  # its older turns may not be among the newest of the log
+
+
+def test_a_record_that_cannot_be_stored_costs_itself_only(store: FlakyStore) -> None:
+    persistence = Persistence(store, NS, preload=0)
+    persistence._writer.put(unwritable("s"))
+    assert persistence._writer.flush(10)
+    assert persistence.stats()["writer"]["refused"] == 1
+    persistence.close()
