@@ -31,7 +31,7 @@ _KEYS = {"v", "kind", "crc", "meta", "data"}
 # meta omits these fields of a turn if they are None
 # meta omits these fields of a turn if they are None
 _NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights")
-_OVERHEAD = 512  # approximate bytes of a record in memory without its tokens or message
+_TURN_BYTES, _MESSAGE_BYTES = 512, 256  # approximate memory of a record without its tokens or message
 _LIMITS = {"max_array_len": 64, "max_map_len": 64, "max_ext_len": 0}
 _WRITER = re.compile(r"[0-9a-f]{16}")
 _local = threading.local()  # one packer for each thread, because making one takes ten times as long as packing
@@ -79,7 +79,7 @@ class TurnRecord:
     @property
     def size(self) -> int:
         """Bytes that the record takes in memory, roughly."""
-        return _OVERHEAD + self.prompt_tail.nbytes + self.response.nbytes
+        return _TURN_BYTES + self.prompt_tail.nbytes + self.response.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class MessageRecord:
     @property
     def size(self) -> int:
         """Bytes that the record takes in memory, roughly."""
-        return _OVERHEAD + _json_size(self.message)
+        return _MESSAGE_BYTES + _json_size(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class EraseRecord:
     @property
     def size(self) -> int:
         """Bytes that the record takes in memory, roughly."""
-        return _OVERHEAD
+        return _MESSAGE_BYTES
 
 
 Record = TurnRecord | MessageRecord | EraseRecord
