@@ -71,14 +71,23 @@ class RedisStore:
     """Implement Store on a Redis server. The first call connects, so the server may start later.
 
     url: a URL for redis-py. shown: the URL as errors show it. secret: the password, removed from every message.
+    converting: whether to write beside a log of an older release, which is refused otherwise.
     """
 
     def __init__(
-        self, url: str, *, shown: str, secret: str | None = None, prefix: str = "agentspec", **options: Any
+        self,
+        url: str,
+        *,
+        shown: str,
+        secret: str | None = None,
+        prefix: str = "agentspec",
+        converting: bool = False,
+        **options: Any,
     ) -> None:
         self._shown = shown
         self._secret = secret
-        self._prefix = prefix
+        self.prefix = prefix
+        self._converting = converting
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=SOCKET_TIMEOUT,
@@ -163,7 +172,7 @@ class RedisStore:
         return Erasure(removed, True)
 
     def secret(self) -> bytes:
-        key = f"{self._prefix}:secret"
+        key = f"{self.prefix}:secret"
         with self._store_errors():
             self._execute("SET", key, secrets.token_bytes(32), "NX")
             secret: bytes = self._execute("GET", key)
@@ -181,7 +190,7 @@ class RedisStore:
                 if self._sweep(keys=[self._tag(namespace) + "log"], args=[self._tag(namespace), _ROWS]):
                     return Trimmed(0, True)  # whoever erased a session did not live to end it
         if days is not None:
-            seconds, microseconds = map(int, self._command("TIME"))
+            seconds, microseconds = map(int, self.command("TIME"))
             cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
             for namespace in namespaces:
                 if removed := self._trim_slice(namespace, _SLICE_ENTRIES, _SLICE_BYTES, str(cutoff)):
@@ -197,24 +206,24 @@ class RedisStore:
         return Trimmed(self._trim_slice(oldest, entries, most, "+"), True)
 
     def ping(self) -> None:
-        self._command("PING")
+        self.command("PING")
 
     def close(self) -> None:
         self._closed = True
         self._client.close()
 
     def _namespaces(self) -> list[str]:
-        return sorted(member.decode() for member in self._command("SMEMBERS", f"{self._prefix}:namespaces"))
+        return sorted(member.decode() for member in self.command("SMEMBERS", f"{self.prefix}:namespaces"))
 
     def _usage(self, namespace: str) -> Usage:
         tag = self._tag(namespace)
-        records, size = self._command("HMGET", f"{tag}usage", "records", "bytes")
-        sessions: int = self._command("HLEN", f"{tag}sessions")
+        records, size = self.command("HMGET", f"{tag}usage", "records", "bytes")
+        sessions: int = self.command("HLEN", f"{tag}sessions")
         return Usage(max(0, int(records or 0)), max(0, int(size or 0)) + sessions * _SESSION_BYTES)
 
     def _oldest(self, namespaces: Sequence[str]) -> str | None:
         """Return the namespace with the oldest entry."""
-        first = [(self._command("XRANGE", f"{self._tag(name)}log", "-", "+", "COUNT", 1), name) for name in namespaces]
+        first = [(self.command("XRANGE", f"{self._tag(name)}log", "-", "+", "COUNT", 1), name) for name in namespaces]
         return min(((_cursor(rows[0][0]), name) for rows, name in first if rows), default=(None, None))[1]
 
     def _trim_slice(self, namespace: str, entries: int, size: int, until: str) -> int:
@@ -227,7 +236,7 @@ class RedisStore:
         self, namespace: str, tag: str, key: str, session: str | None, low: bytes, newest: int | None
     ) -> Iterator[Entry]:
         self._check_log(namespace)
-        last = self._command("XREVRANGE", key, "+", low, "COUNT", 1)
+        last = self.command("XREVRANGE", key, "+", low, "COUNT", 1)
         if not last or newest == 0:
             return
         high = last[0][0]
@@ -235,7 +244,7 @@ class RedisStore:
         if newest is not None:
             low = self._start_of(newest, key, high, low, rows_at_once)
         while True:
-            rows: list[_Row] = self._command("XRANGE", key, low, high, "COUNT", rows_at_once)
+            rows: list[_Row] = self.command("XRANGE", key, low, high, "COUNT", rows_at_once)
             if session is None:
                 yield from self._follow(tag, rows)
             else:
@@ -247,7 +256,7 @@ class RedisStore:
 
     def _rows_at_once(self, tag: str, session: str) -> int:
         """Return how many of a session's entries hold about _ROWS_BYTES, so that no page outlasts the timeout."""
-        held = self._command("HGET", f"{tag}sessions", session)
+        held = self.command("HGET", f"{tag}sessions", session)
         if held is None:
             return _ROWS
         records, size, _ = map(int, held.split())
@@ -284,7 +293,7 @@ class RedisStore:
         """Return the id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
         left = newest
         while True:
-            rows = self._command("XREVRANGE", key, high, low, "COUNT", min(left, rows_at_once))
+            rows = self.command("XREVRANGE", key, high, low, "COUNT", min(left, rows_at_once))
             if len(rows) < min(left, rows_at_once):
                 return low
             left -= len(rows)
@@ -297,20 +306,21 @@ class RedisStore:
         """Enter the namespace in the list of all. Raises StoreVersionError if an older release has written its log."""
         if namespace in self._known:
             return
-        if self._command("EXISTS", f"{{{self._prefix}:{namespace}}}:log"):
+        if not self._converting and self.command("EXISTS", f"{{{self.prefix}:{namespace}}}:log"):
             raise StoreVersionError(
                 f"{self._shown}: an older release wrote the log {namespace} here;"
                 f" convert it with: agentspec sessions convert {self._shown}"
             )
-        self._command("SADD", f"{self._prefix}:namespaces", namespace)
+        self.command("SADD", f"{self.prefix}:namespaces", namespace)
         self._known.add(namespace)
 
-    def _command(self, *command: str | bytes | int) -> Any:
+    def command(self, *command: str | bytes | int) -> Any:
+        """Send one command to the server, and return its answer."""
         with self._store_errors():
             return self._execute(*command)
 
     def _tag(self, namespace: str) -> str:
-        return f"{{{self._prefix}:{check_namespace(namespace)}}}:2:"
+        return f"{{{self.prefix}:{check_namespace(namespace)}}}:2:"
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:

@@ -37,9 +37,9 @@ def open_store(url: str) -> Store:
         raise StoreURLError(f"store URL: a string expected, got {type(url).__name__}; supported are {FORMS}")
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
-        return SQLiteStore(_sqlite_path(url))
+        return SQLiteStore(sqlite_path(url))
     if scheme in _OPTIONS:
-        return _open_redis(url, scheme)
+        return open_redis(url)
     if url == "memory://":
         return MemoryStore()
     raise _refused(url, "unknown kind of store")
@@ -62,7 +62,8 @@ def _refused(url: str, why: str) -> StoreURLError:
     return StoreURLError(f"store URL {redact(url)!r}: {why}; supported are {FORMS}")
 
 
-def _sqlite_path(url: str) -> Path:
+def sqlite_path(url: str) -> Path:
+    """Return the file that an SQLite URL names. Raises StoreURLError."""
     _, _, path = url.partition(":///")
     if not path or path.endswith("/"):
         raise _refused(url, "no file named; three slashes and a path are needed")
@@ -76,7 +77,11 @@ def _sqlite_path(url: str) -> Path:
         raise _refused(url, str(error)) from None
 
 
-def _open_redis(url: str, scheme: str) -> Store:
+def open_redis(url: str, *, converting: bool = False) -> RedisStore:
+    """Open the Redis store that ``url`` names. converting: as RedisStore takes it. Raises StoreURLError."""
+    scheme = url.partition(":")[0].lower()
+    if scheme not in _OPTIONS:
+        raise _refused(url, "unknown kind of store")
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port
@@ -101,7 +106,15 @@ def _open_redis(url: str, scheme: str) -> Store:
         raise _refused(url, "prefix takes 1 to 64 letters, digits and . _ : -")
     bare = f"{scheme}://{parts.netloc}{parts.path if scheme == 'unix' else ''}"
     secret = unquote(parts.password) if parts.password else None
-    return RedisStore(bare, shown=redact(url), secret=secret, prefix=prefix, db=int(database), **options)
+    return RedisStore(
+        bare,
+        shown=redact(url),
+        secret=secret,
+        prefix=prefix,
+        converting=converting,
+        db=int(database),
+        **options,
+    )
 
 
 def _redis_options(url: str, scheme: str, parts: SplitResult) -> dict[str, str]:

@@ -1,0 +1,292 @@
+"""Convert stores of the first schema: an SQLite file, or all logs of a Redis server under one prefix.
+
+A turn of then named its parent by a length, and its session by its caller's name. It gets a writer, a number, its
+parent's hashes, and keys made with the server's secret. Sessions of callers with API keys cannot be found under new
+keys: what those callers shared in a named tenant is kept without its session, and the rest is left out.
+"""
+
+import hashlib
+import os
+import re
+import sqlite3
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from agentspec.cache.store.base import NewEntry, Store, check_namespace, mac
+from agentspec.cache.store.records import MessageRecord, TurnRecord, encode
+from agentspec.cache.store.redis_store import RedisStore
+from agentspec.cache.store.sqlite import APPLICATION_ID, SQLiteStore
+from agentspec.cache.store.urls import open_redis, redact, sqlite_path
+from agentspec.cache.suffix_cache import context_hashes
+from agentspec.cache.types import SCOPES, UInt64Array
+from agentspec.errors import AgentSpecError, CorruptRecordError, StoreError, StoreUnavailableError, StoreVersionError
+
+_BATCH = 256
+_BLOCK = 64
+_LOG = re.compile(r"\{[A-Za-z0-9._:-]+\}:log")
+_OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, or a name that one owns
+
+
+@dataclass(slots=True)
+class Converted:
+    """Count records. converted: written anew. damaged: could not be read. unowned: belong to callers with API keys.
+
+    kept_as: where the old data still are; None: they are gone.
+    """
+
+    converted: int = 0
+    damaged: int = 0
+    unowned: int = 0
+    kept_as: str | None = None
+
+
+def convert(url: str, *, secret: str | None = None, tenant: str | None = None) -> Converted:
+    """Convert the store that ``url`` names. No server may use it meanwhile. Needs 8 bytes of memory for each token.
+
+    secret: AGENTSPEC_SECRET of the server; None: it has none, so the store's own secret is used. tenant: the server's
+    named tenant, if any. An SQLite file stays beside the new one under the name ``kept_as``. On Redis old keys are
+    removed. A conversion that was cut off can be repeated.
+    Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreError, StoreUnavailableError.
+    """
+    if url.lower().startswith("sqlite:"):
+        return _convert_file(sqlite_path(url), secret, tenant)
+    if url.startswith("memory:"):
+        raise StoreVersionError(f"{url}: memory holds nothing of an older release")
+    return _convert_redis(open_redis(url, converting=True), redact(url), secret, tenant)
+
+
+class _Converter:
+    """Convert the records of one namespace and append them to a store, in their order."""
+
+    def __init__(self, store: Store, namespace: str, secret: str | None, tenant: str | None, counts: Converted) -> None:
+        self._store, self._namespace, self._tenant, self._counts = store, namespace, tenant, counts
+        self._secret = (store.secret().hex() if secret is None else secret).encode()
+        self._writer = hashlib.blake2b(namespace.encode(), digest_size=8).hexdigest()
+        self._number = 0
+        self._chains: dict[str, _Chain] = {}
+        self._batch: list[NewEntry] = []
+
+    def add(self, session: str, payload: bytes) -> None:
+        self._number += 1
+        chain = self._chains.setdefault(session, _Chain())
+        try:
+            kind, fields, data = _decode(payload)
+            if fields["session"] != session:
+                raise CorruptRecordError("it belongs to another session")
+            record = self._message(fields, data) if kind == "message" else self._turn(fields, data, chain)
+            entry = None if record is None else NewEntry(record.session, encode(record), getattr(record, "group", None))
+        except (AgentSpecError, ValueError, KeyError, TypeError):
+            self._counts.damaged += 1
+            chain.lose()
+            return
+        if entry is None:
+            self._counts.unowned += 1
+            return
+        self._counts.converted += 1
+        self._batch.append(entry)
+        if len(self._batch) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        self._store.append(self._namespace, self._batch)
+        self._batch = []
+
+    def _message(self, fields: dict[str, Any], data: bytes) -> MessageRecord:
+        return MessageRecord(fields["session"], _unpack(data), float(fields["created"]), fields.get("position"))
+
+    def _turn(self, fields: dict[str, Any], data: bytes, chain: "_Chain") -> TurnRecord | None:
+        tokens = np.frombuffer(data, "<i4").astype(np.int32)
+        split, scope, tenant = int(fields["prompt"]), fields.get("scope"), fields.get("tenant")
+        if not 0 <= split <= len(tokens):
+            raise CorruptRecordError("a count is out of range")
+        if scope is None:  # before there were scopes, nothing was shared without a named tenant
+            scope, tenant = "session" if self._tenant is None else "tenant", self._tenant
+        if scope not in SCOPES:
+            raise CorruptRecordError("its scope is not known")
+        session, group = fields["session"], fields.get("group")
+        if fields.get("gap"):
+            chain.lose()
+        kept, parent, block = chain.link(int(fields["kept"]), tokens) if session else (0, 0, 0)
+        if _is_owned(tenant) or (_is_owned(session) and (scope != "tenant" or tenant is None)):
+            return None
+        if _is_owned(session):  # shared in a named tenant, by a caller that cannot be found again
+            session, group, kept, parent, block = "", None, 0, 0, 0
+        return TurnRecord(
+            writer=self._writer,
+            number=self._number,
+            session=mac(self._secret, "session", None, session) if session else "",
+            kept=kept,
+            parent=parent,
+            block=block,
+            prompt_tail=tokens[:split],
+            response=tokens[split:],
+            created=float(fields["created"]),
+            tenant=tenant,
+            group=None if group is None else mac(self._secret, "group", None, group),
+            session_name=session or None,
+            group_name=group,
+            scope=scope,
+        )
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Follow a session's context, whose beginning may be missing, by the hashes after each of its tokens.
+
+    missing: tokens that it lacks in front. base: a number that stands for their hash. lost: the context is not known.
+    """
+
+    missing: int = 0
+    base: int = 0
+    lost: bool = False
+    hashes: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def lose(self) -> None:
+        """Forget the context, because a turn is missing."""
+        self.lost = True
+
+    def link(self, kept: int, tokens: Any) -> tuple[int, int, int]:
+        """Add a turn that repeats ``kept`` tokens. Return how many, their hash, and that at their last block."""
+        if self.lost or not self.missing <= kept <= self.missing + len(self.hashes):
+            self.missing, self.lost, self.hashes = kept, False, np.empty(0, np.uint64)
+            self.base = int.from_bytes(os.urandom(8)) | 1 if kept else 0
+        parent, block = self._hash_at(kept), self._hash_at(kept // _BLOCK * _BLOCK)
+        self.hashes = np.concatenate([self.hashes[: kept - self.missing], context_hashes(tokens, parent, kept)])
+        return kept, parent, block
+
+    def _hash_at(self, length: int) -> int:
+        at = length - self.missing
+        return int(self.hashes[at - 1]) if at > 0 else self.base
+
+
+def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Converted:
+    new, old = path.with_name(f"{path.name}.converting"), path.with_name(f"{path.name}.schema-1")
+    counts = Converted(kept_as=str(old))
+    for leftover in _files(new):
+        leftover.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None)) as connection:
+            _check_file(connection, path)
+            connection.execute("BEGIN IMMEDIATE")  # nobody may write meanwhile
+            with closing(SQLiteStore(new)) as store:
+                _convert_rows(connection, store, secret, tenant, counts)
+            connection.execute("COMMIT")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        path.rename(old)
+        new.rename(path)
+        for leftover in _files(path)[1:]:  # of the old file; it was emptied before
+            leftover.unlink(missing_ok=True)
+    except (sqlite3.OperationalError, OSError) as error:
+        raise StoreUnavailableError(f"{path}: {error}; stop the servers that use it, and try again") from error
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{path}: {error}") from error
+    return counts
+
+
+def _check_file(connection: sqlite3.Connection, path: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise StoreError(f"{path}: not a store of agentspec; name another file")
+    if version != 1:
+        raise StoreVersionError(f"{path}: schema version {version} needs no conversion")
+
+
+def _convert_rows(
+    connection: sqlite3.Connection, store: Store, secret: str | None, tenant: str | None, counts: Converted
+) -> None:
+    converters: dict[str, _Converter] = {}
+    for namespace, session, payload in connection.execute(
+        "SELECT namespace, session, payload FROM entries ORDER BY sequence"
+    ):
+        if namespace not in converters:
+            converters[namespace] = _Converter(store, check_namespace(namespace), secret, tenant, counts)
+        converters[namespace].add(session, payload)
+    for converter in converters.values():
+        converter.flush()
+
+
+def _files(path: Path) -> list[Path]:
+    return [path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))]
+
+
+def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: str | None) -> Converted:
+    counts = Converted()
+    with closing(store):
+        names = (_LOG.fullmatch(key) for key in _keys(store, f"{{{store.prefix}:*}}:log"))
+        logs = sorted(name[0] for name in names if name is not None)
+        if not logs:
+            raise StoreVersionError(f"{shown}: no log of an older release is here")
+        for log in logs:
+            tag = log.removesuffix(":log")
+            namespace = check_namespace(tag.removeprefix(f"{{{store.prefix}:").removesuffix("}"))
+            _delete(store, _keys(store, f"{tag}:2:*"))  # what a conversion left that was cut off
+            converter = _Converter(store, namespace, secret, tenant, counts)
+            for session, payload in _old_entries(store, tag):
+                converter.add(session, payload)
+            converter.flush()
+            _delete(store, [*_keys(store, f"{tag}:s:*"), *_keys(store, f"{tag}:w:*")])
+            _delete(store, [f"{tag}:sessions", log])  # the log last, because it shows that there is work to do
+    return counts
+
+
+def _old_entries(store: RedisStore, tag: str) -> Iterator[tuple[str, bytes]]:
+    low = "-"
+    while rows := store.command("XRANGE", f"{tag}:log", low, "+", "COUNT", _BATCH):
+        for number, fields in rows:
+            session = fields[b"s"].decode()
+            for _, record in store.command("XRANGE", f"{tag}:s:{session}", number, number):
+                yield session, record[b"p"]
+        low = f"({rows[-1][0].decode()}"
+
+
+def _keys(store: RedisStore, pattern: str) -> list[str]:
+    found: set[str] = set()
+    cursor = b"0"
+    while True:
+        cursor, keys = store.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+        found.update(key.decode() for key in keys)
+        if int(cursor) == 0:
+            return list(found)
+
+
+def _delete(store: RedisStore, keys: list[str]) -> None:
+    for key in keys:
+        store.command("DEL", key)
+
+
+def _decode(payload: bytes) -> tuple[str, dict[str, Any], bytes]:
+    """Return kind, fields and data of a record of version 1. Raises CorruptRecordError, ValueError or TypeError."""
+    envelope = _unpack(payload)
+    kind, crc, meta, data = (envelope[key] for key in ("kind", "crc", "meta", "data"))
+    name = kind.encode()
+    head = struct.pack("<BIQQ", 1, len(name), len(meta), len(data)) + name
+    if (
+        envelope["v"] != 1
+        or kind not in ("turn", "message")
+        or crc != zlib.crc32(data, zlib.crc32(meta, zlib.crc32(head)))
+    ):
+        raise CorruptRecordError("the checksum does not hold")
+    fields = _unpack(meta)
+    if not isinstance(fields, dict) or not isinstance(fields["session"], str):
+        raise CorruptRecordError("its fields cannot be read")
+    return kind, fields, data
+
+
+def _unpack(packed: bytes) -> Any:
+    try:
+        return msgpack.unpackb(packed, raw=False, strict_map_key=True, unicode_errors="surrogatepass")
+    except Exception as error:  # msgpack raises a dozen types
+        raise CorruptRecordError(f"not a record: {error}") from error
+
+
+def _is_owned(name: str | None) -> bool:
+    return name is not None and _OWNED.fullmatch(name) is not None

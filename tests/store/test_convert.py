@@ -1,0 +1,189 @@
+"""Stores of the first schema, as that release wrote them, become stores of this one."""
+
+import sqlite3
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import redis
+
+from agentspec.cache.store import MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
+from agentspec.cache.store.contexts import SessionContexts
+from agentspec.cache.store.convert import Converted, convert
+from agentspec.cache.store.sqlite import APPLICATION_ID
+from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
+from agentspec.testing.redis_server import RedisServer
+from tests.store.helpers import NS
+
+SECRET = "a secret of the operator"
+OWNER = "0123456789abcdef" * 2  # how the old release wrote a caller with an API key
+
+
+def old_record(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
+    """A record of version 1."""
+    packed = msgpack.packb(meta)
+    head = struct.pack("<BIQQ", 1, len(kind), len(packed), len(data)) + kind.encode()
+    crc = zlib.crc32(data, zlib.crc32(packed, zlib.crc32(head)))
+    made: bytes = msgpack.packb({"v": 1, "kind": kind, "crc": crc, "meta": packed, "data": data})
+    return made
+
+
+def old_turn(session: str, kept: int, tail: list[int], response: list[int], **fields: Any) -> tuple[str, bytes]:
+    meta = {"session": session, "created": 5.0, "kept": kept, "prompt": len(tail), "scope": "tenant", **fields}
+    return session, old_record(
+        "turn", {k: v for k, v in meta.items() if v is not None}, np.array(tail + response, "<i4").tobytes()
+    )
+
+
+LONG = list(range(100, 300))
+ENTRIES = [
+    old_turn("s", 0, [1, 2, 3], LONG, group="g"),
+    old_turn("other", 0, [7], [8, 9]),
+    old_turn("s", 203, [4, 5], [6]),
+    old_turn("", 0, [1], [2, 3]),
+    old_turn("s", 100, [9, 9], [8]),  # an edited history
+    old_turn("s", 900, [1], [2, 2], gap=True),  # the turn before it was lost
+    old_turn("s", 903, [5], [5]),
+    ("s", b"damaged"),
+    old_turn(f"{OWNER}/s", 0, [1], [5, 6], tenant=OWNER),
+    old_turn(f"{OWNER}/s", 0, [1], [6, 7], tenant="acme"),
+    old_turn("unscoped", 0, [1], [2], scope=None),
+    (
+        "chat",
+        old_record("message", {"session": "chat", "created": 6.0, "position": 3}, msgpack.packb({"role": "user"})),
+    ),
+]
+
+
+def old_file(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute("PRAGMA user_version = 1")
+    connection.execute(
+        "CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL,"
+        " session TEXT NOT NULL, payload BLOB NOT NULL)"
+    )
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.executemany(
+        "INSERT INTO entries (namespace, session, payload) VALUES (?, ?, ?)",
+        [(NS, *entry) for entry in ENTRIES] + [("other", *ENTRIES[1])],
+    )
+    connection.commit()
+    connection.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def old_log(server: RedisServer) -> redis.Redis:
+    client: redis.Redis = redis.Redis(port=server.port)
+    client.flushall()
+    for namespace, entries in ((NS, ENTRIES), ("other", ENTRIES[1:2])):
+        tag = f"{{agentspec:{namespace}}}"
+        for session, payload in entries:
+            number = client.xadd(f"{tag}:log", {"s": session})
+            client.xadd(f"{tag}:s:{session}", {"p": payload}, id=number)
+            client.sadd(f"{tag}:sessions", session)
+        client.set(f"{tag}:w:somebody", 3)
+    return client
+
+
+def found(store: Store, session: str | None = None, namespace: str = NS) -> list[Record]:
+    key = None if session is None else mac(SECRET.encode(), "session", None, session)
+    return [decode(entry.payload) for entry in store.read(namespace, session=key)]
+
+
+def check(store: Store) -> None:
+    """What was said is found by its new names and hashes."""
+    turns = [record for record in found(store) if isinstance(record, TurnRecord)]
+    assert [turn.response.tolist() for turn in turns] == [
+        *(LONG, [8, 9], [6], [2, 3], [8], [2, 2], [5], [6, 7], [2]),
+    ]
+    assert len({(turn.writer, turn.number) for turn in turns}) == 9
+    assert turns[7].session == "" and turns[7].tenant == "acme"
+    assert (turns[8].scope, turns[8].tenant) == ("session", None)
+    contexts = SessionContexts()
+    session = [record for record in found(store, "s") if isinstance(record, TurnRecord)]
+    prompts = [contexts.add(record) for record in session]
+    first = [1, 2, 3, *LONG]
+    assert [None if prompt is None else prompt.tolist() for prompt in prompts] == [
+        [1, 2, 3], [*first, 4, 5], [*first[:100], 9, 9], None, None,
+    ]  # fmt: skip
+    assert session[4].parent != session[3].parent != 0
+    assert session[0].session_name == "s"
+    (message,) = [record for record in found(store) if isinstance(record, MessageRecord)]
+    assert message == MessageRecord("chat", {"role": "user"}, 6.0, 3)
+    assert [len(list(store.read(NS, group=mac(SECRET.encode(), "group", None, "g"))))] == [1]
+    assert len(found(store, "other", "other")) == 1
+
+
+ALL = Converted(converted=11, damaged=1, unowned=1)
+
+
+def test_a_file_is_converted_and_the_old_one_kept_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "server.db"
+    old_file(path)
+    url = f"sqlite:///{path}"
+    with pytest.raises(StoreVersionError, match="agentspec sessions convert"):
+        open_store(url)
+    (tmp_path / "server.db.converting").write_bytes(b"of a conversion that was cut off")
+    assert convert(url, secret=SECRET) == replace(ALL, kept_as=f"{path}.schema-1")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["server.db", "server.db.schema-1"]
+    store = open_store(url)
+    check(store)
+    store.close()
+    with pytest.raises(StoreVersionError, match="needs no conversion"):
+        convert(url)
+
+
+def test_a_redis_log_is_converted_and_its_keys_removed(server: RedisServer) -> None:
+    client = old_log(server)
+    with pytest.raises(StoreVersionError, match="agentspec sessions convert"):
+        list(open_store(server.url).read(NS))
+    client.xadd(f"{{agentspec:{NS}}}:2:log", {"s": "of a conversion", "b": 1})
+    assert convert(server.url, secret=SECRET) == ALL
+    keys = [key.decode() for key in client.scan_iter()]
+    assert all(":2:" in key or key in ("agentspec:namespaces", "agentspec:secret") for key in keys)
+    check(open_store(server.url))
+    with pytest.raises(StoreVersionError, match="no log of an older release"):
+        convert(server.url)
+
+
+def test_without_a_secret_of_the_operator_the_stores_own_makes_the_keys(tmp_path: Path) -> None:
+    old_file(tmp_path / "server.db")
+    url = f"sqlite:///{tmp_path / 'server.db'}"
+    convert(url, tenant="acme")
+    store = open_store(url)
+    key = mac(store.secret().hex().encode(), "session", None, "unscoped")
+    (record,) = [decode(entry.payload) for entry in store.read(NS, session=key)]
+    assert isinstance(record, TurnRecord)
+    assert (record.tenant, record.scope) == ("acme", "tenant")
+
+
+def test_a_file_in_use_or_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "server.db"
+    old_file(path)
+    with sqlite3.connect(path, isolation_level=None) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="stop the servers"):
+            convert(f"sqlite:///{path}")
+        writer.execute("ROLLBACK")
+    writer.close()
+    other = tmp_path / "other.db"
+    sqlite3.connect(other).execute("CREATE TABLE x (y)")
+    with pytest.raises(StoreError, match="not a store"):
+        convert(f"sqlite:///{other}")
+    with pytest.raises(StoreUnavailableError):
+        convert(f"sqlite:///{tmp_path}/missing.db")
+    assert not (tmp_path / "missing.db").exists()
+    with pytest.raises(StoreVersionError):
+        convert("memory://")
