@@ -24,7 +24,6 @@ using Probabilities = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::d
 using Name = std::optional<std::string>;
 
 std::span<const std::int32_t> view(const Vector& array) { return {array.data(), array.size()}; }
-std::vector<Token> copy(const Vector& array) { return {array.data(), array.data() + array.size()}; }
 const std::string* pointer(const Name& key) { return key ? &*key : nullptr; }
 
 // Hands a vector's memory to numpy without copying it. A vector of arrays becomes one row for each array.
@@ -199,7 +198,7 @@ nb::tuple candidates(Cache& cache, std::size_t slot) {
 nb::object finish(Cache& cache, std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record) {
   std::optional<Turn> turn = without_gil([&] { return cache.finish(slot, output_limit, record); });
   if (!turn) return nb::none();
-  return nb::make_tuple(turn->kept, turn->parent, turn->block, to_numpy(std::move(turn->prompt_tail)), to_numpy(std::move(turn->response)));
+  return nb::make_tuple(turn->kept, turn->parent, turn->block, turn->prompt_tail, to_numpy(std::move(turn->tokens)));
 }
 
 // Returns the hash of a context after each of the tokens that it goes on with.
@@ -295,7 +294,9 @@ NB_MODULE(_native, module) {
              std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail, const Vector& response,
              std::uint64_t record) {
             const Names names{pointer(session), pointer(group), pointer(tenant), shared};
-            cache.restore(names, {kept, parent, block, copy(prompt_tail), copy(response), record});
+            std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
+            tokens.insert(tokens.end(), view(response).begin(), view(response).end());
+            cache.restore(names, {kept, parent, block, std::move(tokens), prompt_tail.size(), record});
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "parent"_a, "block"_a,
           "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, Released())

@@ -291,8 +291,9 @@ class SuffixCache:
         self._release(request_id)
         if turn is None:
             return None
-        kept, parent, block, tail, response = turn
-        of_session = (names.tenant, names.session, kept, as_given(tail), response, names.group, names.scope)
+        kept, parent, block, count, tokens = turn
+        tail, response = as_given(tokens[:count]), tokens[count:]
+        of_session = (names.tenant, names.session, kept, tail, response, names.group, names.scope)
         return FinishedTurn(*of_session, parent, block, writer, number)
 
     def abort(self, request_id: str) -> None:

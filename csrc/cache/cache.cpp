@@ -107,7 +107,7 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
 void Cache::begin_text(Request& request, std::span<const Token> prompt) {
   request.prompt_length = request.state.begin = prompt.size();
   std::size_t begin = 0, end = 0;  // of what the session holds
-  if (request.session) {
+  if (request.session && !request.session->gone) {
     request.blocks.clear();
     ContextHash().add(prompt, request.blocks);
     if (const auto known = request.session->find(prompt, request.blocks)) {
@@ -141,11 +141,11 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
 }
 
 Turn Cache::turn_of(const Request& request, std::optional<std::size_t> output_limit) {
-  const auto prompt = request.index.text().first(request.prompt_length);
-  auto response = request.index.text().subspan(request.prompt_length);
-  if (output_limit) response = response.first(std::min(response.size(), *output_limit));
+  const auto text = request.index.text();
+  const auto prompt = text.first(request.prompt_length);
+  const std::size_t response = std::min(text.size() - prompt.size(), output_limit.value_or(text.size()));
   Turn turn;
-  auto tail = last_of(prompt, kOverlap);
+  turn.prompt_tail = std::min(prompt.size(), kOverlap);
   if (request.session) {
     const auto known = request.session->find(prompt, request.blocks);
     if (known) turn.kept = known->length;
@@ -153,10 +153,10 @@ Turn Cache::turn_of(const Request& request, std::optional<std::size_t> output_li
     ContextHash parent{turn.block, turn.kept / kBlock * kBlock};
     for (const Token token : prompt.subspan(parent.length, turn.kept - parent.length)) parent.add(token);
     turn.parent = parent.value;
-    tail = prompt.subspan(turn.kept);
+    turn.prompt_tail = prompt.size() - turn.kept;
   }
-  turn.prompt_tail.assign(tail.begin(), tail.end());
-  turn.response.assign(response.begin(), response.end());
+  const auto added = text.subspan(prompt.size() - turn.prompt_tail, turn.prompt_tail + response);
+  turn.tokens.assign(added.begin(), added.end());
   return turn;
 }
 
@@ -194,8 +194,7 @@ void Cache::restore(Names names, Turn turn) {
 void Cache::keep(const Request& of, const Turn& turn, bool restored) {
   bool wanted = true;  // by the group and the tenant: a restored turn without a record must bring something new
   std::vector<Token> context;
-  const bool has_text = !turn.prompt_tail.empty() || !turn.response.empty();
-  if (of.session && has_text) {
+  if (of.session && !turn.tokens.empty()) {
     context = of.session->context_of(turn);
     if (!of.session->holds(turn.record)) {
       const bool is_new = of.session->append(turn);
@@ -203,18 +202,19 @@ void Cache::keep(const Request& of, const Turn& turn, bool restored) {
       entries_.trim(*of.session);
     }
   }
-  if (of.shared && !turn.response.empty() && wanted) {
-    context.insert(context.end(), turn.prompt_tail.begin(), turn.prompt_tail.end());
+  if (of.shared && !turn.response().empty() && wanted) {
+    const auto tail = last_of(std::span(turn.tokens).first(turn.prompt_tail), kOverlap);
+    context.insert(context.end(), tail.begin(), tail.end());
     const auto kept_context = last_of(context, drafter_->kept_context());
     const std::string* session = of.session ? &of.session->key : nullptr;
     for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
-      group->corpus.add(session, turn.record, kept_context, turn.response);
+      group->corpus.add(session, turn.record, kept_context, turn.response());
       entries_.touch(*group);
       entries_.count(*group);
     }
   }
-  if (of.session && has_text) {
+  if (of.session && !turn.tokens.empty()) {
     entries_.touch(*of.session);
     entries_.count(*of.session);
   }

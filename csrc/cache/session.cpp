@@ -143,8 +143,7 @@ void Session::begin_document(const std::optional<Prefix>& prefix, ContextHash co
 }
 
 bool Session::append(const Turn& turn) {
-  std::vector<Token> tokens(turn.prompt_tail);
-  tokens.insert(tokens.end(), turn.response.begin(), turn.response.end());
+  const std::span<const Token> tokens = turn.tokens;
   std::vector<std::uint64_t> blocks;
   ContextHash context{turn.parent, turn.kept};
   newest_ = context;
@@ -155,12 +154,12 @@ bool Session::append(const Turn& turn) {
   auto end = prefix ? prefix->position : Position{0};
   if (is_new) {
     if (!prefix || prefix->position != text_.size()) {
-      for (const Token token : std::span(tokens).first(known)) context.add(token);
+      for (const Token token : tokens.first(known)) context.add(token);
       begin_document(prefix, context, tokens[known]);
       if (!prefix && turn.kept % kBlock != 0) places_.try_emplace(turn.block, kNowhere);
     }
     const std::size_t begin = text_.size() - known;  // where all of the tokens would begin
-    text_.append(std::span(tokens).subspan(known));
+    text_.append(tokens.subspan(known));
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       const std::size_t count = (turn.kept / kBlock + b + 1) * kBlock - turn.kept;
       if (count > known) set_place(blocks[b], static_cast<Position>(begin + count));

@@ -16,10 +16,13 @@ namespace agentspec {
 
 // Holds what a finished request adds to its session, group and tenant.
 struct Turn {
-  std::size_t kept = 0;                        // tokens of the context that the session held already
-  std::uint64_t parent = 0, block = 0;         // hashes of that context, and of it up to its last block boundary
-  std::vector<Token> prompt_tail, response;    // the rest of the prompt, and the response
-  std::uint64_t record = 0;                    // names the turn in the store; 0: it has no name
+  std::size_t kept = 0;                 // tokens of the context that the session held already
+  std::uint64_t parent = 0, block = 0;  // hashes of that context, and of it up to its last block boundary
+  std::vector<Token> tokens;            // the rest of the prompt, and the response
+  std::size_t prompt_tail = 0;          // how many of them are the prompt's
+  std::uint64_t record = 0;             // names the turn in the store; 0: it has no name
+
+  std::span<const Token> response() const { return std::span(tokens).subspan(prompt_tail); }
 };
 
 // The first `length` tokens of a context. A session has the last of them before text[position].

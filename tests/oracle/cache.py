@@ -295,7 +295,8 @@ class Oracle:
     def _begin_text(self, request: Request, prompt: list[int]) -> None:
         """Put the prompt into a request's empty index."""
         request.prompt_length = request.state.begin = len(prompt)
-        begin, end = request.session.held_of(prompt) if request.session else (0, 0)
+        session = request.session
+        begin, end = session.held_of(prompt) if session and not session.gone else (0, 0)
         self._drafter.start(request.index, prompt, begin, end)
 
     def _rewind(self, request: Request, row: list[int]) -> None:
