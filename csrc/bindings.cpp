@@ -328,6 +328,18 @@ NB_MODULE(_native, module) {
       .def("stats", &stats)
       .def("worked", &Cache::worked)
       .def("recount", &recount)
-      .def("save", &Cache::save, "path"_a, Released())
-      .def("load", &Cache::load, "path"_a, Released());
+      .def(
+          "save",
+          [](Cache& cache, const std::string& path, const std::string& identity, const nb::bytes& note) {
+            const std::string text(note.c_str(), note.size());
+            return without_gil([&] { return cache.save(path, identity, text); });
+          },
+          "path"_a, "identity"_a, "note"_a)
+      .def(
+          "load",
+          [](Cache& cache, const std::string& path, const std::string& identity) {
+            const std::string note = without_gil([&] { return cache.load(path, identity); });
+            return nb::bytes(note.data(), note.size());
+          },
+          "path"_a, "identity"_a);
 }

@@ -84,6 +84,7 @@ DEFAULT_WORK_SECONDS = 0.0005
 
 _ALL = 2**62
 _LONG = 1e6
+_SAVE_TRIES = 5
 _UNNAMED = ""
 """The core's name for the tenant of all requests that name no tenant."""
 
@@ -382,16 +383,32 @@ class SuffixCache:
         """Replace all budgets. Each of the following calls evicts a part of what exceeds them."""
         self._core.resize(limit_numbers(max_tokens, max_bytes, per_tenant, per_session))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, identity: str = "", note: bytes = b"") -> None:
         """Write sessions, groups, tenants and what was learned to a file, without running requests.
 
-        The call first indexes pending text. It writes beside `path` and then renames, so the file is never incomplete.
-        Raises SnapshotError if the file cannot be written.
+        Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
+        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it.
+        identity: what the snapshot is good for, such as a model and a policy; loading compares it. note: given back by
+        loading. Raises SnapshotError if the file cannot be written, or because sessions are erased all the time.
         """
         try:
-            self._core.save(str(path))
+            for _ in range(_SAVE_TRIES):
+                if self._core.save(str(path), identity, note):
+                    return
         except (OSError, RuntimeError) as error:
             raise SnapshotError(f"{path}: cannot save the snapshot: {error}") from error
+        raise SnapshotError(f"{path}: cannot save the snapshot: sessions are being erased; try again later")
+
+    def load_snapshot(self, path: str | Path, *, identity: str = "") -> bytes:
+        """Load what was saved under the same identity into this cache, which must be new. Return the note.
+
+        Another thread may call it. Raises SnapshotError, naming the fault, for a file that is damaged, of another
+        version or identity, and if the cache is in use already.
+        """
+        try:
+            return self._core.load(str(path), identity)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SnapshotError(f"{path}: cannot load the snapshot: {error}") from error
 
     @classmethod
     def load(
@@ -405,10 +422,10 @@ class SuffixCache:
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
     ) -> "SuffixCache":
-        """Return a cache with the contents of a file from `save`. The file is mapped; pages are copied on write.
+        """Return a cache with the contents of a file from `save`.
 
         The other arguments are those of SuffixCache. If `policy` learns differently, what was learned is dropped.
-        Raises SnapshotError, naming the fault, for a file that is damaged or of another version.
+        Raises SnapshotError as `load_snapshot` does.
         """
         cache = cls(
             max_tokens=max_tokens,
@@ -418,10 +435,7 @@ class SuffixCache:
             policy=policy,
             vocab_size=vocab_size,
         )
-        try:
-            cache._core.load(str(path))
-        except (OSError, RuntimeError) as error:
-            raise SnapshotError(f"{path}: cannot load the snapshot: {error}") from error
+        cache.load_snapshot(path)
         return cache
 
     def stats(self) -> CacheStats:

@@ -1,7 +1,9 @@
 #include "cache/cache.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "drafting/arctic_suffix_rule.hpp"
@@ -10,6 +12,7 @@
 namespace agentspec {
 namespace {
 
+constexpr std::chrono::microseconds kBetweenSlices{200};  // in which a saver leaves the lock to others
 constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two looks at other callers
 
 bool is_same(Token in_text, Token in_row) {
@@ -237,7 +240,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
       if (!std::exchange(dropped, true)) group->corpus.drop_session("s" + session);
       group->corpus.sweep(kSweepPerSlice);
       entries_.count(*group);
-      more = !group->corpus.swept();
+      more = group->has_work() && !group->corpus.swept();
       if (!more && group->tenant) entries_.forget_if_empty(*group);
     }
   }
@@ -417,23 +420,68 @@ Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts e
   return drafts;
 }
 
-void Cache::save(const std::string& path) {
-  std::lock_guard lock(mutex_);
+bool Cache::save(const std::string& path, const std::string& identity, const std::string& note) {
+  std::lock_guard saving(saving_);
   SnapshotWriter writer(path);
+  writer.string(identity);
+  writer.string(note);
   writer.number(static_cast<std::uint64_t>(vocab_size_));
-  entries_.save(writer);
+  CacheEntries::Cursor next;
+  std::uint64_t erasures = 0;
+  {
+    std::lock_guard lock(mutex_);
+    erasures = entries_.erasures;
+  }
+  for (bool more = true, again = false; more;) {
+    const auto mark = writer.mark();
+    const CacheEntries::Cursor here = next;
+    Thawing thawing{*this, nullptr};
+    {
+      std::lock_guard lock(mutex_);
+      more = entries_.save_some(writer, next, thawing.entry);
+    }
+    const bool whole = writer.flush([&](const auto& copy) {
+      std::this_thread::sleep_for(kBetweenSlices);
+      std::lock_guard lock(mutex_);
+      return !thawing.entry->gone && thawing.entry->index().frozen() && copy();
+    });
+    if (whole) {
+      again = false;
+    } else {  // it was erased, evicted or cut: tried again once, as it is now
+      writer.rewind(mark);
+      if (!again) next = here;
+      more = true;
+      again = !again;
+    }
+    std::this_thread::sleep_for(kBetweenSlices);
+  }
+  writer.flush([](const auto&) { return true; });
+  {
+    std::lock_guard lock(mutex_);
+    if (entries_.erasures != erasures) return false;
+  }
   writer.commit();
+  return true;
 }
 
-void Cache::load(const std::string& path) {
-  std::lock_guard lock(mutex_);
+std::string Cache::load(const std::string& path, const std::string& identity) {
   SnapshotReader reader(path);
+  if (const std::string its = reader.string(); its != identity) {
+    throw std::runtime_error("it was saved for " + (its.empty() ? "nothing in particular" : its) + ", not for " + identity);
+  }
+  std::string note = reader.string();
   const auto vocabulary = static_cast<std::int64_t>(reader.number());
   if (vocabulary > vocab_size_) {
     throw std::runtime_error("it was saved with vocab_size=" + std::to_string(vocabulary) + ", which is more than " +
                              std::to_string(vocab_size_) + ": it belongs to another model");
   }
-  entries_.load(reader);
+  CacheEntries loaded(settings_, entries_.limits);
+  loaded.load(reader, vocab_size_);
+  std::lock_guard lock(mutex_);
+  if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
+  loaded.limits = entries_.limits;
+  entries_ = std::move(loaded);
+  return note;
 }
 
 }  // namespace agentspec

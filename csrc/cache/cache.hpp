@@ -112,11 +112,25 @@ class Cache {
   // Returns every scored position of the request's last draft.
   std::vector<ScoredPosition> candidates(std::size_t slot);
 
-  // Save and load sessions, groups, tenants and what was learned, but no running requests. Throw std::runtime_error.
-  void save(const std::string& path);
-  void load(const std::string& path);  // into a new cache
+  // Saves sessions, groups, tenants and what was learned, but no running requests. Steps may run meanwhile: the lock is
+  // held for a piece of a millisecond at a time. Returns false, and leaves the file alone, if a session was erased
+  // meanwhile. `identity` says what the snapshot is good for, `note` is the caller's. Throws std::runtime_error.
+  bool save(const std::string& path, const std::string& identity, const std::string& note);
+  // Loads into an empty cache what was saved under the same identity. Returns the note. Throws std::runtime_error.
+  std::string load(const std::string& path, const std::string& identity);
 
  private:
+  // Thaws an entry in the end, if there is one.
+  struct Thawing {
+    Cache& cache;
+    std::shared_ptr<CacheEntry> entry;
+    ~Thawing() {
+      if (!entry) return;
+      std::lock_guard lock(cache.mutex_);
+      cache.entries_.thaw(*entry);
+    }
+  };
+
   Request& request(std::size_t slot) { return *requests_.at(slot); }
   // Returns the entry whose learned state a request uses and adds to; null: it has its own.
   static CacheEntry* teacher_of(const Request& request);
@@ -134,6 +148,7 @@ class Cache {
   std::size_t draft_limit(std::int32_t room) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
+  std::mutex saving_;  // taken before `mutex_`: one snapshot at a time
   std::mutex mutex_;
   PolicySettings settings_;
   std::int64_t vocab_size_;

@@ -55,13 +55,14 @@ void Corpus::drop_session(const std::string& session) {
   documents_.erase_if([&](const Document& document) {
     if (document.session != hash) return false;
     forget(document);
+    index_.freeze(false);
     dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
     return true;
   });
 }
 
 std::size_t Corpus::sweep(std::size_t budget) {
-  if (dropped_.empty() || budget == 0) return 0;
+  if (dropped_.empty() || budget == 0 || (index_.frozen() && erased_ == 0)) return 0;
   const std::size_t most = (budget + kSweepCost - 1) / kSweepCost;
   const Stopwatch stopwatch;
   std::size_t done = 0;
@@ -101,14 +102,28 @@ void Corpus::release(bool removed) {
   }
 }
 
-void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& documents) {
+// Throws unless the documents lie in the text, none in another, and hold all that is indexed.
+void Corpus::restore(SnapshotReader& reader, const std::vector<Document>& documents,
+                     const std::vector<Document>& dropped) {
+  std::vector<Document> all = documents;
+  all.insert(all.end(), dropped.begin(), dropped.end());
+  std::ranges::sort(all, {}, &Document::begin);
+  bool right = erased_ <= dropped.size() && std::ranges::is_sorted(documents, {}, &Document::begin);
+  Position last = 0;
+  std::size_t indexed = 0;
+  for (const Document& document : all) {
+    right = right && document.begin >= last && document.begin <= document.end && document.end <= index_.size();
+    if (right) indexed += index_.indexed_in(document.begin, document.end);
+    last = document.end;
+  }
+  if (!right || indexed != index_.indexed()) reader.damaged("a document lies outside its text");
   documents_.assign(documents.begin(), documents.end());
-  for (const Document& document : documents_) {
-    if (document.begin > document.end || document.end > index_.size())
-      reader.damaged("a document lies outside its text");
+  dropped_.assign(dropped.begin(), dropped.end());
+  for (const Document& document : documents) {
     tokens_ += document.end - document.begin;
     if (document.record != 0) records_.insert(document.record);
   }
+  for (const Document& document : dropped) dropped_tokens_ += document.end - document.begin;
 }
 
 std::size_t Corpus::bytes() const {

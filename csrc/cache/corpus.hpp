@@ -46,17 +46,22 @@ class Corpus {
   std::size_t bytes() const;    // in memory now
   std::size_t leaving() const;  // about as many of them will go with the dropped documents
 
-  // Saves or loads the corpus. To be saved it must be swept().
+  // See SuffixIndex. Erasing thaws it, too.
+  void freeze(bool frozen) { index_.freeze(frozen); }
+  bool has_work() const { return index_.frozen() ? erased_ > 0 : index_.pending() > 0 || !dropped_.empty(); }
+
   template <class Archive>
   void describe(Archive& archive) {
-    std::vector<Document> documents(documents_.begin(), documents_.end());
+    std::vector<Document> documents(documents_.begin(), documents_.end()), dropped(dropped_.begin(), dropped_.end());
     archive.vector(documents);
+    archive.vector(dropped);
+    archive.number(erased_);
     index_.describe(archive);
-    if constexpr (Archive::kLoading) restore(archive, documents);
+    if constexpr (Archive::kLoading) restore(archive, documents, dropped);
   }
 
  private:
-  void restore(SnapshotReader& reader, const std::vector<Document>& documents);
+  void restore(SnapshotReader& reader, const std::vector<Document>& documents, const std::vector<Document>& dropped);
   void release(bool removed);
   void forget(const Document& document);
 

@@ -7,7 +7,6 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kEverything = std::size_t{1} << 62;
 constexpr std::size_t kLightly = std::size_t{64} << 10;  // bytes that are given back at once
 constexpr std::size_t kDug = std::size_t{1} << 20;       // bytes that are given back in one go
 constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session without a budget of its own: cutting it copies
@@ -313,7 +312,10 @@ std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::stri
 
 namespace {
 
-// Saves or loads `learned`, if there is any. A table or reranker of another size stays new: other settings made it.
+constexpr std::uint64_t kEndOfEntries = 0, kOfTenant = 1, kOfEntry = 2;  // what follows in a snapshot
+constexpr std::size_t kSavedAtOnce = std::size_t{128} << 10;  // bytes; larger entries are frozen and copied in slices
+
+// Saves or loads `learned`, if there is any. A reranker of another size stays new: another budget made it.
 template <class Archive>
 void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicySettings& settings, unsigned bits) {
   std::uint64_t there = learned != nullptr;
@@ -325,9 +327,8 @@ void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicyS
 }
 
 template <class Archive>
-void describe(Archive& archive, CacheEntry& entry, const PolicySettings& settings) {
+void describe(Archive& archive, CacheEntry& entry) {
   if (entry.is_session()) {
-    describe(archive, entry.learned, settings, Learned::kSessionBits);
     static_cast<Session&>(entry).describe(archive);
   } else {
     static_cast<Group&>(entry).describe(archive);
@@ -336,62 +337,82 @@ void describe(Archive& archive, CacheEntry& entry, const PolicySettings& setting
 
 }  // namespace
 
-// Indexes and sweeps all that waits.
-void CacheEntries::settle(CacheEntry& entry) {
-  while (entry.has_work()) entry.advance(kEverything);
-  count(entry);
+template <class Entry>
+bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next,
+                             std::shared_ptr<CacheEntry>& frozen) {
+  auto at = next.begun ? map.by_key.upper_bound(next.key) : map.by_key.begin();
+  for (; at != map.by_key.end(); ++at) {
+    CacheEntry& entry = *at->second;
+    const bool large = entry.size().bytes > kSavedAtOnce;
+    if (writer.gathered() > 0 && (large || writer.gathered() > kSavedAtOnce)) return true;
+    next.begun = true;
+    next.key = entry.key;
+    if (entry.tenant && entry.tokens() == 0) continue;  // only a running request knows it
+    writer.number(entry.tenant ? kOfEntry : kOfTenant);
+    writer.string(entry.key);
+    if (entry.tenant) writer.string(entry.tenant->key);
+    writer.number(entry.used);
+    writer.defer(large);
+    describe(writer, entry.learned, settings_, learned_bits(entry));
+    describe(writer, entry);
+    writer.defer(false);
+    if (!large) continue;
+    frozen = at->second;
+    frozen->freeze(true);
+    count(entry);
+    return true;
+  }
+  return false;
 }
 
-// Writes the tick, then the tenants in the order of their keys, then sessions and groups, least recently used first.
-void CacheEntries::save(SnapshotWriter& writer) {
-  std::vector<CacheEntry*> held;
-  for (const auto& [used, entry] : entries_.by_use) {
-    settle(*entry);
-    if (entry->tokens() > 0) held.push_back(entry);  // otherwise only a running request knows it
+// Saves the tenants in the order of their keys, then sessions and groups.
+bool CacheEntries::save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen) {
+  if (!next.tenants_done) {
+    if (save_some(tenants_, writer, next, frozen)) return true;
+    next = {};
+    next.tenants_done = true;
   }
-  writer.number(tick_);
-  writer.number(tenants_.by_key.size());
-  for (const auto& [key, tenant] : tenants_.by_key) {
-    settle(*tenant);
-    writer.string(tenant->key);
-    writer.number(tenant->used);
-    describe(writer, tenant->learned, settings_, learned_bits(*tenant));
-    tenant->describe(writer);
-  }
-  writer.number(held.size());
-  for (CacheEntry* entry : held) {
-    writer.string(entry->key);
-    writer.string(entry->tenant->key);
-    writer.number(entry->used);
-    describe(writer, *entry, settings_);
-  }
+  if (save_some(entries_, writer, next, frozen)) return true;
+  writer.number(kEndOfEntries);
+  return false;
 }
 
-void CacheEntries::load(SnapshotReader& reader) {
-  tick_ = reader.number();  // later than every use in the file, so that new uses are later still
-  for (auto tenants = reader.number(); tenants > 0; --tenants) {
+void CacheEntries::thaw(CacheEntry& entry) {
+  entry.freeze(false);
+  if (!entry.gone) count(entry);
+}
+
+void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
+  std::vector<std::pair<std::uint64_t, CacheEntry*>> uses;
+  for (std::uint64_t kind = reader.number(); kind != kEndOfEntries; kind = reader.number()) {
+    if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
     const std::string key = reader.string();
-    const auto loaded = tenant(&key);
-    use(*loaded, reader.number());
-    describe(reader, loaded->learned, settings_, learned_bits(*loaded));
-    loaded->describe(reader);
-    count(*loaded);
-  }
-  for (auto entries = reader.number(); entries > 0; --entries) {
-    const std::string key = reader.string();
-    const auto owner = tenants_.find(reader.string());
-    if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
-    if (!owner) reader.damaged("a session or group belongs to an unknown tenant");
+    const std::string owner = kind == kOfEntry ? reader.string() : std::string();
     std::shared_ptr<CacheEntry> loaded;
-    if (key.front() == 's') {
-      loaded = entry<Session>(key, owner);
+    if (kind == kOfTenant) {
+      if (tenants_.find(key)) reader.damaged("a tenant is there twice");
+      loaded = tenant(&key);
     } else {
-      loaded = entry<Group>(key, owner);
+      if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
+      const auto tenant = this->tenant(&owner);
+      if (key.front() == 's') {
+        loaded = entry<Session>(key, tenant);
+      } else {
+        loaded = entry<Group>(key, tenant);
+      }
     }
-    use(*loaded, reader.number());
-    describe(reader, *loaded, settings_);
+    const std::uint64_t used = reader.number();
+    describe(reader, loaded->learned, settings_, learned_bits(*loaded));
+    describe(reader, *loaded);
+    const auto text = loaded->index().text();
+    const bool legal = std::ranges::none_of(text.subspan(loaded->index().released()),
+                                            [&](Token token) { return token >= vocab_size; });
+    if (!legal) reader.damaged("a token is not in the vocabulary");
+    uses.emplace_back(used, loaded.get());
     count(*loaded);
   }
+  std::ranges::stable_sort(uses, {}, [](const auto& use) { return use.first; });
+  for (const auto& [used, entry] : uses) touch(*entry);
 }
 
 }  // namespace agentspec

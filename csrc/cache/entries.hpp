@@ -30,7 +30,8 @@ struct Group : CacheEntry {
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
   std::size_t leaving() const override { return corpus.leaving(); }
   const SuffixIndex& index() const override { return corpus.index(); }
-  bool has_work() const override { return index().pending() > 0 || !corpus.swept(); }
+  bool has_work() const override { return corpus.has_work(); }
+  void freeze(bool frozen) override { corpus.freeze(frozen); }
   SuffixIndex take_index() override { return corpus.take_index(); }
   std::size_t advance(std::size_t budget) override;
 
@@ -113,10 +114,19 @@ class CacheEntries {
   const EntryMap<Tenant>& tenants() const { return tenants_; }
   const EntryMap<CacheEntry>& entries() const { return entries_; }
 
-  void save(SnapshotWriter& writer);
-  void load(SnapshotReader& reader);
+  // Saves entries to a writer in pieces. `next` begins with {}. Returns whether there may be more. If `frozen` is set, the
+  // writer has deferred its arrays: it must be thawed once they are written.
+  struct Cursor {
+    bool tenants_done = false, begun = false;
+    std::string key;  // the last one's
+  };
+  bool save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
+  void thaw(CacheEntry& entry);
+  void load(SnapshotReader& reader, std::int64_t vocab_size);
+  bool empty() const { return tenants_.by_key.empty() && held_.bytes == 0; }
 
   Limits limits;
+  std::uint64_t erasures = 0;  // calls of remove_session()
 
  private:
   template <class Entry>
@@ -124,7 +134,8 @@ class CacheEntries {
   unsigned learned_bits(const CacheEntry& entry) const;
   void use(CacheEntry& entry, std::uint64_t tick);
   void set_waiting(CacheEntry& entry, bool waiting);
-  void settle(CacheEntry& entry);
+  template <class Entry>
+  bool save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
   bool dig();
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);

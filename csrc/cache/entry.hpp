@@ -65,7 +65,8 @@ struct CacheEntry {
   virtual std::size_t bytes() const = 0;                // in memory now: the object, its texts and indexes
   virtual std::size_t leaving() const { return 0; }     // the part of them that was evicted and is still there
   virtual const SuffixIndex& index() const = 0;
-  virtual bool has_work() const { return index().pending() > 0; }  // for advance()
+  virtual bool has_work() const { return index().pending() > 0 && !index().frozen(); }  // for advance()
+  virtual void freeze(bool frozen) = 0;                            // see SuffixIndex
   virtual SuffixIndex take_index() = 0;                            // of an entry that is gone
   // Indexes pending positions and removes dropped ones, for at most about `budget`. Returns how much of it was used.
   virtual std::size_t advance(std::size_t budget) = 0;

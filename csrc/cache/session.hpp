@@ -60,6 +60,7 @@ class Session final : public CacheEntry {
   std::size_t bytes() const override;
   const SuffixIndex& index() const override { return text_; }
   std::size_t advance(std::size_t budget) override { return text_.advance(budget); }
+  void freeze(bool frozen) override { text_.freeze(frozen); }
   SuffixIndex take_index() override { return std::exchange(text_, {}); }
 
   template <class Archive>

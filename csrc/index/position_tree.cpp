@@ -314,9 +314,10 @@ void PositionTree::merge_chunk(std::uint32_t rank) {
   }
 }
 
-void PositionTree::restore(SnapshotReader& reader, std::size_t end) {
+void PositionTree::restore(SnapshotReader& reader, Position begin, Position end,
+                           const std::function<bool(Position)>& indexed) {
   const auto numbers = std::exchange(row_, {}).chunks;
-  std::vector<bool> seen(chunks_.size());
+  std::vector<bool> seen(chunks_.size()), found(end - begin), used(owners_.size());
   std::size_t leaves = 0, size = 0;
   bool right = numbers.size() == chunks_.size() && positions_.size() == owners_.size() * kLeaf;
   for (const std::uint32_t number : numbers) {
@@ -327,13 +328,19 @@ void PositionTree::restore(SnapshotReader& reader, std::size_t end) {
     const std::size_t before = size;
     for (std::uint32_t k = 0; right && k < chunk.size; ++k, ++leaves) {
       const std::uint32_t leaf = chunk.leaves[k], count = chunk.counts[k];
-      right = leaf < owners_.size() && owners_[leaf] == number && count - 1 < kLeaf;
+      right = leaf < owners_.size() && !used[leaf] && owners_[leaf] == number && count - 1 < kLeaf;
       if (!right) break;
+      used[leaf] = true;
       const Position* const positions = this->leaf(leaf);
-      right = chunk.firsts[k] == positions[0] && *std::max_element(positions, positions + count) < end;
+      right = chunk.firsts[k] == positions[0];
+      for (std::uint32_t i = 0; right && i < count; ++i) {
+        const Position position = positions[i];
+        right = position >= begin && position < end && !found[position - begin] && indexed(position);
+        if (right) found[position - begin] = true;
+      }
       size += count;
     }
-    put_chunk(static_cast<std::uint32_t>(row_.chunks.size()), number, static_cast<std::uint32_t>(size - before));
+    if (right) put_chunk(static_cast<std::uint32_t>(row_.chunks.size()), number, static_cast<std::uint32_t>(size - before));
   }
   if (!right || leaves != owners_.size() || size != size_) reader.damaged("positions");
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -79,8 +80,9 @@ class PositionTree {
     archive.array(chunks_);
     archive.vector(row_.chunks);
   }
-  // Completes the row after loading. Throws unless the arrays form a tree over a text of `end` tokens.
-  void restore(SnapshotReader& reader, std::size_t end);
+  // Completes the row after loading. Throws unless the arrays form a tree of positions of [begin, end) that are
+  // `indexed`, each once.
+  void restore(SnapshotReader& reader, Position begin, Position end, const std::function<bool(Position)>& indexed);
 
  private:
   Chunk& chunk_at(std::uint32_t rank) { return chunks_[row_.chunks[rank]]; }

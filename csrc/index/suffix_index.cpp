@@ -49,6 +49,7 @@ void SuffixIndex::clear() {
 }
 
 std::size_t SuffixIndex::advance(std::size_t budget) {
+  if (frozen_) return 0;
   const Token* const text = text_.data() + kPad;
   std::size_t done = 0, deep = 0;
   std::optional<Stopwatch> stopwatch;
@@ -159,6 +160,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
   begin = std::max(begin, released_);
   end = std::min(end, static_cast<Position>(size()));
   if (begin >= end) return 0;
+  frozen_ = false;
   forget_pending(begin, end);
   Token* const text = text_.data() + kPad;
   std::size_t done = 0;
@@ -260,12 +262,36 @@ void SuffixIndex::mark(Position position, bool indexed) {
   marks_[word] = indexed ? marks_[word] | bit : marks_[word] & ~bit;
 }
 
-// Throws unless the parts refer to each other as they do in an index.
-void SuffixIndex::restore(SnapshotReader& reader) {
+std::size_t SuffixIndex::indexed_in(Position begin, Position end) const {
+  std::size_t count = 0;
+  for (std::size_t word = begin / kMarks; word < marks_.size() && word * kMarks < end; ++word) {
+    std::uint64_t bits = marks_[word];
+    if (begin > word * kMarks) bits &= ~std::uint64_t{0} << (begin - word * kMarks);
+    if (end < (word + 1) * kMarks) bits &= ~(~std::uint64_t{0} << (end - word * kMarks));
+    count += static_cast<std::size_t>(std::popcount(bits));
+  }
+  return count;
+}
+
+// Throws unless the parts refer to each other as they do in an index: its tree holds each marked position once, and no
+// pending one.
+void SuffixIndex::restore(SnapshotReader& reader, std::span<const Range> pending) {
   bool right = text_.empty() ? released_ == 0 : text_.size() >= kPad && released_ <= size();
+  right = right && text_.released() <= released_ && marks_.released() <= released_ / kMarks && size() < kLargest;
   for (std::size_t k = 0; right && !text_.empty() && k < kPad; ++k) right = text_[released_ + k] == kBoundary;
   if (!right || marks_.size() > size() / kMarks + 1) reader.damaged("text");
-  sorted_.tree().restore(reader, size());
+  const auto end = static_cast<Position>(size());
+  Position last = released_;
+  for (const Range& range : pending) {
+    right = right && range.begin >= last && range.begin < range.end && range.end <= end;
+    right = right && indexed_in(range.begin, range.end) == 0;
+    last = range.end;
+    if (right) pending_count_ += range.end - range.begin;
+  }
+  if (!right) reader.damaged("positions to be indexed");
+  pending_.assign(pending.begin(), pending.end());
+  if (indexed_in(released_, end) != sorted_.tree().size()) reader.damaged("marks of positions");
+  sorted_.tree().restore(reader, released_, end, [&](Position position) { return is_indexed(position); });
 }
 
 std::size_t SuffixIndex::bytes() const {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "index/context.hpp"
 #include "index/sorted_positions.hpp"
@@ -72,6 +73,10 @@ class SuffixIndex {
   // Gives back up to about `most` bytes of an index that is not used any more. Returns whether all are gone.
   bool dispose(std::size_t most) { return sorted_.tree().dispose(most) && text_.dispose(most) && marks_.dispose(most); }
 
+  Position released() const { return released_; }  // positions in front whose memory was given back
+  // Counts the indexed positions of [begin, end).
+  std::size_t indexed_in(Position begin, Position end) const;
+
   // Returns a number that changes whenever indexed positions change. A Match stays valid until then.
   std::uint64_t version() const { return version_; }
 
@@ -82,15 +87,21 @@ class SuffixIndex {
   std::size_t indexed() const { return sorted_.tree().size(); }
   std::size_t bytes() const;  // in memory now
 
-  // Saves an index whose pending() is 0, or loads into an empty one. Loading maps large parts privately: they are
-  // copied when they are first written to.
+  // While it is frozen, tokens may be appended, but what describe() saves stays as it is: nothing is indexed. Removing
+  // and clearing thaw it.
+  void freeze(bool frozen) { frozen_ = frozen; }
+  bool frozen() const { return frozen_; }
+
+  // Saves an index, or loads into an empty one.
   template <class Archive>
   void describe(Archive& archive) {
     archive.number(released_);
     archive.array(text_);
     archive.array(marks_);
     sorted_.tree().describe(archive);
-    if constexpr (Archive::kLoading) restore(archive);
+    std::vector<Range> pending(pending_.begin(), pending_.end());
+    archive.vector(pending);
+    if constexpr (Archive::kLoading) restore(archive, pending);
   }
 
  private:
@@ -105,7 +116,7 @@ class SuffixIndex {
   void forget_pending(Position begin, Position end);
   void list(const Extent& extent, std::size_t length, Match& match) const;
   void rebase(Position by);
-  void restore(SnapshotReader& reader);
+  void restore(SnapshotReader& reader, std::span<const Range> pending);
 
   Buffer<Token> text_;           // kPad boundaries, then the log
   Buffer<std::uint64_t> marks_;  // one bit for each position: 1 if it is indexed
@@ -116,6 +127,7 @@ class SuffixIndex {
   Position next_ = 0;       // the position behind that one; 0: unknown
   Position released_ = 0;   // everything before it was removed, and its memory given back
   std::uint64_t version_ = 0;
+  bool frozen_ = false;
 };
 
 }  // namespace agentspec

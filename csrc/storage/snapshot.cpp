@@ -17,7 +17,7 @@ namespace {
 
 struct Header {
   std::array<char, 8> magic{'A', 'G', 'S', 'P', 'S', 'N', 'A', 'P'};
-  std::uint32_t version = 4, byte_order = 0x01020304;
+  std::uint32_t version = 5, byte_order = 0x01020304;
   std::uint64_t size = 0;      // of the file, in bytes
   std::uint64_t contents = 0;  // checksum of everything behind the header
   std::uint64_t reserved[3]{};
@@ -70,7 +70,7 @@ std::uint64_t Checksum::value() const {
 }
 
 SnapshotWriter::SnapshotWriter(std::string path)
-    : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(getpid())) {
+    : path_(std::move(path)), temporary_(path_ + ".tmp" + std::to_string(getpid())), slice_(kSlice + 8) {
   const int file = open(temporary_.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
   file_ = file < 0 ? nullptr : fdopen(file, "w");
   if (!file_) fail("cannot be created");
@@ -91,23 +91,29 @@ void SnapshotWriter::fail(const char* what) const {
 
 void SnapshotWriter::put(const void* data, std::size_t bytes) {
   checksum_.add(data, bytes);
-  if (std::fwrite(data, 1, bytes, file_) != bytes) fail("cannot be written");
+  if (bytes > 0 && std::fwrite(data, 1, bytes, file_) != bytes) fail("cannot be written");
   size_ += bytes;
 }
 
-// Writes bytes, padded to whole words.
-void SnapshotWriter::write(const void* data, std::size_t bytes) {
-  const std::size_t whole = bytes / 8 * 8;
-  if (whole > 0) put(data, whole);
-  if (whole == bytes) return;
-  std::uint64_t last = 0;
-  std::memcpy(&last, static_cast<const char*>(data) + whole, bytes - whole);
-  put(&last, sizeof last);
+void SnapshotWriter::gather(const void* data, std::size_t bytes) {
+  const char* const from = static_cast<const char*>(data);
+  memory_.insert(memory_.end(), from, from + bytes);
+  memory_.resize(memory_.size() + to_next(bytes, 8));
 }
 
-void SnapshotWriter::align() {
-  static constexpr std::array<char, kSnapshotPage> zeros{};
-  put(zeros.data(), to_next(size_, kSnapshotPage));
+void SnapshotWriter::forget() {
+  memory_.clear();
+  deferred_.clear();
+}
+
+void SnapshotWriter::rewind(const Mark& mark) {
+  forget();
+  if (std::fflush(file_) != 0 || std::fseek(file_, static_cast<long>(mark.size), SEEK_SET) != 0 ||
+      ftruncate(fileno(file_), static_cast<off_t>(mark.size)) != 0) {
+    fail("cannot be written");
+  }
+  size_ = mark.size;
+  checksum_ = mark.checksum;
 }
 
 void SnapshotWriter::commit() {
@@ -183,28 +189,6 @@ std::uint64_t SnapshotReader::number() {
   std::uint64_t value;
   std::memcpy(&value, take(sizeof value), sizeof value);
   return value;
-}
-
-void SnapshotReader::align() { take(to_next(cursor_, kSnapshotPage)); }
-
-// Maps an array of the file once more, private and writable, at `front` bytes into free address space of `capacity`
-// bytes. Returns null if it cannot be mapped.
-void* SnapshotReader::map(const char* begin, std::size_t bytes, std::size_t front, std::size_t& capacity) const {
-  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  const auto offset = static_cast<std::size_t>(begin - data_);
-  if (bytes < kSnapshotMap || offset % page != 0 || front % page != 0) return nullptr;
-  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-#if defined(MAP_NORESERVE)
-  flags |= MAP_NORESERVE;
-#endif
-  capacity = capacity / page * page;
-  void* const space = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (space == MAP_FAILED) return nullptr;
-  void* const mapped = mmap(static_cast<char*>(space) + front, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-                            file_, static_cast<off_t>(offset));
-  if (mapped != MAP_FAILED) return space;
-  munmap(space, capacity);
-  return nullptr;
 }
 
 }  // namespace agentspec

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -17,13 +20,10 @@ namespace agentspec {
 //
 // Layout, in the byte order of the machine (another one is refused): a number is 8 bytes; a string or a vector its
 // length and its bytes, padded to 8; an array its length, how many elements in front have no memory, and the bytes of
-// the others. The bytes of an array of at least kSnapshotMap begin at a multiple of kSnapshotPage, so that they can be
-// mapped. A checksum covers all of it: a file that passes is taken for what a writer wrote.
+// the others. A checksum covers all of it, and what is read is checked for sense as well.
 //
 // SnapshotWriter and SnapshotReader have the same functions, so that one function of a class, `describe(archive)`, both
 // saves and loads it. They throw std::runtime_error that says which file and what is wrong with it.
-inline constexpr std::size_t kSnapshotMap = 256 * 1024;
-inline constexpr std::size_t kSnapshotPage = 4096;
 
 // Computes a 64-bit checksum over whole 8-byte words, in four independent lanes.
 class Checksum {
@@ -38,52 +38,100 @@ class Checksum {
 
 // Writes to a temporary file beside `path`, which commit() renames: readers see the old or the new snapshot, never a
 // half. Without commit() the temporary file is removed.
+//
+// Values are gathered in memory until flush() writes them to the file, so that whoever holds a lock for the values need
+// not wait for the file. Large arrays are not gathered where they may be deferred(): flush() copies them in slices.
 class SnapshotWriter {
  public:
   static constexpr bool kLoading = false;
+  static constexpr std::size_t kSlice = std::size_t{128} << 10;  // bytes of an array that are copied in one go
+
+  // Tells how much of the file was written at some time.
+  struct Mark {
+    std::uint64_t size;
+    Checksum checksum;
+  };
 
   explicit SnapshotWriter(std::string path);
   ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
 
-  void number(std::uint64_t value) { write(&value, sizeof value); }
-  void string(const std::string& value) { values(std::span(value)); }
+  // From now on large arrays are copied by flush(), and must stay as they are until then; or they are not.
+  void defer(bool deferring) { deferring_ = deferring; }
+  std::size_t gathered() const { return memory_.size(); }
+
+  void number(std::uint64_t value) { gather(&value, sizeof value); }
+  void string(std::string_view value) { values(std::span(value)); }
   template <class T>
   void vector(const std::vector<T>& value) {
     values(std::span(value));
   }
   template <class T>
-  void fixed(std::span<T> value) {
-    values(value);
-  }
-  template <class T>
   void array(const Buffer<T>& buffer) {
-    const std::size_t released = buffer.released(), bytes = (buffer.size() - released) * sizeof(T);
-    number(buffer.size());
+    const std::size_t size = buffer.size(), released = buffer.released(), bytes = (size - released) * sizeof(T);
+    number(size);
     number(released);
-    if (bytes >= kSnapshotMap) align();
-    write(buffer.data() + released, bytes);
+    if (!deferring_ || bytes < kSlice) return gather(buffer.data() + released, bytes);
+    const auto data = [&buffer, size, released]() -> const char* {
+      const bool same = buffer.size() >= size && buffer.released() == released;
+      return same ? reinterpret_cast<const char*>(buffer.data() + released) : nullptr;
+    };
+    deferred_.push_back({data, bytes, memory_.size()});
   }
 
+  // Writes what was gathered. `copy_locked(copy)` calls copy(), which copies a slice of an array, where that is safe, and
+  // returns its result, or false where the array is no longer what it was. Then flush() returns false: rewind().
+  template <class CopyLocked>
+  bool flush(CopyLocked copy_locked) {
+    std::size_t at = 0;
+    for (const Deferred& array : deferred_) {
+      put(memory_.data() + at, array.at - at);
+      at = array.at;
+      for (std::size_t done = 0; done < array.bytes; done += kSlice) {
+        const std::size_t bytes = std::min(kSlice, array.bytes - done);
+        const auto copy = [&] {
+          const char* const data = array.data();
+          if (data) std::memcpy(slice_.data(), data + done, bytes);
+          return data != nullptr;
+        };
+        if (!copy_locked(copy)) return false;
+        std::memset(slice_.data() + bytes, 0, (8 - bytes % 8) % 8);
+        put(slice_.data(), (bytes + 7) / 8 * 8);
+      }
+    }
+    put(memory_.data() + at, memory_.size() - at);
+    forget();
+    return true;
+  }
+  Mark mark() const { return {size_, checksum_}; }
+  void rewind(const Mark& mark);  // forgets what was written and gathered since
   void commit();
 
  private:
-  template <class T>
-  void values(std::span<T> values) {
+  struct Deferred {
+    std::function<const char*()> data;  // null: the array changed
+    std::size_t bytes, at;              // its bytes, and its place in `memory_`
+  };
+
+  template <class T, std::size_t Extent>
+  void values(std::span<T, Extent> values) {
     static_assert(std::is_trivially_copyable_v<T>);
     number(values.size());
-    write(values.data(), values.size_bytes());
+    gather(values.data(), values.size_bytes());
   }
-  void write(const void* data, std::size_t bytes);
+  void gather(const void* data, std::size_t bytes);  // padded to whole words
+  void forget();
   void put(const void* data, std::size_t bytes);
-  void align();
   [[noreturn]] void fail(const char* what) const;
 
   std::string path_, temporary_;
   std::FILE* file_ = nullptr;
   std::uint64_t size_ = 0;
   Checksum checksum_;
+  bool deferring_ = false;
+  std::vector<char> memory_, slice_;
+  std::vector<Deferred> deferred_;
 };
 
 // Reads a snapshot: maps the file and verifies all of it.
@@ -112,26 +160,13 @@ class SnapshotReader {
     const auto read = values<T>();
     value.assign(read.begin(), read.end());
   }
-  // Leaves the values as they are if the file holds another number of them.
-  template <class T>
-  void fixed(std::span<T> value) {
-    const auto read = values<T>();
-    if (read.size() == value.size()) std::memcpy(value.data(), read.data(), read.size_bytes());
-  }
-  // Leaves a large array in the file and maps it privately: pages are copied when they are first written to, and the
-  // file may be replaced meanwhile.
   template <class T>
   void array(Buffer<T>& buffer) {
     const std::size_t size = number(), released = number();
-    if (released > size || size >> 40 != 0) damaged("length of an array");
+    if (released > size || size > kMostBytes / sizeof(T)) damaged("length of an array");
     const std::size_t bytes = (size - released) * sizeof(T);
-    if (bytes >= kSnapshotMap) align();
     const char* const data = take(bytes);
-    std::size_t capacity = 4 * size * sizeof(T) + (std::size_t{64} << 20);  // address space only
-    if (void* mapped = map(data, bytes, released * sizeof(T), capacity)) {
-      buffer.adopt(static_cast<T*>(mapped), size, capacity / sizeof(T), released);
-      return;
-    }
+    if (released > 0 && size * sizeof(T) < Buffer<T>::kMapped) damaged("length of an array");
     buffer.resize(size);
     if (bytes > 0) std::memcpy(buffer.data() + released, data, bytes);
     buffer.release_front(released);
@@ -148,10 +183,10 @@ class SnapshotReader {
     if (count > size_ / sizeof(T)) damaged("ends early");
     return {reinterpret_cast<const T*>(take(count * sizeof(T))), count};
   }
+  static constexpr std::size_t kMostBytes = std::size_t{1} << 35;  // of an array, those without memory included
+
   void verify() const;
-  void align();
   const char* take(std::size_t bytes);
-  void* map(const char* begin, std::size_t bytes, std::size_t front, std::size_t& capacity) const;
   void close_file();
   [[noreturn]] void fail(const std::string& what) const;
 

@@ -174,7 +174,7 @@ class Pair:
         """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
         self.core.save(folder / "trees")
         self.core = SuffixCache.load(folder / "trees", policy=self.policy, vocab_size=self.vocab_size, **limits)
-        self.oracle.settle()
+        self.oracle.reload()
 
     def check_stats(self) -> None:
         ours = self.core.stats()

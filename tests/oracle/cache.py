@@ -251,10 +251,10 @@ class Oracle:
         self._held.limits = limits
         self._held.evict(None)
 
-    def settle(self) -> None:
+    def reload(self) -> None:
         """Do to what is held as saving and loading do. No request may be running."""
         assert not self._requests
-        self._held.settle()
+        self._held.reload()
 
     def stats(self) -> dict[str, int]:
         indexes = self._held.indexes() + [request.index for request in self._requests.values()]

@@ -98,11 +98,6 @@ class Corpus:
     def has_work(self) -> bool:
         return self.index.pending > 0 or bool(self.dropped)
 
-    def settle(self) -> None:
-        self.advance(EVERYTHING)
-        while self.dropped:
-            self.sweep(EVERYTHING)
-
 
 @dataclass(slots=True)
 class Tenant:
@@ -149,10 +144,6 @@ class Session:
     def has_work(self) -> bool:
         return self.index.pending > 0
 
-    def settle(self) -> None:
-        self.advance(EVERYTHING)
-        self.loaded = False
-
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -182,10 +173,6 @@ class Group:
     @property
     def has_work(self) -> bool:
         return self.corpus.has_work
-
-    def settle(self) -> None:
-        self.corpus.settle()
-        self.loaded = False
 
 
 def work_on(part: "Session | Group | Corpus", budget: int) -> int:
@@ -317,12 +304,10 @@ class CacheEntries:
             budget = work_on(tenant.corpus, budget)
         return budget
 
-    def settle(self) -> None:
-        """Index all that is pending and sweep all that was dropped, as saving does."""
-        for tenant in self.tenants.values():
-            tenant.corpus.settle()
+    def reload(self) -> None:
+        """Do as saving and loading do: what the store holds may have changed meanwhile."""
         for entry in self.held.values():
-            entry.settle()
+            entry.loaded = False
 
     def size(self, tenant: Tenant | None) -> int:
         """Return the tokens held for one tenant, or (None) altogether, as budgets count them."""

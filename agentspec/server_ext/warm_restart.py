@@ -1,0 +1,150 @@
+"""Keep a snapshot of the suffix cache beside the store, so that a restarted server drafts as the old one did.
+
+    keeper = SnapshotKeeper(path, cache, identity, note=step_cost.dump)  # reads the file in a thread, at engine start
+    prices = keeper.wait_loaded(60)  # before the cache is used: the snapshot's note or b""; then keeper.start()
+    keeper.erased()  # after cache.remove_session(...); and keeper.close() at shutdown, which saves once more
+
+The store stays the truth. A snapshot is a cache of it: what was stored later is applied afterwards, and what it holds
+already is recognised by the records' numbers. So a snapshot that is missing, damaged or of another model costs time and
+nothing else.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import agentspec
+from agentspec.cache import SuffixCache
+from agentspec.errors import SnapshotError
+
+logger = logging.getLogger(__name__)
+
+
+def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
+    """Return what a snapshot must agree in to be used: agentspec's version, the store's namespace and the policy."""
+    return json.dumps({"agentspec": agentspec.__version__, "namespace": namespace, "policy": repr(cache.policy)})
+
+
+class SnapshotKeeper:
+    """Load a snapshot of a cache once, then save it now and then, all in a thread of its own.
+
+    path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
+    called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
+    max_bytes: no file is kept if the cache holds more (None: no limit). Errors are logged and counted, never raised.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        cache: SuffixCache,
+        identity: str,
+        *,
+        note: Callable[[], bytes] = bytes,
+        interval: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._path, self._cache, self._identity = path, cache, identity
+        self._note, self._interval, self._max_bytes = note, interval, max_bytes
+        self._loaded_note = b""
+        self._loaded = threading.Event()
+        self._serving = threading.Event()
+        self._wake = threading.Condition()
+        self._erasures = 0
+        self._closing = False
+        self._saved_state: object = None
+        self._counts = {"saved": 0, "errors": 0, "loaded_tokens": 0}
+        self._thread = threading.Thread(target=self._run, name="agentspec-snapshot", daemon=True)
+        self._thread.start()
+
+    def wait_loaded(self, timeout: float | None = None) -> bytes:
+        """Wait until the snapshot was read, and return its note; b"" if there is none or it is not read in time.
+
+        Until then the cache must not be used. After a timeout it may be: a snapshot that comes too late is ignored.
+        """
+        return self._loaded_note if self._loaded.wait(timeout) else b""
+
+    def start(self) -> None:
+        """Begin to save now and then. Call it when the cache holds what was stored since the snapshot."""
+        self._serving.set()
+
+    def erased(self) -> None:
+        """Delete the file, because a session was erased from the cache; the next save writes one without it.
+
+        A save that runs meanwhile is thrown away.
+        """
+        with self._wake:
+            self._erasures += 1
+            self._saved_state = None
+            self._path.unlink(missing_ok=True)
+
+    def save(self) -> bool:
+        """Save now, in the calling thread, if anything changed. Return whether the file is up to date."""
+        held = self._cache.stats()
+        state = (held.tokens, held.bytes, held.sessions)
+        with self._wake:
+            if state == self._saved_state:
+                return True
+            erasures = self._erasures
+        try:
+            if self._max_bytes is not None and held.bytes > self._max_bytes:
+                raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._cache.save(self._path, identity=self._identity, note=self._note())
+        except Exception as error:
+            self._counts["errors"] += 1
+            if self._counts["errors"] == 1:
+                logger.warning("agentspec: the suffix indexes are not saved: %s", error)
+            return False
+        with self._wake:
+            if erasures != self._erasures:  # erased between the core's last look and the renaming
+                self._path.unlink(missing_ok=True)
+                return False
+            self._saved_state = state
+        self._counts["saved"] += 1
+        return True
+
+    def stats(self) -> dict[str, int]:
+        """Return counters, as JSON."""
+        return dict(self._counts)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Save once more, if the cache was served from, and end the thread. Waits at most ``timeout`` seconds."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # of a process that was killed while saving
+            with contextlib.suppress(OSError):
+                left.unlink()
+        self._load()
+        self._loaded.set()
+        due = time.monotonic() + self._interval
+        while True:
+            with self._wake:
+                if not self._closing:
+                    self._wake.wait(max(due - time.monotonic(), 0.0))
+                closing = self._closing
+            if self._serving.is_set() and (closing or time.monotonic() >= due):
+                self.save()
+            if closing:
+                return
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._interval
+
+    def _load(self) -> None:
+        if not self._path.exists():
+            return
+        begin = time.monotonic()
+        try:
+            self._loaded_note = self._cache.load_snapshot(self._path, identity=self._identity)
+        except Exception as error:
+            logger.warning("agentspec: the saved suffix indexes are not used, the store is read instead: %s", error)
+            return
+        tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
+        logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
