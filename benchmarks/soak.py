@@ -44,8 +44,6 @@ from agentspec.cache.store import (
     open_store,
     tokenizer_fingerprint,
 )
-from agentspec.server_ext.callers import Callers
-from agentspec.server_ext.settings import Settings
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
@@ -57,11 +55,9 @@ TOKEN_BYTES = 12
 SAMPLE_SECONDS = 2.0
 STALL_SECONDS = 1e-3
 WORKERS = 6
-SECRET = "a-secret-of-the-soak-run-alone"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "AGENTSPEC_SECRET": SECRET,
     # vLLM's own memory would grow for longer than a short run, and hide ours
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
     "MALLOC_ARENA_MAX": "2",
@@ -328,7 +324,7 @@ def soak(store: str, seconds: float, options: argparse.Namespace) -> Run:
 
 
 def _server(place: Place, options: argparse.Namespace) -> ModelServer:
-    settings = {"max_bytes": options.max_bytes}
+    settings = {"max_bytes": options.max_bytes, "retention_bytes": options.store_bytes}
     return ModelServer(
         MODEL,
         options=(*OPTIONS, "--additional-config", json.dumps({"agentspec": settings})),
@@ -403,24 +399,20 @@ def compare(store: Store, said: Said) -> tuple[int, int]:
     """
     held, oldest = _held(store)
     oldest = oldest if held else 0.0
-    erased = sum(_stored_name(name) in held for name in said.erased)
+    erased = sum(name in held for name in said.erased)
     newest = {name: at for at, name in said.finished}  # by session, the time of its last answer
     expected = [name for name, at in newest.items() if name not in said.touched and at > oldest + 2 * SAMPLE_SECONDS]
-    return sum(_stored_name(name) not in held for name in expected), erased
+    return sum(name not in held for name in expected), erased
 
 
-def _stored_name(session: str) -> str:
-    """Return the name that a session of a caller without a key has in the store."""
-    return Callers(Settings(store="memory://"), SECRET.encode()).mac("session", None, session)
-
-
-def _held(store: Store) -> tuple[set[str], float]:
+def _held(store: Store) -> tuple[set[str | None], float]:
     """Return the sessions of all turns in the store, and when the oldest turn was made (epoch seconds)."""
-    names, oldest = set(), time.time()
+    names: set[str | None] = set()
+    oldest = time.time()
     log = namespace(model_name(str(MODEL)), tokenizer_fingerprint(str(MODEL), None), None)
     for _, record in RecordReader().read(store, log):
         if isinstance(record, TurnRecord):
-            names.add(record.session)
+            names.add(record.session_name)
             oldest = min(oldest, record.created)
     return names, oldest
 
@@ -441,7 +433,7 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     errors = sum(count for name, count in run.stats["counters"].items() if name.startswith("errors"))
     most_cache = max(sample["cache_bytes"] for sample in samples) / options.max_bytes
     rows: Iterable[tuple[str, float, str, bool]] = (
-        ("text said, in budgets of memory", volume, "at least 10", volume >= 10),
+        ("text said, in budgets of memory", volume, f"at least {options.times:g}", volume >= options.times),
         _at_most("most memory of the cache, in budgets", most_cache, 1.1),
         _at_most("resident memory grown from the second third to the last", grown / resident[-1], 0.05),
         _at_most("largest store, in its limits", max(s["store_bytes"] for s in samples) / options.store_bytes, 1.5),
@@ -474,6 +466,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--store", choices=("redis", "sqlite", "both"), default="both", help="(%(default)s)")
     add("--max-bytes", type=report.positive, default=4_000_000, help="the server's memory budget (%(default)s)")
     add("--store-bytes", type=report.positive, default=8_000_000, help="the limit of its store (%(default)s)")
+    add("--times", type=float, default=10.0, help="the text that must be said, in budgets of memory (%(default)g)")
     add("--seed", type=int, default=0, help="of the traffic (%(default)s)")
     add("--json", action="store_true", help="print the checks as JSON")
     add("--save", action="store_true", help="write benchmarks/results/soak.json")

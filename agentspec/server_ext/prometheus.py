@@ -47,6 +47,7 @@ _COUNTERS = (
     _Figure("store_written_records", "store.writer.persisted", "Records that the store has acknowledged."),
     _Figure("store_dropped_records", "store.writer.dropped", "Records lost because the queue was full, or at exit."),
     _Figure("store_refused_records", "store.writer.refused", "Records that the store will never accept."),
+    _Figure("store_trimmed_records", "store.writer.trimmed", "Records that retention removed from the store."),
     _Figure("store_failed_writes", "store.writer.failed", "Writes that failed; they are repeated."),
     _Figure("store_failed_reads", "store.loader.failed", "Reads that failed; they are repeated."),
     _Figure("store_damaged_records", "store.loader.damaged", "Stored records skipped because they are damaged."),

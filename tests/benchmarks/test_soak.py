@@ -1,0 +1,71 @@
+"""What a soak run would notice."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+import soak
+
+from agentspec.cache.store import MemoryStore, NewEntry, encode
+from tests.store.helpers import turn
+
+OPTIONS = argparse.Namespace(max_bytes=1_000_000, store_bytes=8_000_000, times=10.0)
+
+
+def kept_promises() -> soak.Run:
+    """What a run measures on a server that keeps its promises."""
+    sample = {"resident_bytes": 1e9, "cache_bytes": 1e6, "store_bytes": 8e6}
+    said = soak.Said(tokens=1_000_000, drafts=[(float(second), 3.0) for second in range(40)])
+    histogram = {"bounds": [0.0005, 0.001, 0.01], "counts": [10, 1, 0, 0]}
+    stats = {
+        "counters": {"started": 7},
+        "seconds": {"beside": histogram},
+        "store": {"writer": {"dropped": 0, "refused": 0}},
+    }
+    return soak.Run("redis", [sample] * 30, said, stats, missing=0, left=0)
+
+
+def unmet(run: soak.Run) -> list[str]:
+    return [row["check"] for row in soak.checks(run, OPTIONS) if not row["met"]]
+
+
+def test_every_broken_promise_is_noticed() -> None:
+    assert unmet(kept_promises()) == []
+    small, late = soak.Said(tokens=1_000, drafts=kept_promises().said.drafts), kept_promises()
+    late.stats["seconds"]["beside"]["counts"][2] = 1
+    dropped, erring = kept_promises(), kept_promises()
+    dropped.stats["store"]["writer"]["dropped"] = 1
+    erring.stats["counters"]["errors_propose"] = 1
+    worse = soak.Said(tokens=1_000_000, drafts=[(float(second), 3.0 - 0.03 * second) for second in range(40)])
+    grown: list[dict[str, Any]] = [
+        {"resident_bytes": 1e9 + 1e7 * number, "cache_bytes": 1e6, "store_bytes": 8e6} for number in range(30)
+    ]
+    over = [{"resident_bytes": 1e9, "cache_bytes": 1.2e6, "store_bytes": 13e6}] * 30
+    for run, count in (
+        (dataclasses.replace(kept_promises(), said=small), 1),
+        (dataclasses.replace(kept_promises(), said=worse), 1),
+        (dataclasses.replace(kept_promises(), missing=1), 1),
+        (dataclasses.replace(kept_promises(), left=1), 1),
+        (dataclasses.replace(kept_promises(), samples=grown), 1),
+        (dataclasses.replace(kept_promises(), samples=over), 2),
+        (late, 1),
+        (dropped, 1),
+        (erring, 1),
+    ):
+        assert len(unmet(run)) == count, unmet(run)
+
+
+def test_lost_and_erased_sessions_are_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "namespace", lambda *parts: "ns")
+    store = MemoryStore()
+    for number, name in enumerate(("a", "b", "c")):
+        record = dataclasses.replace(turn(f"key-{name}", number), session_name=name, created=100.0 + number)
+        store.append("ns", [NewEntry(record.session, encode(record))])
+    finished = [(0.0, "trimmed"), (110.0, "a"), (110.0, "b"), (110.0, "aborted"), (110.0, "c")]
+    said = soak.Said(finished=finished, touched={"aborted", "c"}, erased=["gone"])
+    assert soak.compare(store, said) == (0, 0)
+    said.finished.append((111.0, "lost"))
+    said.erased.append("c")
+    assert soak.compare(store, said) == (1, 1)
+    assert soak.compare(MemoryStore(), said) == (3, 0)  # an empty store has lost them all
