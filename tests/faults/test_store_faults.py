@@ -1,6 +1,7 @@
 """The store under real faults: processes and servers killed with kill -9 while they work."""
 
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -73,6 +74,64 @@ def test_what_was_acknowledged_survives_the_writers_kill_9(tmp_path: Path, ackno
     found = stored(SQLiteStore(path))
     assert len(found) >= acknowledged >= 1
     assert found == list(range(len(found)))
+
+
+# appends to a session of its own and erases another one all the time; prints what is acknowledged and what is erased
+_BUSY = """
+import sys
+from pathlib import Path
+from agentspec.cache.store import NewEntry, Retention, SQLiteStore
+from tests.store.helpers import NS
+
+store, name = SQLiteStore(Path(sys.argv[1])), sys.argv[2]
+number = 0
+while True:
+    session = f"{name}-{number % 3}"
+    for part in range(4):
+        store.append(NS, [NewEntry(name, b"<%s %d>" % (name.encode(), number)), NewEntry(session, b"E" * 9000)])
+        number += 1
+    print("stored", number, flush=True)
+    complete = store.erase_session(NS, session).complete
+    store.trim(Retention(bytes=1 << 30))
+    print("erased", complete, flush=True)
+"""
+
+
+def test_several_processes_on_one_file_survive_kill_9_in_a_loop(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    acknowledged: dict[str, int] = {}
+    for turn_of in range(6):
+        processes = {
+            name: subprocess.Popen([sys.executable, "-c", _BUSY, str(path), name], stdout=subprocess.PIPE, text=True)
+            for name in (f"a{turn_of}", f"b{turn_of}")
+        }
+        for process in processes.values():
+            assert process.stdout is not None
+            process.stdout.readline()
+        time.sleep(0.1 + 0.1 * turn_of)
+        for name, process in processes.items():
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            lines = [line.split() for line in process.stdout.read().splitlines() if line.count(" ") == 1]
+            acknowledged[name] = max((int(value) for what, value in lines if what == "stored"), default=4)
+            process.stdout.close()
+        store = SQLiteStore(path)
+        for name, least in acknowledged.items():
+            found = [entry.payload for entry in store.read(NS, session=name)]
+            assert found == [b"<%s %d>" % (name.encode(), number) for number in range(len(found))]
+            assert len(found) >= least
+        connection = sqlite3.connect(path)
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert connection.execute("SELECT count(*) FROM entries").fetchone() == (
+            connection.execute("SELECT count(*) FROM payloads").fetchone()
+        )
+        connection.close()
+        for usage in store.sessions(NS):
+            if "-" in usage.session:
+                assert store.erase_session(NS, usage.session).complete
+        assert not any(b"EEEEEEEE" in file.read_bytes() for file in tmp_path.iterdir())
+        store.close()
 
 
 def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.LogCaptureFixture) -> None:
