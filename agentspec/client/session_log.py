@@ -10,13 +10,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-from agentspec.cache.store import Store, default_store_url, open_store
+from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
 from agentspec.client.outbox import NAMESPACE, Outbox, Place, Said, Stored, read_session
 from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 2.0
+RETENTION = Retention(days=365, bytes=2 << 30)
+"""Limits of the default store. Beyond them whole sessions are erased, least recently used first."""
 
 
 class SessionLog:
@@ -100,12 +102,28 @@ def open_log(store: str | Store | None) -> SessionLog:
     """Return the log for a client's `store` option.
 
     A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
-    data folder, is opened when the first session needs it.
+    data folder, is opened when the first session needs it, and kept within RETENTION.
     """
     if store is None:
         return SessionLog()
     if store == "auto":
-        return StoreLog(lambda: open_store(default_store_url("sessions.db")))
+        return StoreLog(_open_default)
     if not isinstance(store, str):
         return StoreLog(store, owned=False)
     return StoreLog(open_store(store))
+
+
+def _open_default() -> Store:
+    store = open_store(default_store_url("sessions.db"))
+    threading.Thread(target=_trim, args=(store,), name="agentspec-retention", daemon=True).start()
+    return store
+
+
+def _trim(store: Store) -> None:
+    try:
+        erased = trim_sessions(store, NAMESPACE, RETENTION)
+    except StoreError as error:  # the next client tries again
+        logger.debug("agentspec: the session store could not be trimmed: %s", error)
+        return
+    if erased:
+        logger.info("agentspec: erased %d stored sessions that were not used for long", erased)

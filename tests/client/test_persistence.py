@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from agentspec import AgentClient, Gap, InvalidSessionError, StoreError, StoreUnavailableError, StoreURLError
-from agentspec.cache.store import open_store
-from tests.store.helpers import damage_payload
+from agentspec.cache.store import Retention, default_store_url, open_store
+from agentspec.client.outbox import NAMESPACE
+from tests.store.helpers import damage_payload, wait_until
 
 from .fake_server import FakeServer
 from .stores import FailingStore
@@ -188,3 +189,20 @@ def test_damaged_messages_leave_a_gap(server: FakeServer, tmp_path: Path, caplog
         assert [message["content"] for message in session.messages] == ["answer 1", "two", "answer 2"]
         assert session.gaps == [Gap(before=0, lost=1)]
     assert sum("skipped" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_default_store_erases_whole_sessions_that_were_not_used_for_long(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AgentClient(base_url=server.url, model="small") as client:
+        for name in ("old", "new"):
+            client.session(name).chat("one")
+        client.session("new").chat("two")
+    monkeypatch.setattr("agentspec.client.session_log.RETENTION", Retention(records=5))
+    with AgentClient(base_url=server.url, model="small") as client:
+        assert len(client.session("new").messages) == 4  # opens the store
+        store = open_store(default_store_url("sessions.db"))
+        wait_until(lambda: len(store.sessions(NAMESPACE)) == 1)
+        store.close()
+        assert client.session("old").messages == []
+        assert client.session("old").gaps == []

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import NEW_SESSION, EraseRecord, Erasure, NewEntry, Retention, Store, decode, open_store
+from agentspec.cache.store import (
+    NEW_SESSION,
+    EraseRecord,
+    Erasure,
+    NewEntry,
+    Retention,
+    Store,
+    decode,
+    open_store,
+    trim_sessions,
+)
 from agentspec.errors import InvalidInputError, SessionConflictError, StoreError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
@@ -272,6 +282,23 @@ def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_bac
     assert numbers == list(range(removed, 2500))
     assert sum(session.records for session in store.sessions(NS)) == usage.records
     assert sum(len(list(store.read(NS, group=f"g{group}"))) for group in range(5)) == usage.records
+
+
+def test_whole_sessions_are_erased_least_recently_used_first(store: Store) -> None:
+    for number in range(30):
+        store.append(NS, [NewEntry(f"s{number % 10}", bytes(1000))] * 10)
+        time.sleep(0.002)
+    store.append(NS, [NewEntry("s0", b"again")])  # the oldest session is in use
+    assert trim_sessions(store, NS, Retention(bytes=300_000, days=1, records=400)) == 1
+    assert [usage.session for usage in store.sessions(NS)] == ["s0", *(f"s{number}" for number in range(2, 10))]
+    assert trim_sessions(store, NS, Retention(records=100)) == 6
+    assert [(usage.session, usage.records) for usage in store.sessions(NS)] == [("s0", 31), ("s8", 30), ("s9", 30)]
+    assert len(list(store.read(NS))) == 91  # no tombstones
+    time.sleep(0.05)
+    store.append(NS, [NewEntry("s8", b"again")])
+    assert trim_sessions(store, NS, Retention(days=0.04 / 86_400)) == 2
+    assert [usage.session for usage in store.sessions(NS)] == ["s8"]
+    assert trim_sessions(store, NS, Retention()) == 0
 
 
 def test_retention_by_age(store: Store) -> None:

@@ -22,6 +22,7 @@ from agentspec.cache.store.base import (
     model_name,
     namespace,
     tokenizer_fingerprint,
+    trim_sessions,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.jobs import JobResult, StoreJobs
@@ -69,4 +70,5 @@ __all__ = [
     "open_store",
     "redact",
     "tokenizer_fingerprint",
+    "trim_sessions",
 ]

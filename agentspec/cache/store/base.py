@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,27 @@ class Store(Protocol):
     def close(self) -> None:
         """Close files and connections. Later calls raise StoreError."""
         ...
+
+
+def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
+    """Erase whole sessions, least recently used first, until what is left is within the limits. Return their number.
+
+    The store's own ``trim`` would take the head of a long session. Here bytes are those of payloads.
+    """
+    held = sorted(store.sessions(namespace), key=lambda usage: usage.used)
+    records, size = sum(usage.records for usage in held), sum(usage.bytes for usage in held)
+    erased = 0
+    for usage in held:
+        too_old = retention.days is not None and usage.used < time.time() - retention.days * 86_400
+        too_many = retention.records is not None and records > retention.records
+        too_large = retention.bytes is not None and size > retention.bytes
+        if not (too_old or too_many or too_large):
+            break
+        store.erase_session(namespace, usage.session, mark=False)
+        records, size, erased = records - usage.records, size - usage.bytes, erased + 1
+    while erased and store.trim(Retention()).more:  # return the space
+        pass
+    return erased
 
 
 def mac(secret: bytes, kind: str, *parts: str | None) -> str:
