@@ -7,6 +7,7 @@
 The figures of a request are told to its principal. ``AGENTSPEC_ADMIN_KEY``, a bearer key, sees those of all.
 """
 
+import ipaddress
 import logging
 import os
 from argparse import Namespace
@@ -18,9 +19,10 @@ from agentspec import __version__
 from agentspec.server_ext.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.identity import who_shares
 from agentspec.server_ext.prometheus import MetricsMiddleware
+from agentspec.server_ext.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import ROUTES, CallerMiddleware, callers_of, presented
+from agentspec.server_ext.vllm_adapter.frontend import ROUTES, CallerMiddleware, drafting_engine, presented, tagger_of
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)
@@ -35,16 +37,26 @@ class AgentSpecEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's app, the figures to its ``/metrics``, and what remembers the sender of a request."""
         app.include_router(router)
+        app.include_router(session_router)
         app.add_middleware(MetricsMiddleware)
         app.add_middleware(CallerMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Store the engine client for the routes, and log who shares text with whom."""
         state.agentspec_engine = engine_client
+        state.agentspec_loopback = getattr(args, "uds", None) is not None or is_loopback(args.host)
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             settings = load_settings(engine_client.vllm_config.additional_config)
             keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")]) or settings.principal_header is not None
             logger.info("agentspec: %s", who_shares(settings.tenant, settings.scope, keys=keys))
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a server that is bound to this host can be reached from its own machine alone."""
+    try:
+        return host == "localhost" or (host is not None and ipaddress.ip_address(host).is_loopback)
+    except ValueError:  # another name, which may lead anywhere
+        return False
 
 
 @router.get("")
@@ -63,27 +75,19 @@ async def stats(request: Request) -> dict[str, Any]:
 @router.get("/requests/{request_id}")
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     """Return the figures of one request, or 404 if it is another principal's, unknown or forgotten."""
-    engine = _engine(request)
+    engine = drafting_engine(request)
     sender = presented()
     admin = shows_admin_key(sender)
-    caller = callers_of(engine).caller_of(sender).principal
+    caller = tagger_of(engine).callers.caller_of(sender).principal
     if admin or caller != NOBODY:
         for answer in await _ask(request, "request", request_id, caller, admin):
             return answer
     raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")
 
 
-def _engine(request: Request) -> Any:
-    """Return vLLM's engine client. Raise the 404 of a server that does not draft with agentspec."""
-    engine = request.app.state.agentspec_engine
-    if engine is None or not uses_agentspec(engine.vllm_config):
-        raise HTTPException(status_code=404, detail="this engine does not draft with agentspec")
-    return engine
-
-
 async def _ask(request: Request, *question: Any) -> list[dict[str, Any]]:
     """Return the answers of all engines. Raise 503 if one of them does not answer."""
     try:
-        return await ask_engines(_engine(request), *question)
+        return await ask_engines(drafting_engine(request), *question)
     except TimeoutError:
         raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None

@@ -18,6 +18,7 @@ from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
@@ -89,6 +90,7 @@ class DraftingEngine:
         self._persistence = persistence
         self._recorder = Recorder(settings.record) if settings.record else None
         self._requests: dict[str, RequestState] = {}
+        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
@@ -170,6 +172,10 @@ class DraftingEngine:
         """
         self._settle()
         return self.metrics.request(request_id, caller, any_caller=admin)
+
+    def session(self, step: str, job: str, *args: Any) -> dict[str, Any]:
+        """Begin or poll a job on sessions (`SessionAdmin`). step: "begin" or "poll"."""
+        return self._sessions.poll(job, *args) if step == "poll" else self._sessions.begin(job, *args)
 
     def close(self) -> None:
         """Write the queued turns and records."""
@@ -286,6 +292,7 @@ class DraftingEngine:
                     "step": self._steps,
                     "request": state.request_id,
                     "session": state.identity.session_name,
+                    "session_key": state.identity.session,
                     "source": state.draft_source if drafted else None,
                     "drafted": drafted,
                     "accepted": accepted,

@@ -6,15 +6,18 @@ Plain numbers without locks, updated once a step.
 import atexit
 import json
 import logging
+import mmap
 import threading
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentspec.cache import SOURCES
+from agentspec.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +151,10 @@ class Metrics:
 class Recorder:
     """Write the step-by-step record: a JSON line for each request and step in which a draft was verified or made.
 
-    ``{"step": 41, "request": "chatcmpl-…", "session": "fix-42", "source": "session", "drafted": 9, "accepted": 7,
-    "tokens": 8, "ns": 21500}``: ``source`` is where the first drafted token came from (null without a draft),
-    ``tokens`` what the step added to the output, ``ns`` the nanoseconds of the drafting call divided by its rows.
+    ``{"step": 41, "request": "chatcmpl-…", "session": "fix-42", "session_key": "…", "source": "session", "drafted": 9,
+    "accepted": 7, "tokens": 8, "ns": 21500}``: ``source`` is where the first drafted token came from (null without a
+    draft), ``tokens`` what the step added to the output, ``ns`` the nanoseconds of the drafting call divided by its
+    rows. The lines of a session that was erased have neither its name nor its key.
 
     A thread of its own writes the file; the decode path only appends to a deque.
     """
@@ -160,6 +164,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # an unusable path fails here, at start, and not in the thread
         self._queue: deque[dict[str, Any]] = deque(maxlen=_MAX_QUEUED_LINES)
+        self._erasures: deque[tuple[str, Future[None]]] = deque()
         self._stop = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="agentspec-recorder", daemon=True)
@@ -169,6 +174,15 @@ class Recorder:
     def add(self, line: dict[str, Any]) -> None:
         """Queue one line. Drops the oldest if the disk is too slow. Never blocks."""
         self._queue.append(line)
+
+    def erase(self, session_key: str) -> "Future[None]":
+        """Remove a session's name and key from the lines that were added before. The future tells when it is done.
+
+        The lines keep their lengths, so that other processes can go on appending to the file.
+        """
+        done: Future[None] = Future()
+        self._erasures.append((session_key, done))
+        return done
 
     def close(self) -> None:
         """Write the queued lines and stop."""
@@ -182,15 +196,40 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
+        erasures = [self._erasures.popleft() for _ in range(len(self._erasures))]
         lines = []
         while self._queue:
             lines.append(json.dumps(self._queue.popleft(), separators=(",", ":")))
-        if not lines:
-            return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
+            if lines:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("\n".join(lines) + "\n")
         except OSError as error:
             if not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
             self._failed = True
+        for session_key, done in erasures:
+            try:
+                _blank_session(self.path, session_key)
+            except OSError as error:
+                done.set_exception(StoreError(f"the step record {self.path} cannot be changed: {error.strerror}"))
+            else:
+                done.set_result(None)
+
+
+def _blank_session(path: Path, session_key: str) -> None:
+    """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces."""
+    wanted = f'"session_key":{json.dumps(session_key)}'.encode()
+    if path.stat().st_size == 0:
+        return
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as text:
+        place = text.find(wanted)
+        while place >= 0:
+            begin, end = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place)
+            if end < 0:  # another process is writing it, and erases the session itself
+                return
+            line = json.loads(text[begin:end])
+            if line.get("session_key") == session_key:
+                blank = json.dumps({**line, "session": None, "session_key": None}, separators=(",", ":"))
+                text[begin:end] = blank.encode().ljust(end - begin)
+            place = text.find(wanted, end)

@@ -135,6 +135,10 @@ class Persistence:
         cache.catch_up()
         return count
 
+    def load_again(self, tenant: str | None, session: str) -> None:
+        """Load what was added to a session in the store since it was loaded. Any thread may call it."""
+        self._loader.request(Wanted(tenant, session=session))
+
     def erase(self, session: str) -> int:
         """Erase a session from the queues and the store. Returns a ticket; its result is an ``Erasure``.
 

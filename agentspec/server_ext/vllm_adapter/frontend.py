@@ -6,7 +6,7 @@ vLLM's ``session_id`` does not get past the engine core, nor headers and API key
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,20 +42,36 @@ def api_request_id(engine_request_id: str) -> str:
     return _PROMPT_NUMBER.sub(r"\1", plain)
 
 
-async def ask_engines(engine_client: Any, *question: Any) -> list[dict[str, Any]]:
-    """Ask the workers of all engines that draft (``worker_rpc``). Return the answers of those that know one.
+async def ask_engines(engine_client: Any, *question: Any, engines: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Ask the workers of engines that draft (``worker_rpc``). Return the answers of those that know one.
 
-    engine_client: vLLM's EngineClient. Raises TimeoutError after 5 seconds, and the engine's own errors.
+    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. Raises TimeoutError after 5
+    seconds, and the engine's own errors.
     """
     core = engine_client.engine_core
     # With data parallelism vLLM's own collective_rpc returns the first engine's answers alone. The workers get no
     # time limit: where one ends, vLLM takes the late answer for that of the next call.
     asked = [
-        core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=engine)
-        for engine in core.core_engines
+        core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=core.core_engines[number])
+        for number in (engine_numbers(engine_client) if engines is None else engines)
     ]
-    engines = await asyncio.wait_for(asyncio.gather(*asked), _RPC_SECONDS)
-    return [answer for workers in engines for answer in workers if answer is not None]
+    answers = await asyncio.wait_for(asyncio.gather(*asked), _RPC_SECONDS)
+    return [answer for workers in answers for answer in workers if answer is not None]
+
+
+def engine_numbers(engine_client: Any) -> Sequence[int]:
+    """Return the numbers of the engines of vLLM's EngineClient: several with data parallelism."""
+    return range(len(engine_client.engine_core.core_engines))
+
+
+def drafting_engine(request: Any) -> Any:
+    """Return the EngineClient behind an HTTP request. Raise the 404 of a server that does not draft with agentspec."""
+    from fastapi import HTTPException
+
+    engine = request.app.state.agentspec_engine
+    if engine is None or not uses_agentspec(engine.vllm_config):
+        raise HTTPException(status_code=404, detail="this engine does not draft with agentspec")
+    return engine
 
 
 def presented() -> Presented | None:
@@ -63,10 +79,10 @@ def presented() -> Presented | None:
     return _presented.get()
 
 
-def callers_of(engine_client: Any) -> Callers:
-    """Return the object that tells this server's callers apart."""
-    callers: Callers = engine_client.input_processor.agentspec.callers
-    return callers
+def tagger_of(engine_client: Any) -> RequestTagger:
+    """Return the object that finds out the identities of this server's requests."""
+    tagger: RequestTagger = engine_client.input_processor.agentspec
+    return tagger
 
 
 class CallerMiddleware:

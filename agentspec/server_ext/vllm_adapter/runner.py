@@ -175,13 +175,15 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
-    """Answer ``ask_engines`` for ``stats``, or for ``request`` with an id and who asks (``DraftingEngine.request``).
+    """Answer ``ask_engines`` for ``stats``, ``request`` with an id and who asks, and ``session`` with a job.
 
     Return None in a worker without an engine.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
+    if what == "session":
+        return extension.engine.session(*args)
     if what == "request":
         request_id, caller, admin = args
         return extension.engine.request(request_id, caller, admin=admin)
@@ -201,13 +203,16 @@ def _is_first_rank() -> bool:
 def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
     """Return the engine of this model and tenant, on the store of the settings."""
     model = vllm_config.model_config
-    key = namespace(
-        model_name(model.model),
-        tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision),
-        settings.tenant,
-    )
+    key = log_name(vllm_config, settings.tenant)
     persistence = Persistence(open_store(settings.store), key, settings.preload_records, settings.retention())
     return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
+
+
+def log_name(vllm_config: Any, tenant: str | None = None) -> str:
+    """Return the name of the log of this model, its tokenizer and a server's tenant (`namespace`)."""
+    model = vllm_config.model_config
+    tokenizer = tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision)
+    return namespace(model_name(model.model), tokenizer, tenant)
 
 
 def engine_limits(vllm_config: Any) -> EngineLimits:

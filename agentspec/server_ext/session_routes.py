@@ -1,0 +1,276 @@
+"""Serve the sessions of a caller over HTTP: list, export, import and erase them.
+
+``GET /v1/agentspec/sessions``           the caller's sessions in the store, used last first (``?limit=100``)
+``GET /v1/agentspec/sessions/{id}``      exports one: its turns as token ids
+``PUT /v1/agentspec/sessions/{id}``      imports one, in session scope; turns that it holds already change nothing
+``DELETE /v1/agentspec/sessions/{id}``   erases one: 200 when no byte of it is left, 202 while another process still
+                                         reads the database; repeat the call then
+
+A caller sees sessions of its own principal. One that sends ``cache_salt`` with its requests gives it in the header
+``X-Cache-Salt``. Sessions of others answer as if they didn't exist. The administrator sees all, by their keys.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentspec.cache.store import TurnRecord, decode, encode
+from agentspec.errors import InvalidInputError, RecordError
+from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
+from agentspec.server_ext.identity import SESSION_KEY, Identity
+from agentspec.server_ext.vllm_adapter import ask_engines, log_name
+from agentspec.server_ext.vllm_adapter.frontend import ROUTES, drafting_engine, engine_numbers, presented, tagger_of
+
+router = APIRouter(prefix=f"{ROUTES}/sessions")
+
+_SALT_HEADER = "X-Cache-Salt"
+_KEY = re.compile("[0-9a-f]{32}")
+_LONGEST_LIST = 1_000
+_MAX_BODY = 64 * 1024 * 1024
+_WAIT_SECONDS = 20.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class ExportedTurn(BaseModel):
+    """Hold a turn as JSON: a `TurnRecord` without what belongs to its owner. parent, block: 64 bits, in hexadecimal."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    writer: _Hash
+    number: int = Field(ge=1, lt=2**63)
+    kept: int = Field(ge=0, lt=2**32)
+    parent: _Hash
+    block: _Hash
+    prompt: _Tokens
+    response: _Tokens
+    created: float = Field(ge=0, lt=1e12)
+    weights: str | None = Field(default=None, max_length=256)
+
+
+class ExportedSession(BaseModel):
+    """Hold an exported session. log: name of the log that its tokens belong to, by model and tokenizer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Literal[1]
+    id: str
+    log: str
+    turns: list[ExportedTurn] = Field(max_length=1_000_000)
+
+
+@router.get("")
+async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
+    """Return the caller's stored sessions: id, tokens, turns, bytes, when it was used last (epoch seconds), group."""
+    engine = drafting_engine(request)
+    owner, admin = _owner(engine)
+    if owner.caller is None and not admin and not request.app.state.agentspec_loopback:
+        detail = "all callers of this server are one, so it doesn't list their sessions: start it with --api-key"
+        raise HTTPException(status_code=403, detail=detail)
+    count = max(0, min(limit, _LONGEST_LIST))
+    found: dict[str, dict[str, Any]] = {}
+    for answer in await _run(engine, "list", owner.principal, admin, count):
+        found |= {session["key"]: session for session in answer}
+    newest = sorted(found.values(), key=lambda session: -session["used"])[:count]
+    shown = newest if admin else [{name: session[name] for name in session if name != "key"} for session in newest]
+    return {"sessions": shown}
+
+
+@router.get("/{session_id:path}")
+async def export_session(request: Request, session_id: str) -> JSONResponse:
+    """Return a session's turns, or 404 if the caller has no such session."""
+    engine = drafting_engine(request)
+    payloads = await _run(engine, "read", _identity(engine, session_id).session)
+    log = await asyncio.to_thread(log_name, engine.vllm_config)
+    session = await asyncio.to_thread(_export, session_id, log, payloads)
+    if session is None:
+        raise HTTPException(status_code=404, detail=f"no session {session_id!r}")
+    return JSONResponse(session)
+
+
+@router.put("/{session_id:path}")
+async def import_session(request: Request, session_id: str) -> dict[str, Any]:
+    """Add an exported session's turns to a session of the caller."""
+    engine = drafting_engine(request)
+    identity = _identity(engine, session_id, write=True)
+    session = await asyncio.to_thread(_parse, await _body(request))
+    if session.log != await asyncio.to_thread(log_name, engine.vllm_config):
+        raise _refused(
+            "log: the session was exported from another model or tokenizer, whose tokens mean something else"
+        )
+    vocabulary = engine.vllm_config.model_config.get_vocab_size()
+    payloads = await asyncio.to_thread(_import, session, identity, vocabulary)
+    added = []
+    for number in engine_numbers(engine):  # one by one, because they may share a store
+        added += await _run(engine, "write", identity.session, identity.tenant, payloads, engines=[number])
+    return {"id": session_id, "turns": len(payloads), "added": max(added)}
+
+
+@router.delete("/{session_id:path}")
+async def erase_session(request: Request, session_id: str) -> JSONResponse:
+    """Erase a session of the caller. A session that does not exist is erased already."""
+    engine = drafting_engine(request)
+    identity = _identity(engine, session_id)
+    tenants = {identity.tenant}.union(*await _run(engine, "tenants", identity.session))
+    erased = await _run(engine, "erase", identity.session, list(tenants))
+    complete = all(answer["complete"] for answer in erased)
+    content = {"id": session_id, "records": sum(answer["records"] for answer in erased), "complete": complete}
+    return JSONResponse(content, status_code=200 if complete else 202)
+
+
+def _owner(engine: Any) -> tuple[Identity, bool]:
+    """Return the identity of the caller's requests, and whether it is the administrator."""
+    sender = presented()
+    admin = shows_admin_key(sender)
+    owner = tagger_of(engine).identity_of({}, sender, cache_salt=_salt(sender))
+    if owner.principal == NOBODY and not admin:
+        detail = "it is not known whose sessions you ask for: present one API key, and what your gateway adds, once"
+        raise HTTPException(status_code=403, detail=detail)
+    return owner, admin
+
+
+def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
+    """Return the identity of the caller's requests in a session. The administrator names a session by its key."""
+    _, admin = _owner(engine)
+    if admin and not write and _KEY.fullmatch(session_id):
+        return Identity(session=session_id)
+    sender = presented()
+    identity = tagger_of(engine).identity_of({SESSION_KEY: session_id}, sender, cache_salt=_salt(sender))
+    if identity.principal == NOBODY:
+        detail = "the administrator has no sessions: name one by its key to read or erase it"
+        raise HTTPException(status_code=403, detail=detail)
+    if identity.session is None:
+        raise _refused("id: 1 to 256 characters without control characters expected")
+    return identity
+
+
+def _salt(sender: Presented | None) -> str | None:
+    return next(iter(() if sender is None else sender.all(_SALT_HEADER)), None)
+
+
+async def _run(engine: Any, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:
+    """Run a job on these engines, None: on all, and return their values. Raise 503 where the store is away."""
+    job = uuid.uuid4().hex
+    numbers = engine_numbers(engine) if engines is None else engines
+    for number in numbers:
+        await _ask(engine, number, "begin", job, what, *args)
+    return [await _value(engine, number, job) for number in numbers]
+
+
+async def _value(engine: Any, number: int, job: str) -> Any:
+    """Return the value of a job on one engine, of which long lists come in parts."""
+    until, pause = time.monotonic() + _WAIT_SECONDS, _FIRST_PAUSE
+    parts: list[Any] = []
+    while True:
+        answer = await _ask(engine, number, "poll", job, len(parts))
+        if "value" in answer:
+            if not parts and not answer["more"]:
+                return answer["value"]
+            parts += answer["value"]
+            if not answer["more"]:
+                return parts
+        elif time.monotonic() > until:
+            raise HTTPException(status_code=503, detail="the store is slow; try again")
+        else:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
+    try:
+        (answer,) = await ask_engines(engine, "session", *question, engines=[number])
+    except TimeoutError:
+        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
+    if "error" in answer:
+        status = {"unavailable": 503, "invalid": 400}.get(answer["error"], 500)
+        raise HTTPException(status_code=status, detail=answer["message"])
+    return answer
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY:
+            raise HTTPException(status_code=413, detail=f"an imported session has at most {_MAX_BODY} bytes")
+    return bytes(body)
+
+
+def _parse(body: bytes) -> ExportedSession:
+    try:
+        return ExportedSession.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+
+
+def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> dict[str, Any] | None:
+    """Return a session as JSON, None if it has no turns. of_engines: its records; engines may share a store."""
+    turns: dict[tuple[str, int], ExportedTurn] = {}
+    for payload in chain.from_iterable(of_engines):
+        try:
+            record = decode(payload)
+        except RecordError:
+            continue
+        if isinstance(record, TurnRecord):
+            turns[record.writer, record.number] = _exported(record)
+    session = ExportedSession(version=1, id=session_id, log=log, turns=[*turns.values()])
+    return session.model_dump(exclude_none=True) if turns else None
+
+
+def _exported(record: TurnRecord) -> ExportedTurn:
+    return ExportedTurn(
+        writer=record.writer,
+        number=record.number,
+        kept=record.kept,
+        parent=f"{record.parent:016x}",
+        block=f"{record.block:016x}",
+        prompt=record.prompt_tail.tolist(),
+        response=record.response.tolist(),
+        created=record.created,
+        weights=record.weights,
+    )
+
+
+def _import(session: ExportedSession, identity: Identity, vocabulary: int) -> list[bytes]:
+    """Return the records of an exported session for a session of the caller."""
+    payloads = []
+    for i, turn in enumerate(session.turns):
+        if max(turn.prompt, default=0) >= vocabulary or max(turn.response, default=0) >= vocabulary:
+            raise _refused(f"turns.{i}: a token id is not below {vocabulary}, the size of the model's vocabulary")
+        record = TurnRecord(
+            writer=turn.writer,
+            number=turn.number,
+            session=identity.session or "",
+            kept=turn.kept,
+            parent=int(turn.parent, 16),
+            block=int(turn.block, 16),
+            prompt_tail=np.array(turn.prompt, np.int32),
+            response=np.array(turn.response, np.int32),
+            created=turn.created,
+            tenant=identity.tenant,
+            principal=identity.principal,
+            session_name=identity.session_name,
+            scope="session",
+            weights=turn.weights,
+        )
+        try:
+            payloads.append(encode(record))
+        except InvalidInputError as error:
+            raise _refused(f"turns.{i}: {error}") from None
+    return payloads
+
+
+def _refused(why: str) -> HTTPException:
+    return HTTPException(status_code=400, detail=why)

@@ -1,0 +1,433 @@
+"""Sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, exports, imports, erases what."""
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from agentspec.cache.store import open_store
+from agentspec.server_ext import session_routes, vllm_adapter
+from agentspec.server_ext.callers import Callers, Presented
+from agentspec.server_ext.endpoints import AgentSpecEndpoints, is_loopback
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity, RequestTagger
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.vllm_adapter import log_name
+from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+
+ADA, BOB = "key of ada", "key of bob"
+ADMIN = "the key of the administrator"
+TEXT = list(range(500, 560))
+PROMPT = [1, 2, 3, 4, 5]
+VOCABULARY = 1000
+
+
+class Server:
+    """A server of several engines that share a store; ``http`` is its client."""
+
+    def __init__(self, url: str, engines: int, keys: Sequence[str], record: Path | None, **settings: Any) -> None:
+        given = Settings(store=url, record=None if record is None else str(record), **settings)
+        model = SimpleNamespace(
+            model="org/model", tokenizer="org/model", tokenizer_revision=None, get_vocab_size=lambda: VOCABULARY
+        )
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method="custom_class", model=PROPOSER_PATH),
+            additional_config={},
+            model_config=model,
+        )
+        self.tagger = RequestTagger(Callers(given, b"secret of the tests"), "tenant")
+        self.input_processor = SimpleNamespace(agentspec=self.tagger)
+        self.engine_core = self
+        self.core_engines = list(range(engines))
+        name = log_name(self.vllm_config)
+        self.engines = [
+            DraftingEngine(given, Persistence(open_store(url), name, 100), VOCABULARY, 16) for _ in self.core_engines
+        ]
+        self.asked = 0
+        self.slowest = 0.0
+        app = FastAPI()
+        AgentSpecEndpoints().attach_router(app)
+        if keys:
+            from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+            app.add_middleware(AuthenticationMiddleware, tokens=list(keys))
+        app.state.agentspec_engine = self
+        app.state.agentspec_loopback = True
+        self.state = app.state
+        self.http = TestClient(app)
+
+    async def _call_utility_async(self, name: str, method: str, limit: Any, args: Any, kw: Any, engine: int) -> Any:
+        self.asked += 1
+        runner = SimpleNamespace(agentspec=SimpleNamespace(engine=self.engines[engine]))
+        begin = time.perf_counter()
+        answer = vllm_adapter.worker_rpc(SimpleNamespace(model_runner=runner), *args)
+        self.slowest = max(self.slowest, time.perf_counter() - begin)
+        return [answer, None]
+
+    def identity(self, key: str | None, session: str, **more: Any) -> Identity:
+        shown = None if key is None else Presented([(b"authorization", f"Bearer {key}".encode())], verified=True)
+        given = {"session_id": session, "agentspec_scope": more.pop("scope", "tenant")}
+        return self.tagger.identity_of(given, shown, **more)
+
+    def start(self, name: str, identity: Identity, prompt: Sequence[int], text: Sequence[int], engine: int = 0) -> int:
+        """Begin a request and verify its text at once. Returns the length of the draft behind it."""
+        tokens = np.zeros((1, 512), np.int32)
+        full = [*prompt, *text]
+        tokens[0, : len(full)] = full
+        count = np.array([len(full)], np.int32)
+        step = Step(
+            started=[NewRequest(name, prompt, identity)],
+            batch=Batch((name,), np.zeros(1, np.int32)),
+            tokens=tokens,
+            lengths=count,
+            max_draft_tokens=np.array([16], np.int32),
+            num_verified_draft_tokens=np.zeros(1, np.int32),
+            num_draft_tokens=0,
+        )
+        (draft,) = self.engines[engine].propose(step)
+        return len(draft)
+
+    def say(
+        self, identity: Identity, text: Sequence[int] = TEXT, prompt: Sequence[int] = PROMPT, engine: int = 0
+    ) -> None:
+        """Run a request to its end, and wait until it is stored."""
+        name = f"r{time.perf_counter_ns()}"
+        self.start(name, identity, prompt, text, engine)
+        self.engines[engine].finish(name, len(text))
+        self.wait(lambda: self.engines[engine].stats()["store"]["writer"]["queued"] == 0)
+
+    def drafts(self, identity: Identity, text: Sequence[int] = TEXT, engine: int = 0) -> bool:
+        """Whether a request draws on what was said before. It is aborted, so it leaves nothing."""
+        name = f"d{time.perf_counter_ns()}"
+        asked = self.engines[engine]
+        drafted = 0
+        for _ in range(20):  # what is in the store arrives a little later
+            drafted = self.start(name, identity, [9, *text[:8]], text[8:10], engine)
+            asked.finish(name, 0)
+            if drafted:
+                break
+            time.sleep(0.01)
+        return drafted > 0
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "did not happen in time"
+            time.sleep(0.005)
+
+    def call(self, key: str | None, method: str, session: str = "", **more: Any) -> Any:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        path = "/v1/agentspec/sessions" + (f"/{session}" if session else "")
+        return self.http.request(method, path, headers=headers | more.pop("headers", {}), **more)
+
+    def erase(self, key: str, session: str, **more: Any) -> Any:
+        """Erase a session; while another engine's thread reads the store, again."""
+        answers: list[Any] = []
+
+        def done() -> bool:
+            answers.append(self.call(key, "DELETE", session, **more))
+            return bool(answers[-1].status_code != 202)
+
+        self.wait(done)
+        return answers[-1]
+
+    def listed(self, key: str | None, **more: Any) -> list[str]:
+        return [session["id"] for session in self.call(key, "GET", **more).json()["sessions"]]
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts servers, on one SQLite file unless told otherwise."""
+    vllm_adapter.register()
+    monkeypatch.setenv("AGENTSPEC_ADMIN_KEY", ADMIN)
+    started = []
+
+    def serve(
+        *keys: str,
+        url: str = f"sqlite:///{tmp_path / 'log.db'}",
+        engines: int = 2,
+        record: Path | None = None,
+        **settings: Any,
+    ) -> Server:
+        started.append(Server(url, engines, keys, record, **settings))
+        return started[-1]
+
+    yield serve
+    for server in started:
+        for engine in server.engines:
+            engine.close()
+
+
+def test_a_caller_sees_its_own_sessions_used_last_first(start: Start) -> None:
+    server = start(ADA, BOB)
+    for key, session, engine in ((ADA, "one", 0), (ADA, "two", 1), (BOB, "one", 0), (ADA, "one", 0)):
+        server.say(server.identity(key, session), engine=engine)
+    server.say(server.identity(ADA, "kept to itself", scope="session"))
+    assert server.listed(ADA) == ["kept to itself", "one", "two"]
+    assert server.listed(BOB) == ["one"]
+    assert server.listed(ADA, params={"limit": 1}) == ["kept to itself"]
+    (bobs,) = server.call(BOB, "GET").json()["sessions"]
+    assert bobs["tokens"] == len(PROMPT) + len(TEXT) and bobs["turns"] == 1 and abs(time.time() - bobs["used"]) < 60
+    assert "key" not in bobs
+    assert server.call(None, "GET").status_code == server.call("eve", "GET").status_code == 401
+
+
+def test_the_administrator_sees_all_by_their_keys_and_imports_nothing(start: Start) -> None:
+    server = start(ADA, BOB)
+    ada = server.identity(ADA, "one")
+    for identity in (ada, server.identity(BOB, "one")):
+        server.say(identity)
+    found = {session["key"]: session["id"] for session in server.call(ADMIN, "GET").json()["sessions"]}
+    assert found == {ada.session: "one", server.identity(BOB, "one").session: "one"}
+    export = server.call(ADMIN, "GET", str(ada.session))
+    assert export.json()["turns"] == server.call(ADA, "GET", "one").json()["turns"]
+    assert server.call(ADMIN, "GET", "one").status_code == 403
+    assert server.call(ADMIN, "PUT", str(ada.session), content=export.content).status_code == 403
+    assert server.erase(ADMIN, str(ada.session)).status_code == 200
+    assert (server.listed(ADA), server.listed(BOB)) == ([], ["one"])
+    assert not server.drafts(ada)
+
+
+def test_without_keys_the_list_answers_on_a_loopback_server_only(start: Start) -> None:
+    server = start()
+    server.say(server.identity(None, "an unguessable name"))
+    assert server.listed(None) == ["an unguessable name"]
+    server.state.agentspec_loopback = False
+    refused = server.call(None, "GET")
+    assert refused.status_code == 403 and "--api-key" in refused.json()["detail"]
+    assert server.call(None, "GET", headers={"X-Cache-Salt": "x"}).status_code == 403
+    assert server.call(None, "GET", "an unguessable name").status_code == 200  # the name is a capability
+    assert server.call(None, "GET", "another name").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        (None, False),
+        ("", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+    ],
+)
+def test_which_hosts_are_loopback(host: str | None, local: bool) -> None:
+    assert is_loopback(host) == local
+
+
+def test_a_gateways_principals_see_their_own_and_who_is_nobody_sees_nothing(start: Start) -> None:
+    server = start(principal_header="X-Principal")
+    for name in ("ada", "bob"):
+        sender = Presented([(b"x-principal", name.encode())])
+        server.say(server.tagger.identity_of({"session_id": f"of {name}"}, sender))
+    server.state.agentspec_loopback = False
+    assert server.listed(None, headers={"X-Principal": "ada"}) == ["of ada"]
+    assert server.call(None, "GET", "of bob", headers={"X-Principal": "ada"}).status_code == 404
+    for headers in ({}, {"X-Principal": ""}):
+        for method, session in (("GET", ""), ("GET", "of ada"), ("DELETE", "of ada"), ("PUT", "of ada")):
+            assert server.call(None, method, session, headers=headers).status_code == 403
+    assert server.listed(None, headers={"X-Principal": "ada"}) == ["of ada"]
+
+
+def test_a_salted_session_needs_its_salt(start: Start) -> None:
+    server = start(ADA)
+    server.say(server.identity(ADA, "one", cache_salt="salt"))
+    assert server.listed(ADA) == [] and server.call(ADA, "GET", "one").status_code == 404
+    salt = {"X-Cache-Salt": "salt"}
+    assert server.listed(ADA, headers=salt) == ["one"]
+    server.call(ADA, "DELETE", "one")
+    assert server.call(ADA, "GET", "one", headers=salt).status_code == 200
+    assert server.erase(ADA, "one", headers=salt).status_code == 200
+    assert server.listed(ADA, headers=salt) == []
+
+
+class TestExportAndImport:
+    def test_a_session_moves_to_another_caller_and_serves_itself_alone(self, start: Start) -> None:
+        server = start(ADA, BOB)
+        server.say(server.identity(ADA, "one"))
+        server.say(server.identity(ADA, "one"), [*TEXT[10:], 7, 8], [*PROMPT, *TEXT, 6])
+        export = server.call(ADA, "GET", "one")
+        turns = export.json()["turns"]
+        assert [turn["response"] for turn in turns] == [TEXT, [*TEXT[10:], 7, 8]]
+        assert server.call(BOB, "GET", "one").status_code == 404
+        bob, alone = server.identity(BOB, "copy/of one"), server.identity(BOB, "other")
+        assert not server.drafts(bob)
+        answer = server.call(BOB, "PUT", "copy/of one", content=export.content)
+        assert answer.json() == {"id": "copy/of one", "turns": 2, "added": 2}
+        for engine in (0, 1):
+            assert server.drafts(bob, engine=engine) and not server.drafts(alone, engine=engine)
+        assert server.call(BOB, "GET", "copy/of one").json()["turns"] == turns
+        assert server.listed(BOB) == ["copy/of one"]
+
+    def test_importing_again_adds_what_is_missing(self, start: Start) -> None:
+        server = start(ADA)
+        server.say(server.identity(ADA, "one"))
+        first = server.call(ADA, "GET", "one").content
+        server.say(server.identity(ADA, "one"), [7, 8, 9], [*PROMPT, *TEXT, 6])
+        both = server.call(ADA, "GET", "one").content
+        for content, added in ((first, 1), (first, 0), (both, 1), (both, 0), (first, 0)):
+            assert server.call(ADA, "PUT", "copy", content=content).json()["added"] == added
+        assert server.call(ADA, "GET", "copy").json()["turns"] == json.loads(both)["turns"]
+
+    def test_engines_with_stores_of_their_own_get_a_copy_each(self, start: Start) -> None:
+        server = start(ADA, url="memory://")
+        server.say(server.identity(ADA, "one"), engine=1)
+        export = server.call(ADA, "GET", "one").content
+        assert server.call(ADA, "PUT", "copy", content=export).json()["added"] == 1
+        assert all(server.drafts(server.identity(ADA, "copy"), engine=engine) for engine in (0, 1))
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            (lambda body: "[]", "body"),
+            (lambda body: "{", "body"),
+            (lambda body: "", "body"),
+            (lambda body: body | {"version": 2}, "version"),
+            (lambda body: body | {"log": "0" * 40}, "log"),
+            (lambda body: body | {"turns": 5}, "turns"),
+            (lambda body: body | {"more": 1}, "more"),
+            (lambda body: {name: body[name] for name in body if name != "turns"}, "turns"),
+            (lambda body: with_turn(body, kept=-1), "turns.0.kept"),
+            (lambda body: with_turn(body, kept=2**32), "turns.0.kept"),
+            (lambda body: with_turn(body, number=0), "turns.0.number"),
+            (lambda body: with_turn(body, number="1"), "turns.0.number"),
+            (lambda body: with_turn(body, writer="x"), "turns.0.writer"),
+            (lambda body: with_turn(body, parent="g" * 16), "turns.0.parent"),
+            (lambda body: with_turn(body, prompt=[-1]), "turns.0.prompt.0"),
+            (lambda body: with_turn(body, prompt=[1.5]), "turns.0.prompt.0"),
+            (lambda body: with_turn(body, response=[VOCABULARY]), "turns.0"),
+            (lambda body: with_turn(body, response=[2**40]), "turns.0.response.0"),
+            (lambda body: with_turn(body, created=float("nan")), "turns.0.created"),
+            (lambda body: with_turn(body, weights="a\nb"), "turns.0"),
+        ],
+    )
+    def test_a_wrong_import_is_refused_by_field_and_changes_nothing(
+        self, start: Start, change: Callable[[Any], Any], field: str
+    ) -> None:
+        server = start(ADA, engines=1)
+        server.say(server.identity(ADA, "one"))
+        body = change(server.call(ADA, "GET", "one").json())
+        answer = server.call(ADA, "PUT", "copy", content=body if isinstance(body, str) else json.dumps(body))
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["detail"].startswith(field)
+        assert server.listed(ADA) == ["one"]
+
+    def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(session_routes, "_MAX_BODY", 1000)
+        assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
+
+    def test_a_long_session_comes_in_parts(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("agentspec.server_ext.session_admin._PART_BYTES", 1000)
+        server = start(ADA)
+        for number in range(30):
+            server.say(server.identity(ADA, "one"), [number, *TEXT])
+        turns = server.call(ADA, "GET", "one").json()["turns"]
+        assert [turn["response"][0] for turn in turns] == list(range(30))
+
+
+def with_turn(body: Any, **changes: Any) -> Any:
+    return body | {"turns": [body["turns"][0] | changes]}
+
+
+class TestErasure:
+    def test_nothing_is_left_of_it_and_all_is_left_of_others(self, start: Start, tmp_path: Path) -> None:
+        record = tmp_path / "steps.jsonl"
+        server = start(ADA, BOB, record=record)
+        ada, bob = server.identity(ADA, "fix-42"), server.identity(BOB, "fix-42")
+        secret, other = list(range(600, 660)), list(range(700, 760))
+        for engine in (0, 1):
+            server.say(ada, secret, engine=engine)
+        server.say(bob, other)
+        server.say(server.identity(ADA, "two"), TEXT)
+        assert all(server.drafts(ada, secret, engine) for engine in (0, 1))
+        server.wait(lambda: str(ada.session) in record.read_text())
+        database = tmp_path / "log.db"
+        assert stored(database, secret[8:]) and stored(database, str(ada.session))
+        server.start("running", ada, [9], [8, 7])
+        answer = server.erase(ADA, "fix-42")
+        assert (answer.status_code, answer.json()["complete"]) == (200, True), answer.text
+        assert not stored(database, secret[8:])
+        steps = [json.loads(line) for line in record.read_text().splitlines()]
+        assert {step["session_key"] for step in steps} >= {None, bob.session}
+        assert str(ada.session) not in record.read_text()
+        assert not any(server.drafts(ada, secret, engine) for engine in (0, 1))
+        assert server.drafts(bob, other) and server.drafts(server.identity(ADA, "two"))
+        assert server.call(ADA, "GET", "fix-42").status_code == 404
+        assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
+        server.engines[0].finish("running", 2)  # keeps nothing
+        server.say(server.identity(ADA, "two"), TEXT)
+        assert server.listed(ADA) == ["two"]
+        assert server.erase(ADA, "fix-42").status_code == 200  # erased already
+        server.say(ada, secret)
+        assert server.drafts(ada, secret)  # the name can be used again
+
+    def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
+        server = start(ADA, BOB)
+        server.say(server.identity(ADA, "one"))
+        unknown, guessed = (server.erase(BOB, name) for name in ("unknown", "one"))
+        assert unknown.status_code == guessed.status_code == 200
+        assert guessed.json() == {**unknown.json(), "id": "one"}
+        assert server.listed(ADA) == ["one"] and server.drafts(server.identity(ADA, "one"))
+
+    def test_sessions_under_an_adapter_and_of_a_tenant_go_too(self, start: Start) -> None:
+        server = start(ADA, tenant="acme")
+        with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        server.say(server.identity(ADA, "one"))
+        server.say(with_adapter, list(range(600, 660)))
+        assert server.drafts(with_adapter, list(range(600, 660)))
+        server.call(ADA, "DELETE", "one")
+        assert not server.drafts(with_adapter, list(range(600, 660)))
+        assert not server.drafts(server.identity(ADA, "one"))
+
+    def test_while_another_process_reads_old_pages_it_is_not_complete(self, start: Start, tmp_path: Path) -> None:
+        server = start(ADA, engines=1)
+        server.say(server.identity(ADA, "one"))
+        reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM entries").fetchone()
+        waiting = server.call(ADA, "DELETE", "one")
+        assert (waiting.status_code, waiting.json()["complete"]) == (202, False)
+        assert server.listed(ADA) == []
+        reader.execute("COMMIT")
+        reader.close()
+        assert server.erase(ADA, "one").status_code == 200
+        assert not stored(tmp_path / "log.db", TEXT[8:])
+
+
+def stored(database: Path, what: Sequence[int] | str) -> bool:
+    """Whether the database's files hold these token ids, or this text."""
+    wanted = what.encode() if isinstance(what, str) else np.array(what, np.int32).tobytes()
+    return any(wanted in file.read_bytes() for file in database.parent.glob(f"{database.name}*"))
+
+
+def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_routes, "_WAIT_SECONDS", 1.0)
+    server = start(ADA, url="redis://:hunter2-hunter2@127.0.0.1:1/0", engines=1)
+    for method, session in (("GET", ""), ("GET", "one"), ("DELETE", "one")):
+        answer = server.call(ADA, method, session)
+        assert answer.status_code == 503 and "hunter2" not in answer.text, answer.text
+    assert server.slowest < 0.1
+
+
+@pytest.mark.parametrize("bad", ["%0A", "x" * 257, "%00"])
+def test_an_id_that_no_session_can_have_is_refused(start: Start, bad: str) -> None:
+    for method in ("GET", "PUT", "DELETE"):
+        answer = start(ADA, engines=1).call(ADA, method, bad, content=b"{}")
+        assert answer.status_code == 400 and answer.json()["detail"].startswith("id")

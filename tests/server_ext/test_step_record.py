@@ -1,0 +1,85 @@
+"""The step record: what is written, and that an erased session's name goes from the lines that are there."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import StoreError
+from agentspec.server_ext.metrics import Recorder
+
+KEY, OTHER = "a" * 32, "b" * 32
+
+
+def line(step: int, name: str | None, key: str | None) -> dict[str, Any]:
+    return {"step": step, "request": f"r{step}", "session": name, "session_key": key, "tokens": 1}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    recorder = Recorder(path)
+    given = [line(1, "fix-42", KEY), line(2, "fix-42", OTHER), line(3, None, None), line(4, "fix-42", KEY)]
+    for item in given:
+        recorder.add(item)
+    recorder.erase(KEY).result(10)
+    blank = {"session": None, "session_key": None}
+    assert lines(path) == [{**given[0], **blank}, given[1], given[2], {**given[3], **blank}]
+    recorder.add(line(5, "next", OTHER))
+    recorder.close()
+    assert lines(path)[-1]["session"] == "next"
+    assert KEY not in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["a", "ä" * 100, 'quote"d', f'"session_key":"{KEY}"', "\\"])
+def test_any_name_goes_and_no_other_line_is_taken_for_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    recorder = Recorder(path)
+    other = line(1, f'"session_key":"{KEY}"', OTHER)
+    for item in (other, line(2, name, KEY), other):
+        recorder.add(item)
+    recorder.erase(KEY).result(10)
+    assert lines(path) == [other, {**line(2, None, None)}, other]
+    recorder.close()
+
+
+def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
+    """Lines keep their places, so nothing that others append is lost."""
+    path = tmp_path / "steps.jsonl"
+    recorder = Recorder(path)
+    for step in range(20_000):
+        recorder.add(line(step, "fix-42", KEY))
+    stop = threading.Event()
+    appended = 0
+
+    def append() -> None:
+        nonlocal appended
+        while not stop.is_set():
+            with path.open("a") as file:
+                file.write(json.dumps(line(appended, "theirs", OTHER), separators=(",", ":")) + "\n")
+            appended += 1
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    recorder.erase(KEY).result(60)
+    stop.set()
+    thread.join()
+    recorder.close()
+    found = lines(path)
+    assert sum(item["session"] == "theirs" for item in found) == appended
+    assert sum(item["session"] is None for item in found) == 20_000
+
+
+def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    recorder = Recorder(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"steps\.jsonl"):
+        recorder.erase(KEY).result(10)
+    recorder.close()
