@@ -13,17 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.cache.suffix_cache import BatchHandle
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, BatchHandle
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.session_admin import SessionAdmin
-from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
+
+_WORK_SHARE = 0.02
+"""Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
 _LEAST_KEPT = 2
 """Shortest response that is kept, in tokens. Beam search makes a request of one token for each step and beam."""
@@ -35,7 +38,8 @@ class _Lookup:
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
     quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
-    a share of a decode step. budget: most draft tokens of a step. Both hold for version ``as_of`` of the step cost.
+    a share of a decode step. budget: most draft tokens of a step. work: CPU time for what waits beside drafting, in
+    seconds a step. These three hold for version ``as_of`` of the step cost.
     """
 
     batch: Batch
@@ -46,6 +50,7 @@ class _Lookup:
     quiet: int = 0
     cost: float = 0.0
     budget: int = 0
+    work: float = DEFAULT_WORK_SECONDS
     as_of: int = -1
 
     def pick(self, values: Int32) -> Int32:
@@ -72,10 +77,11 @@ class DraftingEngine:
         limits: EngineLimits | None = None,
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        shares = MemoryShares.of(settings.max_bytes)
+        self.metrics = Metrics(shares.figures // 2)
         self.cache = SuffixCache(
             max_tokens=settings.max_tokens,
-            max_bytes=settings.max_bytes,
+            max_bytes=shares.cache,
             per_session=Budget(tokens=settings.max_session_tokens),
             policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
@@ -88,11 +94,12 @@ class DraftingEngine:
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
-        self._recorder = Recorder(settings.record) if settings.record else None
+        self._recorder = Recorder(settings.record, shares.figures // 2) if settings.record else None
         self._requests: dict[str, RequestState] = {}
         self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
+        self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
         self._model_seconds = 0.0  # time that the draft model took after the latest step
         self._logged: set[str] = set()
@@ -152,16 +159,25 @@ class DraftingEngine:
         self.metrics.counters["finished"] += 1
 
     def stats(self) -> dict[str, Any]:
-        """Return counters, sizes of the cache and the store's state, as JSON."""
-        held = self.cache.stats()
+        """Return counters, sizes of the cache and the store's state, as JSON.
+
+        memory: its budget in bytes, what is held of it, and the parts of that.
+        """
+        held, stored = self.cache.stats(), self._persistence.stats()
+        parts = {
+            "cache": held.bytes,
+            "queues": stored["queued_bytes"],
+            "figures": self.metrics.bytes + (self._recorder.bytes if self._recorder else 0),
+        }
         return {
+            "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
             "steps": self._steps,
             "running": sum(not state.failed for state in self._requests.values()),
             **self.metrics.stats(),
             "verify_cost": self.step_cost.stats(),
             "step_budget": self.budget.stats(),
             "cache": {name: getattr(held, name) for name in held.__slots__},
-            "store": self._persistence.stats(),
+            "store": stored,
             "model": self.fusion.stats(),
         }
 
@@ -184,19 +200,13 @@ class DraftingEngine:
             self._recorder.close()
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
-        begin = time.thread_time_ns()
-        self._persistence.apply_loaded(self.cache)
-        for new in step.started:
-            known = self._requests.get(new.request_id)
-            if known is not None:
-                self._leave_batch()
-                # vLLM drops the last token of a response that streamed input follows.
-                self._finish(new.request_id, max(known.length - known.prompt_length - 1, 0))
-            self._start(new)
         lookup = self._lookup
+        loading = self._persistence.has_loaded()
+        if loading or step.started:
+            self._prepare(step, lookup)
+            lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             lookup = self._look_up(step.batch)
-        self._beside_ns += time.thread_time_ns() - begin
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -208,12 +218,11 @@ class DraftingEngine:
         room, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
         if most is not None and count > most:
             room, model = np.zeros_like(room), None
-        begin, worked = time.perf_counter_ns(), self.cache.worked_ns()
-        drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost)
-        took, worked = time.perf_counter_ns() - begin, self.cache.worked_ns() - worked
-        self.metrics.draft_seconds.observe(1e-9 * (took - worked))
-        self.metrics.beside_seconds.observe(1e-9 * (self._beside_ns + worked))
-        self._beside_ns = 0
+        begin = time.perf_counter_ns()
+        work = lookup.work / 2 if loading else lookup.work
+        drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost, work)
+        took = time.perf_counter_ns() - begin
+        self._measure(took)
         self._steps += 1
         if step.num_draft_tokens or self._recorder is not None:
             self._account(lookup, step, drafts, took // count)
@@ -221,20 +230,49 @@ class DraftingEngine:
             lookup.quiet += 1
         return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])
 
+    def _prepare(self, step: Step, lookup: _Lookup | None) -> None:
+        """Apply stored turns and start new requests. lookup: of the step before."""
+        begin = time.thread_time_ns()
+        # What is applied has to be indexed, too, so each gets half of the time.
+        self._persistence.apply_loaded(self.cache, (lookup.work if lookup else DEFAULT_WORK_SECONDS) / 2)
+        for new in step.started:
+            known = self._requests.get(new.request_id)
+            if known is not None:
+                self._leave_batch()
+                # vLLM drops the last token of a response that streamed input follows.
+                self._finish(new.request_id, max(known.length - known.prompt_length - 1, 0))
+            self._start(new)
+        self._beside_ns += time.thread_time_ns() - begin
+
+    def _measure(self, took: int) -> None:
+        """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""
+        worked = self.cache.worked_ns()
+        in_call, self._worked_ns = worked - self._worked_ns, worked
+        beside, self._beside_ns = self._beside_ns + in_call, 0
+        self.metrics.draft_seconds.observe(1e-9 * (took - in_call))
+        self.metrics.beside_seconds.observe(1e-9 * beside)
+
     def _price(self, lookup: _Lookup) -> None:
-        """Set the price and the budget of the batch's steps."""
+        """Set the price, the budget and the work of the batch's steps."""
         count = len(lookup.batch)
+        row_seconds = self.step_cost.row_seconds(count)
+        if row_seconds is not None:
+            lookup.work = min(_WORK_SHARE * count * row_seconds, DEFAULT_WORK_SECONDS)
         lookup.cost = self.step_cost.cost(count)
         lookup.budget = self.budget.tokens(count, self.step_cost.affordable_tokens(count))
         lookup.as_of = self.step_cost.version
 
-    def _draft(self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float) -> StepDrafts:
-        """Return drafts for the k rows, at most ``room`` [k] tokens each."""
+    def _draft(
+        self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float, work: float
+    ) -> StepDrafts:
+        """Return drafts for the k rows, at most ``room`` [k] tokens each. work: CPU seconds for what waits beside."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
-            return self.cache.step(lookup.handle, step.tokens, lookup.rows, lengths, room, verified, cost=cost)
-        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, room, verified)
+            return self.cache.step(
+                lookup.handle, step.tokens, lookup.rows, lengths, room, verified, cost=cost, work_seconds=work
+            )
+        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, room, verified, work)
         fused = self.fusion.draft(rows, model, cost, self.step_cost.row_seconds(len(step.batch)))
         self._model_seconds = fused.seconds
         return fused.drafts

@@ -22,10 +22,14 @@ from agentspec.errors import StoreError
 logger = logging.getLogger(__name__)
 
 _KEPT_REQUESTS = 4_096
+_REQUEST_BYTES = 1_024
+"""Memory that the figures of one request take, about."""
+_LINE_BYTES = 1_024
+"""Memory that one line of the step record takes before it is written, about."""
 _FLUSH_SECONDS = 0.1
 _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
 """Bounds of the histograms, from ten microseconds on."""
-_MAX_QUEUED_LINES = 200_000
+_QUEUED_LINES = 200_000
 
 
 @dataclass(slots=True)
@@ -82,9 +86,11 @@ class Metrics:
     """Hold counters and durations since start, and figures of running and of the latest finished requests.
 
     Figures are kept by caller and id: a caller may choose the ids of its requests, but gets at nobody else's figures.
+    max_bytes: limit of what finished requests take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = _KEPT_REQUESTS * _REQUEST_BYTES) -> None:
+        self._kept = min(_KEPT_REQUESTS, max_bytes // _REQUEST_BYTES)
         self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0)
         self.drafted = [0] * len(SOURCES)
         self.accepted = [0] * len(SOURCES)
@@ -106,7 +112,7 @@ class Metrics:
         figures.running -= 1
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
-            if len(self._finished) > _KEPT_REQUESTS:
+            if len(self._finished) > self._kept:
                 self._finished.popitem(last=False)
 
     def judged(
@@ -126,6 +132,11 @@ class Metrics:
             self.accepted[source] += ok
         self.counters["drafts"] += 1
         return total, sum(accepted)
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory that the figures of requests take, about."""
+        return _REQUEST_BYTES * (len(self._running) + len(self._finished))
 
     def stats(self) -> dict[str, Any]:
         """Return counters since start, drafted and accepted tokens by source, and durations, as JSON."""
@@ -156,20 +167,25 @@ class Recorder:
     draft), ``tokens`` what the step added to the output, ``ns`` the nanoseconds of the drafting call divided by its
     rows. The lines of a session that was erased have neither its name nor its key.
 
-    A thread of its own writes the file; the decode path only appends to a deque.
+    A thread of its own writes the file; the decode path only appends to a deque. max_bytes: limit of what waits there.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, max_bytes: int = _QUEUED_LINES * _LINE_BYTES) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # an unusable path fails here, at start, and not in the thread
-        self._queue: deque[dict[str, Any]] = deque(maxlen=_MAX_QUEUED_LINES)
+        self._queue: deque[dict[str, Any]] = deque(maxlen=max(1, max_bytes // _LINE_BYTES))
         self._erasures: deque[tuple[str, Future[None]]] = deque()
         self._stop = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="agentspec-recorder", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory that waiting lines take, about."""
+        return _LINE_BYTES * len(self._queue)
 
     def add(self, line: dict[str, Any]) -> None:
         """Queue one line. Drops the oldest if the disk is too slow. Never blocks."""

@@ -24,13 +24,13 @@ from agentspec.cache.store import (
     TurnRecord,
     Wanted,
 )
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.settings import MemoryShares
 
 logger = logging.getLogger(__name__)
-
-_STEP_SECONDS = 0.0005
-"""Most CPU time of one decode step that goes into applying stored turns."""
 
 _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
@@ -40,15 +40,23 @@ class Persistence:
     """Move turns between an engine's cache and one namespace of the store.
 
     preload: number of newest turns to load at start. retention: limits of the store; None: this process leaves it as it
-    is. One thread, the engine's, makes all calls but ``stats``.
+    is. queue_bytes: limit of the records that wait to be written, and of those that wait to be applied. One thread, the
+    engine's, makes all calls but ``stats``.
     """
 
-    def __init__(self, store: Store, namespace: str, preload: int, retention: Retention | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        preload: int,
+        retention: Retention | None = None,
+        queue_bytes: int = MemoryShares.of(DEFAULT_MAX_BYTES).queue,
+    ) -> None:
         self.namespace = namespace
         self._preload = preload
         self._store = store
-        self._writer = BackgroundWriter(store, namespace, retention=retention)
-        self._loader = BackgroundLoader(store, namespace)
+        self._writer = BackgroundWriter(store, namespace, retention=retention, max_bytes=queue_bytes)
+        self._loader = BackgroundLoader(store, namespace, max_ready_bytes=queue_bytes)
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
         self._number = 0
@@ -97,7 +105,11 @@ class Persistence:
         if group is not None and cache.needs_load(tenant, group=group):
             self._loader.request(Wanted(tenant, group=group))
 
-    def apply_loaded(self, cache: SuffixCache, seconds: float = _STEP_SECONDS) -> int:
+    def has_loaded(self) -> bool:
+        """Return whether there may be something to do for ``apply_loaded``."""
+        return self._arrived is not None or self._loader.has_ready() or bool(self._erasures)
+
+    def apply_loaded(self, cache: SuffixCache, seconds: float = DEFAULT_WORK_SECONDS) -> int:
         """Put loaded turns into the cache until that took so much CPU time of this thread. Return their number.
 
         At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget.

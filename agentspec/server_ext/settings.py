@@ -8,6 +8,7 @@ a secret, such as the store URL with its password, can come from the environment
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,6 +20,8 @@ from agentspec.cache.store import Retention, default_store_url
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
 
+_LARGEST_QUEUE = 64 << 20
+_LARGEST_FIGURES = 32 << 20
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -26,6 +29,22 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 def default_store() -> str:
     """Return the URL of the server's own SQLite file in the user's data folder."""
     return default_store_url("server.db")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShares:
+    """Hold the parts of one budget, in bytes. queue: of records to be written, and as much of records to be applied."""
+
+    cache: int
+    queue: int
+    figures: int
+
+    @classmethod
+    def of(cls, max_bytes: int) -> "MemoryShares":
+        """Return the parts of ``max_bytes``: queues and figures have a small one, and never more than they can use."""
+        part = max_bytes // 16
+        queue, figures = min(part, _LARGEST_QUEUE), min(part, _LARGEST_FIGURES)
+        return cls(max_bytes - 2 * queue - figures, queue, figures)
 
 
 class NgramSettings(BaseModel):
@@ -88,7 +107,7 @@ class Settings(BaseModel):
     store: str = Field(default_factory=default_store)
     """URL of the store: ``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1_000_000)
-    """Budget of all that the suffix cache holds in memory, in bytes."""
+    """Budget of all that agentspec holds in memory, in bytes: indexes, figures, queues of the store."""
     max_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.suffix_cache import BatchHandle
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, BatchHandle
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 
@@ -140,3 +140,5 @@ class DraftRows:
     """[n]"""
     num_verified_draft_tokens: Int32
     """[n]"""
+    work_seconds: float = DEFAULT_WORK_SECONDS
+    """CPU time for what waits beside drafting"""

@@ -202,11 +202,11 @@ class Rows:
         self.batch = Batch((), np.zeros(0, np.int32))
         step = self.proposer.cache.step
 
-        def noted(*args: Any, cost: float | None = None) -> Any:
+        def noted(*args: Any, cost: float | None = None, **names: Any) -> Any:
             self.costs.append(cost)
-            return step(*args, cost=cost)
+            return step(*args, cost=cost, **names)
 
-        self.proposer.cache.step = noted  # type: ignore[method-assign,assignment]
+        self.proposer.cache.step = noted  # type: ignore[method-assign]
 
     def step(self, ids: tuple[str, ...], drafted: int = 0, seconds: float | None = None) -> list[list[int]]:
         """Every row is given one token more, and the tokens of ``drafted`` where that is not 0."""

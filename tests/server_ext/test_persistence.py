@@ -241,7 +241,7 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
 
 def test_turns_that_cannot_be_used_are_counted_by_kind(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
     writer = Engine(store)
-    writer.say([1, 2, 900], text(100))
+    writer.say([1, 2, 4], [900, 901, 902])
     writer.say([1, 2, 3], text(100))
     writer.flush()
     store.append(NS, [NewEntry("s", b"damaged"), NewEntry("s", encode_of_version(3))])

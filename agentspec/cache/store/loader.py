@@ -188,6 +188,10 @@ class BackgroundLoader:
             self._preload = _Job(_PRELOAD, newest)
             self._wake.notify()
 
+    def has_ready(self) -> bool:
+        """Return whether ``take`` has something to return."""
+        return bool(self._ready)
+
     def take(self) -> Loaded | None:
         """Return the next records to apply, or None if none are ready. Never blocks."""
         if not self._ready:

@@ -95,6 +95,7 @@ class DraftFusion:
             rows.max_draft_tokens,
             rows.num_verified_draft_tokens,
             cost=cost,
+            work_seconds=rows.work_seconds,
         )
         fused = self._guarded(lambda: self._improve(rows, drafts, model, question, cost, unit))
         return FusedDrafts(drafts) if fused is None else fused

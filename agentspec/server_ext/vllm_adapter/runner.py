@@ -15,7 +15,7 @@ from agentspec.errors import SpeculatorError
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.persistence import Persistence
-from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import build_draft_model
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
@@ -204,7 +204,9 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
     """Return the engine of this model and tenant, on the store of the settings."""
     model = vllm_config.model_config
     key = log_name(vllm_config, settings.tenant)
-    persistence = Persistence(open_store(settings.store), key, settings.preload_records, settings.retention())
+    queue = MemoryShares.of(settings.max_bytes).queue
+    store, retention = open_store(settings.store), settings.retention()
+    persistence = Persistence(store, key, settings.preload_records, retention, queue)
     return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
 
 
