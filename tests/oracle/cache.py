@@ -254,6 +254,7 @@ class Oracle:
     def reload(self) -> None:
         """Do to what is held as saving and loading do. No request may be running."""
         assert not self._requests
+        self._slots, self._free = [], []
         self._held.reload()
 
     def stats(self) -> dict[str, int]:
