@@ -1,4 +1,4 @@
-"""Define ``agentspec sessions``: list, show, export, import and erase the sessions that a server keeps."""
+"""Define ``agentspec sessions``: list, show, export, import and erase a server's sessions, and convert an old store."""
 
 import json
 import os
@@ -16,9 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentspec.cache.store import redact
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.server_ext.settings import default_store
 
-_commands = typer.Typer(help="Sessions that a server keeps: list, show, export, import, erase.", no_args_is_help=True)
+_commands = typer.Typer(
+    help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
+)
 
 _SECONDS = 60.0
 _ERASURE_SECONDS = 120.0
@@ -115,6 +119,28 @@ def delete(session: SessionArgument, url: UrlOption = _DEFAULT_URL, header: Head
     typer.echo(f"erased: {session}")
 
 
+@_commands.command()
+def convert(
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="STORE", help="URL of the store; by default AGENTSPEC_STORE, or the server's own."),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="The server's tenant; as for agentspec serve.")] = None,
+) -> None:
+    """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one."""
+    from agentspec.cache.store.convert import convert as run  # needs the core, as others don't
+
+    url = store or os.environ.get("AGENTSPEC_STORE") or default_store()
+    found = run(url, secret=os.environ.get("AGENTSPEC_SECRET") or None, tenant=tenant)
+    typer.echo(f"converted: {found.converted:,} records of {redact(url)}")
+    if found.unowned:
+        typer.echo(f"left out: {found.unowned:,} of callers with API keys, whose sessions have other keys now")
+    if found.damaged:
+        typer.echo(f"left out: {found.damaged:,} damaged")
+    if found.kept_as:
+        typer.echo(f"the old data are still in {found.kept_as}; delete it when all is well")
+
+
 @contextmanager
 def _server(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
     given = {}
@@ -125,7 +151,7 @@ def _server(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
         given[name.strip()] = value.strip()
     if key := os.environ.get("AGENTSPEC_API_KEY"):
         given["Authorization"] = f"Bearer {key}"
-    base = url.rstrip("/").removesuffix("/v1") + "/v1/agentspec/sessions"
+    base = url.rstrip("/").removesuffix("/v1") + "/v1/agentspec"
     try:
         with httpx.Client(base_url=base, headers=given, timeout=_SECONDS) as client:
             yield client
@@ -136,7 +162,7 @@ def _server(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
 
 
 def _ask(server: httpx.Client, method: str, session: str, **more: Any) -> httpx.Response:
-    answer = server.request(method, f"/{quote(session, safe='')}" if session else "", **more)
+    answer = server.request(method, f"sessions/{quote(session, safe='')}" if session else "sessions", **more)
     if answer.status_code == 401:
         raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
     if answer.is_error:

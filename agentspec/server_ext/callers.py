@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentspec.cache.identifiers import check_session_id
-from agentspec.cache.store import frame, open_store
+from agentspec.cache.store import mac, open_store
 from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError
 from agentspec.server_ext.settings import Settings
 
@@ -87,7 +87,7 @@ class Callers:
 
     def mac(self, kind: str, *parts: str | None) -> str:
         """Return a MAC of 32 hexadecimal digits over these parts. kind: what it stands for, so that no two mix."""
-        return hmac.digest(self._secret, frame([kind, *parts]), "sha256")[:16].hex()
+        return mac(self._secret, kind, *parts)
 
     def caller_of(self, presented: Presented | None) -> Caller:
         """Return the sender of a request. presented: None for a request that did not come by HTTP."""

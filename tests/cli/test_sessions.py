@@ -1,0 +1,117 @@
+"""``agentspec sessions`` against a server's real routes and store: what is printed, and errors that name the remedy."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.cli.test_cli import Program, agentspec
+from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
+from tests.store.test_convert import old_file
+
+__all__ = ["agentspec", "start"]
+
+Sessions = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def server(start: Start) -> Server:
+    """A server that checks two keys and holds a session of each."""
+    server = start(ADA, BOB, engines=1)
+    server.say(server.identity(ADA, "fix-42"))
+    server.say(server.identity(BOB, "bobs"), list(range(700, 760)))
+    return server
+
+
+@pytest.fixture
+def sessions(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> Sessions:
+    """Calls ``agentspec sessions`` as the caller with a key."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
+        assert base_url.endswith("/v1/agentspec") and timeout > 10
+        return TestClient(server.http.app, base_url=base_url, headers=headers)
+
+    monkeypatch.setattr(httpx, "Client", client)
+
+    def call(*arguments: str, key: str | None = ADA) -> tuple[int, str]:
+        monkeypatch.setenv("AGENTSPEC_API_KEY", key or "")
+        return agentspec("sessions", *arguments)
+
+    return call
+
+
+def test_a_list_shows_the_callers_sessions(sessions: Sessions, server: Server) -> None:
+    status, printed = sessions("list")
+    assert status == 0 and "fix-42" in printed and "bobs" not in printed
+    assert str(len(PROMPT) + len(TEXT)) in printed
+    (session,) = json.loads(sessions("list", "--json")[1])["sessions"]
+    assert session["id"] == "fix-42"
+    assert {"fix-42", "bobs"} <= set(sessions("list", key=ADMIN)[1].split())
+    assert sessions("list", "--url", "http://127.0.0.1:8000/v1/")[0] == 0
+
+
+def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "fix-42.json"
+    assert f"{len(TEXT)}" in sessions("show", "fix-42")[1]
+    assert sessions("export", "fix-42", str(file))[0] == 0
+    assert "1 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
+    assert "0 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
+    assert server.drafts(server.identity(BOB, "copy of it"))
+    status, printed = sessions("delete", "copy of it", key=BOB)
+    assert status == 0 and "erased: copy of it" in printed
+    assert not server.drafts(server.identity(BOB, "copy of it"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "message"),
+    [
+        (("list",), None, "AGENTSPEC_API_KEY"),
+        (("list",), "wrong", "AGENTSPEC_API_KEY"),
+        (("show", "bobs"), ADA, "no session 'bobs'"),
+        (("export", "none", "file"), ADA, "no session 'none'"),
+        (("import", "x", __file__), ADA, "body: "),
+        (("list", "--header", "X-Principal"), ADA, "Name: value"),
+        (("convert", "memory://"), ADA, "nothing of an older release"),
+        (("convert", "redis://me:hunter2@127.0.0.1:1/0"), ADA, "redis://***@127.0.0.1:1/0"),
+    ],
+)
+def test_errors_are_one_line_with_the_remedy(
+    sessions: Sessions, arguments: tuple[str, ...], key: str | None, message: str
+) -> None:
+    status, printed = sessions(*arguments, key=key)
+    assert status == 2 and message in printed and "Traceback" not in printed and "hunter2" not in printed
+
+
+def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
+    status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
+    assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+
+
+def test_an_erasure_that_waits_for_another_process_says_so(
+    sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sqlite3
+
+    monkeypatch.setattr("agentspec.cli.sessions._ERASURE_SECONDS", 0.0)
+    reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM entries").fetchone()
+    status, printed = sessions("delete", "fix-42")
+    assert status == 2 and "another process still reads" in printed
+    reader.execute("COMMIT")
+    reader.close()
+    monkeypatch.undo()
+
+
+def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
+    file = tmp_path / "old.db"
+    old_file(file)
+    status, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
+    assert status == 0 and "converted: " in printed and "1 damaged" in printed and "old.db" in printed
+    again, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
+    assert again == 2 and "Traceback" not in printed
