@@ -35,8 +35,9 @@ test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: V
 sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
 	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
 
-fuzz: $(VENV)/.built  ## ten million random operations on the core and its oracle side by side (hours)
+fuzz: $(VENV)/.built  ## ten million random operations on the core and its oracle side by side (hours), then damaged snapshots
 	$(BIN)/python -m tests.cache.fuzz --operations 10000000
+	$(BIN)/python -m tests.cache.mutations --files 1000000
 
 format:  ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
