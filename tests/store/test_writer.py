@@ -1,5 +1,6 @@
 """The background writer: never waits, never loses count, survives whatever the store does."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
         writer.put(turn(f"s{number % 3}", number))
     assert writer.flush(20)
     assert stored(store) == list(range(1000))
-    assert all(len(batch) <= 256 for batch in store.appended)
+    assert all(len(batch) <= 64 for batch in store.appended)
     assert len(store.appended) < 20
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.failed, stats.queued, stats.queued_bytes) == (1000, 0, 0, 0, 0)
@@ -338,4 +339,24 @@ def test_threads_may_put_at_once(store: FlakyStore) -> None:
         thread.join()
     assert writer.flush(20)
     assert sorted(stored(store)) == list(range(2000))
+    writer.close()
+
+
+def test_other_threads_get_the_interpreter_while_records_are_encoded(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes the interpreter from a thread only after 5 ms, which a decode step must not wait for."""
+    monkeypatch.setattr(store, "append", lambda namespace, entries: ["" for _ in entries])
+    before, turns = sys.getswitchinterval(), 0
+    writer = BackgroundWriter(store, NS, batch_seconds=0.2)
+    sys.setswitchinterval(30)  # so a thread keeps the interpreter until it lets go
+    try:
+        for number in range(3000):
+            writer.put(turn("s", number, prompt=300))
+        while writer.stats().persisted < 3000:
+            turns += bool(writer._in_flight)
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(before)
+    assert turns > 100
     writer.close()

@@ -2,13 +2,12 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 from agentspec.cache.store.base import Entry, Store, check_namespace, check_read
-from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
@@ -287,7 +286,7 @@ class BackgroundLoader:
                 after=job.after,
                 newest=job.newest,
             )
-        seen = 0
+        seen, courtesy = 0, Courtesy()
         loaded = Loaded(job.wanted)
         try:
             for entry, record in job.entries:
@@ -303,7 +302,7 @@ class BackgroundLoader:
                     loaded = Loaded(job.wanted)
                 if job.newest is not None and seen >= _SLICE:
                     return False
-                time.sleep(0)  # let a decode step have the interpreter at once
+                courtesy.pause()
         finally:
             self._publish(job, loaded)
         return True

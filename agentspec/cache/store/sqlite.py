@@ -32,6 +32,7 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
+from agentspec.cache.store.breaker import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
@@ -92,7 +93,10 @@ class _Database:
         with self._write() as connection, _transaction(connection):
             if expect is not None and _newest(connection, namespace, expected) != newest:
                 raise conflict(expected)
-            found = [_insert(connection, namespace, entry, now) for entry in entries]
+            found, courtesy = [], Courtesy()
+            for entry in entries:
+                found.append(_insert(connection, namespace, entry, now))
+                courtesy.pause()
             self._make_room(connection)
         return [_cursor(sequence) for sequence in found]
 

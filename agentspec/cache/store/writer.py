@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 
 from agentspec.cache.store.base import NewEntry, Retention, Store, check_namespace
-from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
@@ -69,7 +69,7 @@ class BackgroundWriter:
         retention: Retention | None = None,
         max_bytes: int = 64 << 20,
         max_entries: int = 16_384,
-        batch_entries: int = 256,
+        batch_entries: int = 64,
         batch_seconds: float = 0.02,
         breaker: CircuitBreaker | None = None,
     ) -> None:
@@ -187,7 +187,12 @@ class BackgroundWriter:
 
     def _write(self, batch: list[_Item]) -> None:
         try:
-            entries = [entry for item in batch if (entry := self._encode(item.record)) is not None]
+            entries, courtesy = [], Courtesy()
+            for item in batch:
+                entry = self._encode(item.record)
+                if entry is not None:
+                    entries.append(entry)
+                courtesy.pause()
             if entries:
                 self._store.append(self._namespace, entries)
             else:
