@@ -261,6 +261,7 @@ nb::tuple recount(Cache& cache) {
 }  // namespace agentspec
 
 NB_MODULE(_native, module) {
+  nb::set_leak_warnings(false);  // a thread that saves a cache may hold it when the process ends
   using namespace agentspec;
   using Released = nb::call_guard<nb::gil_scoped_release>;
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);

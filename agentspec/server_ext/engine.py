@@ -7,6 +7,7 @@ fails.
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
+from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class DraftingEngine:
     """Feed the suffix cache with verified tokens, draft from it, count what happens, and store finished turns.
 
     vocab_size: the served model's. max_draft: longest draft, in tokens. limits: the engine's limits on drafts.
+    snapshot: file that keeps indexes and prices over a restart, read in a thread from now on; None: there is none.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class DraftingEngine:
         vocab_size: int,
         max_draft: int,
         limits: EngineLimits | None = None,
+        snapshot: Path | None = None,
     ) -> None:
         self.settings = settings
         shares = MemoryShares.of(settings.max_bytes)
@@ -94,9 +98,14 @@ class DraftingEngine:
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
+        self._keeper: SnapshotKeeper | None = None
+        if snapshot is not None:
+            fits = snapshot_identity(persistence.namespace, self.cache)
+            limit = settings.retention_bytes
+            self._keeper = SnapshotKeeper(snapshot, self.cache, fits, note=self.step_cost.dump, max_bytes=limit)
         self._recorder = Recorder(settings.record, shares.figures // 2) if settings.record else None
         self._requests: dict[str, RequestState] = {}
-        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder)
+        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder, self._keeper)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
@@ -105,8 +114,17 @@ class DraftingEngine:
         self._logged: set[str] = set()
 
     def warm_up(self) -> int:
-        """Read stored turns into the cache for at most ``preload_timeout`` seconds, and return their number."""
-        return self._persistence.warm_up(self.cache, self.settings.preload_timeout)
+        """Wait for the snapshot, then read stored turns into the cache. Return the number of turns.
+
+        Each takes at most ``preload_timeout`` seconds.
+        """
+        timeout = self.settings.preload_timeout
+        if self._keeper is not None:
+            self.step_cost.restore(self._keeper.wait_loaded(timeout))
+        restored = self._persistence.warm_up(self.cache, timeout)
+        if self._keeper is not None:
+            self._keeper.start()
+        return restored
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
         """Return whether an earlier step started the request with a prompt of that many tokens. It has not finished.
@@ -178,6 +196,7 @@ class DraftingEngine:
             "step_budget": self.budget.stats(),
             "cache": {name: getattr(held, name) for name in held.__slots__},
             "store": stored,
+            "snapshot": None if self._keeper is None else self._keeper.stats(),
             "model": self.fusion.stats(),
         }
 
@@ -194,8 +213,10 @@ class DraftingEngine:
         return self._sessions.poll(job, *args) if step == "poll" else self._sessions.begin(job, *args)
 
     def close(self) -> None:
-        """Write the queued turns and records."""
+        """Write the queued turns and records, and the snapshot. A second call does nothing."""
         self._persistence.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._recorder is not None:
             self._recorder.close()
 

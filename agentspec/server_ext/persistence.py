@@ -151,12 +151,13 @@ class Persistence:
         """Load what was added to a session in the store since it was loaded. Any thread may call it."""
         self._loader.request(Wanted(tenant, session=session))
 
-    def erase(self, session: str) -> int:
+    def erase(self, session: str, forget: Callable[[], None] = lambda: None) -> int:
         """Erase a session from the queues and the store. Returns a ticket; its result is an ``Erasure``.
 
-        session: its key. Remove it from the cache before. Raises StoreUnavailableError if too many jobs wait.
+        session: its key; from now on nothing of it is loaded. forget: removes it from the cache and whatever else holds
+        it, in the job's thread. Raises StoreUnavailableError if too many jobs wait.
         """
-        ticket = self._jobs.submit(lambda store: self._erase(store, session))
+        ticket = self._jobs.submit(lambda store: self._erase(store, session, forget))
         self._erasures[session] = ticket
         self._writer.forget(session)
         self._loader.forget(session)
@@ -196,7 +197,8 @@ class Persistence:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
-    def _erase(self, store: Store, session: str) -> Any:
+    def _erase(self, store: Store, session: str, forget: Callable[[], None]) -> Any:
+        forget()
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
         erasure = store.erase_session(self.namespace, session)

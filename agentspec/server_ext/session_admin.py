@@ -17,6 +17,7 @@ from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, Sto
 from agentspec.server_ext.metrics import Recorder
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.step import RequestState
+from agentspec.server_ext.warm_restart import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ _PART_BYTES = 256 * 1024
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    running: its running requests, by id. recorder: its step record, if one is written.
+    running: its running requests, by id. recorder: its step record, if one is written. keeper: of its snapshot, if there
+    is one.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class SessionAdmin:
         persistence: Persistence,
         running: Mapping[str, RequestState],
         recorder: Recorder | None = None,
+        keeper: SnapshotKeeper | None = None,
     ) -> None:
         self._cache = cache
         self._persistence = persistence
         self._running = running
         self._recorder = recorder
+        self._keeper = keeper
         self._tickets: OrderedDict[str, int] = OrderedDict()  # by the job's name, which the asker chose
         self._blanked: dict[
             str, Future[None]
@@ -107,13 +111,17 @@ class SessionAdmin:
         )
 
     def _erase(self, job: str, session: str, tenants: Sequence[str | None]) -> int:
-        for tenant in tenants:
-            self._cache.remove_session(tenant, session)
+        def forget() -> None:
+            for tenant in tenants:
+                self._cache.remove_session(tenant, session)
+            if self._keeper is not None:
+                self._keeper.erased()
+
         for state in self._of(session):  # the rest of their lines in the step record is without a session
             state.identity = replace(state.identity, session=None, session_name=None)
         if self._recorder is not None:
             self._blanked[job] = self._recorder.erase(session)
-        return self._persistence.erase(session)
+        return self._persistence.erase(session, forget)
 
     def _of(self, session: str) -> list[RequestState]:
         return [state for state in self._running.values() if state.identity.session == session]

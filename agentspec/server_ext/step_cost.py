@@ -26,11 +26,15 @@ without drafts also age the measurements, so that a price once measured too high
 A more cautious estimate limits the duration of a step: see ``tokens_within``.
 """
 
-from dataclasses import dataclass
+import json
+import logging
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from agentspec.cache.policy import DEFAULT_COST
+
+logger = logging.getLogger(__name__)
 
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
@@ -260,6 +264,35 @@ class StepCost:
             "ms_per_step": 1e3 * batch.base(slope) if batch is not None else 0.0,
             "steps": self._steps,
         }
+
+    def dump(self) -> bytes:
+        """Return what was measured, for ``restore`` in another process on the same machine. Any thread may call it."""
+        batches = {
+            rows: {
+                "levels": {int(drafts): asdict(level) for drafts, level in dict(batch.levels).items()},
+                "most": batch.most,
+                "count": batch.count,
+                "share": batch.share,
+            }
+            for rows, batch in dict(self._batches).items()
+        }
+        return json.dumps({"steps": self._steps, "largest": self._largest, "batches": batches}).encode()
+
+    def restore(self, dumped: bytes) -> None:
+        """Take over what another process measured. Ignores anything that is not from ``dump``."""
+        try:
+            found = json.loads(dumped or b"{}")
+            batches = {}
+            for rows, kept in found.get("batches", {}).items():
+                batch = batches[int(rows)] = _Batch(int(rows))
+                batch.levels = {bool(int(drafts)): _Level(**level) for drafts, level in kept["levels"].items()}
+                batch.most, batch.count, batch.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
+            steps, largest = int(found.get("steps", 0)), int(found.get("largest", 0))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("agentspec: the saved prices of verification are not used: %s", error)
+            return
+        self._batches, self._steps, self._largest = batches, steps, largest
+        self._take_in()
 
     def _take_in(self) -> None:
         waiting, self._waiting = self._waiting, []

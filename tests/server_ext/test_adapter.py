@@ -178,6 +178,16 @@ class TestAskingForDrafts:
         assert self.asks(nothing=True, ours=False)
 
 
+def test_a_worker_that_shuts_down_closes_the_extension_first() -> None:
+    order: list[str] = []
+    extension = SimpleNamespace(close=lambda: order.append("extension"))
+    wrapper = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(agentspec=extension)))
+    runner.shut_down(lambda wrapper: order.append("worker"), wrapper)
+    assert order == ["extension", "worker"]
+    runner.shut_down(lambda wrapper: order.append("early"), SimpleNamespace(worker=None))  # before a worker was made
+    assert order[-1] == "early"
+
+
 class Extension:
     """Stands for a RunnerExtension."""
 

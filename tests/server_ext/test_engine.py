@@ -18,6 +18,7 @@ from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step_cost import StepCost
 
 TEXT = list(range(100, 160))
 NONE = np.zeros(0, dtype=np.int32)
@@ -32,10 +33,11 @@ class Engine:
         tenant: str | None = None,
         record: Path | None = None,
         scope: Scope = "tenant",
+        snapshot: Path | None = None,
     ) -> None:
         settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
         self.store = open_store(url)
-        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", 100), 1000, 16)
+        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", 100), 1000, 16, snapshot=snapshot)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -107,6 +109,43 @@ def test_a_restart_restores_the_session_from_the_store(tmp_path: Path) -> None:
     again = Engine(url)
     assert again.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s") < len(TEXT) / 3
     again.proposer.close()
+
+
+def test_a_restart_goes_on_with_the_saved_indexes_and_prices(tmp_path: Path) -> None:
+    """The second store is empty, so all that is known comes from the snapshot."""
+    engine = Engine(snapshot=tmp_path / "saved")
+    engine.run("a", [1, 2, 3], TEXT, session="s")
+    for step in range(200):
+        engine.proposer.step_cost.observe(1, step % 5, 0.010 + 0.001 * (step % 5))
+    price = engine.proposer.step_cost.cost(1)
+    engine.proposer.close()
+    again = Engine(snapshot=tmp_path / "saved")
+    assert again.proposer.step_cost.cost(1) == pytest.approx(price)
+    assert again.proposer.step_cost.cost(1) != Engine().proposer.step_cost.cost(1)
+    assert again.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s") < len(TEXT) / 3
+    assert again.proposer.stats()["snapshot"]["loaded_tokens"] > 0
+    again.proposer.close()
+
+
+def test_what_a_snapshot_and_the_store_both_hold_counts_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'log.db'}"
+    engine = Engine(url, snapshot=tmp_path / "saved")
+    engine.run("a", [1, 2, 3], TEXT, session="s")
+    held = engine.proposer.cache.stats().tokens
+    engine.proposer.close()
+    again = Engine(url, snapshot=tmp_path / "saved")
+    assert again.proposer.cache.stats().tokens == held
+    again.proposer.close()
+
+
+def test_prices_that_cannot_be_read_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    costs = StepCost()
+    fresh = costs.cost(1)
+    for damaged in (b"no json", b"[]", b'{"batches": {"1": {}}}', b'{"batches": {"1": {"levels": {"0": {"x": 1}}}}}'):
+        costs.restore(damaged)
+    costs.restore(b"")  # there is no snapshot
+    assert costs.cost(1) == fresh
+    assert len(caplog.records) == 4
 
 
 @pytest.mark.parametrize("session", [None, "s"])

@@ -30,7 +30,7 @@ from agentspec.cache.store.loader import BackgroundLoader, Loaded, LoaderStats, 
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
-from agentspec.cache.store.urls import default_store_url, open_store, redact
+from agentspec.cache.store.urls import default_store_url, open_store, redact, snapshot_path
 from agentspec.cache.store.writer import BackgroundWriter, WriterStats
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "namespace",
     "open_store",
     "redact",
+    "snapshot_path",
     "tokenizer_fingerprint",
     "trim_sessions",
 ]

@@ -1,5 +1,6 @@
 """Parse store URLs, find the default one, and show URLs without their password."""
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -43,6 +44,21 @@ def open_store(url: str) -> Store:
     if url == "memory://":
         return MemoryStore()
     raise _refused(url, "unknown kind of store")
+
+
+def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
+    """Return the file for a snapshot of one log, beside an SQLite file and in the user's data folder for Redis.
+
+    number: of the engine, where several of a server share the store. None for a store in memory. Raises StoreURLError.
+    """
+    if url == "memory://":
+        return None
+    name = f"{namespace[:16]}-{number}.snapshot"
+    if url.lower().startswith("sqlite:"):
+        path = sqlite_path(url)
+        return path.with_name(f"{path.name}-{name}")
+    place = hashlib.blake2b(redact(url).encode(), digest_size=6).hexdigest()
+    return sqlite_path(default_store_url(f"{place}-{name}"))
 
 
 def redact(url: str) -> str:

@@ -203,6 +203,8 @@ PATCHES = (
           "reads them again"),
     Patch("worker", _WRAPPER, "init_device", init_device,
           "installs the patches below, before the worker makes its model runner"),
+    Patch("worker", _WRAPPER, "shutdown", runner.shut_down,
+          "writes turns that wait, and the snapshot"),
     Patch("runner", _RUNNER, "__init__", runner.init_runner,
           "attaches agentspec to the runner"),
     Patch("runner", _RUNNER, "propose_draft_token_ids", runner.propose_draft_token_ids,

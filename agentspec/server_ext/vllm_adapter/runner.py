@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentspec.cache.store import model_name, namespace, open_store, tokenizer_fingerprint
+from agentspec.cache.store import model_name, namespace, open_store, snapshot_path, tokenizer_fingerprint
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
@@ -58,6 +58,11 @@ class RunnerExtension:
         if self.engine is not None:
             restored = self.engine.warm_up()
             logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
+
+    def close(self) -> None:
+        """Write what waits, and the snapshot, because the worker shuts down."""
+        if self.engine is not None:
+            self.engine.close()
 
     def sleep(self, level: int) -> None:
         """Note that vLLM has put its weights to sleep. Level 2 discards them, the draft model's included."""
@@ -167,6 +172,14 @@ def wake_up(original: Callable[..., None], worker: Any, tags: Sequence[str] | No
         extension.wake(worker.model_runner.get_model())
 
 
+def shut_down(original: Callable[[Any], None], wrapper: Any) -> None:
+    """Close the extension before the worker's resources go. Not every worker process runs exit handlers."""
+    extension = extension_of(getattr(wrapper.worker, "model_runner", None))
+    if extension is not None:
+        extension.close()
+    original(wrapper)
+
+
 def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_attn_metadata: Any) -> bool:
     """Accept batches near ``max_model_len``, which vLLM would skip whole. The reader cuts each row's draft to fit."""
     if extension_of(runner) is not None:
@@ -207,7 +220,9 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
     queue = MemoryShares.of(settings.max_bytes).queue
     store, retention = open_store(settings.store), settings.retention()
     persistence = Persistence(store, key, settings.preload_records, retention, queue)
-    return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, engine_limits(vllm_config))
+    snapshot = snapshot_path(settings.store, key, vllm_config.parallel_config.data_parallel_index)
+    limits = engine_limits(vllm_config)
+    return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, limits, snapshot)
 
 
 def log_name(vllm_config: Any, tenant: str | None = None) -> str:
