@@ -54,7 +54,8 @@ _COUNTERS = (
 )
 _GAUGES = (
     _Figure("requests_running", "running", "Requests that drafts are made for."),
-    _Figure("memory_bytes", "cache.bytes", "Memory of suffix indexes, texts and what was learned."),
+    _Figure("memory_bytes", "memory.bytes", "Memory of texts, indexes, what was learned, queues and figures."),
+    _Figure("memory_limit_bytes", "memory.limit", "The budget of that memory."),
     _Figure("indexed_tokens", "cache.tokens", "Tokens kept of finished requests."),
     _Figure("pending_tokens", "cache.pending", "Tokens that are not indexed yet."),
     _Figure("sessions", "cache.sessions", "Sessions in memory."),

@@ -35,7 +35,7 @@ def test_every_broken_promise_is_noticed() -> None:
     small, late = soak.Said(tokens=1_000, drafts=kept_promises().said.drafts), kept_promises()
     late.stats["seconds"]["beside"]["counts"][2] = 1
     dropped, erring = kept_promises(), kept_promises()
-    dropped.stats["store"]["writer"]["dropped"] = 1
+    dropped.stats["store"]["writer"]["refused"] = 1
     erring.stats["counters"]["errors_propose"] = 1
     worse = soak.Said(tokens=1_000_000, drafts=[(float(second), 3.0 - 0.03 * second) for second in range(40)])
     grown: list[dict[str, Any]] = [

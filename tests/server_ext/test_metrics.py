@@ -62,7 +62,7 @@ def test_counters_equal_the_engines_figures(engine: Engine) -> None:
     assert of(samples, "agentspec_requests_finished_total") == 2
     assert of(samples, "agentspec_requests_running") == 0
     assert of(samples, "agentspec_sessions") == 1
-    assert of(samples, "agentspec_memory_bytes") == stats["cache"]["bytes"] > 0
+    assert of(samples, "agentspec_memory_bytes") == stats["memory"]["bytes"] > 0
     assert of(samples, "agentspec_verify_cost_ratio") == stats["verify_cost"]["cost"]
     assert of(samples, "agentspec_store_available") == 1
     written = of(samples, "agentspec_store_written_records_total")
