@@ -202,7 +202,7 @@ def _explain(error: ValidationError) -> str:
 def _shown_input(item: Mapping[str, Any]) -> str:
     """Return the part of a message that quotes the wrong value: nothing for one that may hold a password."""
     value = item["input"]
-    if item["loc"][:1] == ("store",) or not isinstance(value, str | int | float | bool | None):
+    if item["loc"][:1] == ("store",) or not isinstance(value, str | int | float | bool | None) or "@" in str(value):
         return ""
     return f" (got {value!r})"
 

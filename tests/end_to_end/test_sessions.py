@@ -85,6 +85,16 @@ def test_what_vllm_answers_is_answered_with_an_unusable_id(fast: ModelServer, pl
     assert fast.log.read_text().count("of a request cannot be used and is ignored") == 1
 
 
+@pytest.mark.parametrize("option", [{"min_p": 0.1}, {"logit_bias": {"5": 1}}])
+def test_what_vllm_refuses_with_any_speculation_is_what_the_documents_say(
+    fast: ModelServer, plain: ModelServer, option: dict[str, Any]
+) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 2, **option}
+    replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=60) for server in (plain, fast)]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    assert "not yet supported with speculative decoding" in replies[1].text
+
+
 def test_unknown_requests_are_404(fast: ModelServer) -> None:
     assert httpx.get(f"{fast.base_url}/agentspec/requests/none").status_code == 404
 

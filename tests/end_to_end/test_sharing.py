@@ -6,6 +6,7 @@ Each denial stands beside a hit with the same text, which shows that it could ha
 import hashlib
 import importlib.util
 import json
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,6 +221,35 @@ def test_nobody_without_a_key_gets_in(shared_by: dict[str, ModelServer]) -> None
         url = shared_by["keys"].base_url.removesuffix("/v1") + path
         assert httpx.post(url, json={}).status_code == 401
         assert httpx.post(url, json={}, headers={"Authorization": f"Bearer {ADMIN}"}).status_code == 401
+
+
+def test_sessions_are_listed_exported_imported_and_erased_by_their_principal(shared_by: dict[str, ModelServer]) -> None:
+    caller = Caller(shared_by["keys"], 911)
+    name, url = caller.named("one"), f"{caller.server.base_url}/agentspec/sessions"
+    caller.ask(ADA, "one")
+
+    def call(key: str, method: str, path: str = "", **more: Any) -> httpx.Response:
+        return httpx.request(method, url + path, headers={"Authorization": f"Bearer {key}"}, timeout=60, **more)
+
+    def listed(key: str) -> list[str]:
+        return [session["id"] for session in call(key, "GET").json()["sessions"]]
+
+    until = time.monotonic() + 30
+    while name not in listed(ADA):
+        assert time.monotonic() < until
+    assert name not in listed(BOB) and call(BOB, "GET", f"/{name}").status_code == 404
+    export = call(ADA, "GET", f"/{name}")
+    assert len(export.json()["turns"]) == 1
+    assert caller.ask(BOB, "copy", **KEEP_TO_SESSION) == NOWHERE
+    copy = caller.named("import")
+    assert call(BOB, "PUT", f"/{copy}", content=export.content).json()["added"] == 1
+    assert caller.ask(BOB, "import", **KEEP_TO_SESSION)["session"] > 0
+    assert call(BOB, "DELETE", f"/{name}").status_code == 200  # his own of that name, which does not exist
+    assert caller.ask(ADA, "one", **KEEP_TO_SESSION)["session"] > 0
+    while (erased := call(ADA, "DELETE", f"/{name}")).status_code == 202:
+        assert time.monotonic() < until
+    assert erased.json()["complete"] and name not in listed(ADA)
+    assert caller.ask(ADA, "one", group="none") == NOWHERE
 
 
 def test_figures_are_told_to_their_principal_alone(shared_by: dict[str, ModelServer]) -> None:

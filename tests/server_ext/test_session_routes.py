@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from agentspec.cache.store import open_store
@@ -24,6 +25,7 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import log_name
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+from tests.server_ext.fuzz import fuzz
 
 ADA, BOB = "key of ada", "key of bob"
 ADMIN = "the key of the administrator"
@@ -424,6 +426,25 @@ def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pyt
         answer = server.call(ADA, method, session)
         assert answer.status_code == 503 and "hunter2" not in answer.text, answer.text
     assert server.slowest < 0.1
+
+
+def test_fuzzed_exports_requests_settings_and_key_files_are_used_or_refused() -> None:
+    outcomes = fuzz(6_000, seed=time.time_ns())
+    for outcome in ("export: 2 records", "export: refused", "request: nobody", "request: scope session", "keys: read"):
+        assert outcomes[outcome] > 10
+    assert outcomes["settings: read"] > 10 and outcomes["settings: refused"] > 10
+
+
+@pytest.mark.parametrize("item", ["-1,", "1,", '"x",', "[],", "{},"])
+def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
+    count = session_routes._MAX_BODY // 8 // len(item)
+    body = '{"version": 1, "id": "s", "log": "x", "turns": [{"prompt": [' + item * count + "0]}]}"
+    tracemalloc.start()
+    with pytest.raises(HTTPException, match="turns"):
+        session_routes._parse(body.encode())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 30 * len(body)
 
 
 @pytest.mark.parametrize("bad", ["%0A", "x" * 257, "%00"])
