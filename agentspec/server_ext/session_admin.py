@@ -29,8 +29,8 @@ _PART_BYTES = 256 * 1024
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    running: its running requests, by id. recorder: its step record, if one is written. keeper: of its snapshot, if there
-    is one.
+    running: its running requests, by id. recorder: its step record, if one is written. keeper: of its snapshot, if
+    there is one.
     """
 
     def __init__(

@@ -380,6 +380,23 @@ class TestErasure:
         server.say(ada, secret)
         assert server.drafts(ada, secret)  # the name can be used again
 
+    def test_the_snapshot_goes_and_the_next_one_is_without_it(self, start: Start, tmp_path: Path) -> None:
+        server = start(ADA, engines=1)
+        engine = server.engines[0]
+        snapshot = tmp_path / "snapshot"
+        server.engines = [
+            DraftingEngine(engine.settings, engine._persistence, VOCABULARY, 16, snapshot=snapshot),
+        ]
+        server.engines[0].warm_up()
+        secret = list(range(600, 660))
+        server.say(server.identity(ADA, "one"), secret)
+        server.say(server.identity(ADA, "two"))
+        keeper = server.engines[0]._keeper
+        assert keeper is not None and keeper.save() and stored(snapshot, secret) and stored(snapshot, TEXT)
+        assert server.erase(ADA, "one").json()["complete"]
+        assert not snapshot.exists()
+        assert keeper.save() and stored(snapshot, TEXT) and not stored(snapshot, secret[8:])
+
     def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
         server = start(ADA, BOB)
         server.say(server.identity(ADA, "one"))
