@@ -108,6 +108,7 @@ def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
     stats = writer.stats()
     assert 15 < stats.queued < 25
     assert stats.queued + stats.dropped == 100
+    wait_until(lambda: writer.stats().state == "open")  # nothing is on its way
     writer.put(turn("s", 100, prompt=1_000_000))  # larger than all of it
     assert writer.stats().queued == 0
     assert writer.stats().dropped == 101
