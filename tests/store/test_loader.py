@@ -72,6 +72,12 @@ def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, l
     assert loader.stats().delivered == 400
 
 
+def test_of_a_session_without_end_the_newest_records_come(store: FlakyStore, loader: BackgroundLoader) -> None:
+    store.append(NS, [entry_of(turn("s", number)) for number in range(3000)])
+    loader.request(session("s"))
+    assert [number_of(record) for record in gather(loader, session("s"))] == list(range(3000 - 2048, 3000))
+
+
 def test_a_group_comes_across_its_sessions(store: FlakyStore, loader: BackgroundLoader) -> None:
     fill(store, 90)
     loader.request(Wanted("tenant", group="g1"))

@@ -35,7 +35,7 @@ class StoreJobs:
     def submit(self, job: Callable[[Store], Any]) -> int:
         """Run ``job(store)`` soon. Returns a ticket for ``result``. Raises StoreUnavailableError if too many wait."""
         with self._lock:
-            if self.waiting() >= _MAX_WAITING:
+            if self._waiting() >= _MAX_WAITING:
                 raise StoreUnavailableError(f"{_MAX_WAITING} jobs wait for the store already; try again later")
             self._number += 1
             self._jobs[self._number] = self._pool.submit(job, self._store)
@@ -63,8 +63,12 @@ class StoreJobs:
 
     def waiting(self) -> int:
         """Return how many jobs wait or run."""
-        return sum(not future.done() for future in self._jobs.values())
+        with self._lock:
+            return self._waiting()
 
     def close(self) -> None:
         """Drop the jobs that have not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _waiting(self) -> int:
+        return sum(not future.done() for future in self._jobs.values())

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries that the preload reads before it looks for requests
 _BATCH_BYTES = 1 << 20
+_MAX_RECORDS = 2048  # newest ones of a session or group that a request delivers
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
 
 
@@ -113,11 +114,12 @@ class LoaderStats:
 class _Job:
     """Hold a read that is under way.
 
-    after: the last entry seen. tries: failures since the last progress. forgotten: sessions erased since it began.
+    newest: how many entries are still to be read. after: the last one seen. tries: failures since the last progress.
+    forgotten: sessions erased since it began.
     """
 
     wanted: Wanted
-    newest: int | None = None
+    newest: int
     after: str | None = None
     tries: int = 0
     entries: Iterator[tuple[Entry, Record | None]] | None = None
@@ -130,9 +132,11 @@ _PRELOAD = Wanted()
 class BackgroundLoader:
     """Read sessions, groups and the newest part of a log from a store in a thread.
 
-    No call blocks or raises because of the store. Each request delivers all that the store holds of its session or
-    group, in log order: who applies the records knows which of them it has. A read that fails while the store answers
-    is put off behind the others, and given up after some tries. Close the loader before the store.
+    No call blocks or raises because of the store. Each request delivers the store's records of a session or group, in
+    log order: who applies the records knows which of them it has. Of long ones it delivers the newest 2,048 records,
+    so that a session that goes on for ever does not push out all others each time it comes back. A read that fails
+    while the store answers is put off behind the others, and given up after some tries. Close the loader before the
+    store.
     """
 
     def __init__(
@@ -162,7 +166,7 @@ class BackgroundLoader:
         self._thread.start()
 
     def request(self, wanted: Wanted) -> bool:
-        """Request all records of a session or group. Returns whether they will come; False if too many wait.
+        """Request the records of a session or group. Returns whether they will come; False if too many wait.
 
         Repeating a request does nothing until it is being read, because the read may miss what was stored since.
         """
@@ -174,7 +178,7 @@ class BackgroundLoader:
             if len(self._requests) >= self._max_pending:
                 self._counts.refused += 1
                 return False
-            self._queue(_Job(wanted))
+            self._queue(_Job(wanted, _MAX_RECORDS))
             return True
 
     def preload(self, newest: int) -> None:
@@ -294,13 +298,11 @@ class BackgroundLoader:
                 if isinstance(record, TurnRecord):
                     loaded.records.append(record)
                     loaded.size += record.size
-                job.after, job.tries = entry.sequence, 0
-                if job.newest is not None:
-                    job.newest -= 1
+                job.after, job.tries, job.newest = entry.sequence, 0, job.newest - 1
                 if len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES:
                     self._publish(job, loaded)
                     loaded = Loaded(job.wanted)
-                if job.newest is not None and seen >= _SLICE:
+                if job.wanted == _PRELOAD and seen >= _SLICE:
                     return False
                 courtesy.pause()
         finally:

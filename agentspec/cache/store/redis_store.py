@@ -13,9 +13,10 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     prefix:namespaces, prefix:secret the set of namespaces; the store's secret
 
 Other replicas follow the log's order. Each session's payloads lie in a key of their own, so that erasing a session
-frees its memory. One script does an append, so it is atomic. The script recognises a batch that is sent again because
-its answer was lost. The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9) and
-whether it evicts keys. It should not (``maxmemory-policy noeviction``): what it evicts is lost, and sizes are wrong.
+frees its memory. The server's append-only file holds it until the server rewrites that (BGREWRITEAOF). One script does
+an append, so it is atomic. The script recognises a batch that is sent again because its answer was lost. The server's
+settings decide how durable a record is (``appendonly yes`` survives its kill -9) and whether it evicts keys. It should
+not (``maxmemory-policy noeviction``): what it evicts is lost, and sizes are wrong.
 """
 
 import secrets

@@ -237,6 +237,7 @@ class SQLiteStore(_Database):
             try:
                 _create_schema(writer, path)
                 _enter_wal(writer)
+                _empty_log(writer)  # of what a process left in it that was killed while it erased or appended
                 super().__init__(str(path), writer, _connect(str(path)))
             except BaseException:
                 writer.close()
@@ -402,8 +403,10 @@ def _prepare_file(path: Path) -> None:
         return
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise _not_ours(path, "not an SQLite database")
-    # SQLite's file format has both numbers at these offsets. They are written before the write-ahead log exists.
-    _check_marks(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
+    # SQLite's file format has these numbers at these offsets. They are written before the write-ahead log exists.
+    version, application, schema = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68, 40))
+    if application or schema:  # otherwise no table was ever made, and another process may be about to make ours
+        _check_marks(path, application, version)
 
 
 def _check_marks(path: Path, application: int, version: int) -> None:
