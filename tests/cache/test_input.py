@@ -85,6 +85,7 @@ def test_placeholders_of_images_are_context_and_never_drafted() -> None:
     assert turn is not None and turn.prompt_tail.tolist() == prompt
     other.restore(turn)
     for kept in (cache, other):
+        kept.catch_up()
         kept.start("q", [*prompt, 5], session="s")
         assert kept.propose(["q"], 2, cost=0.0)[0].token_ids.tolist() == [6, 7]
         again = kept.finish("q")

@@ -178,8 +178,8 @@ def test_no_draft_for_this_text_and_so_no_offer() -> None:
     cache.propose(["r"], 4)
     cache.extend("r", [7])
     assert offer(cache, [8], [0.9]).lists() == [[]]  # it was for the text before
-    cache.step(["r"], table_of([1, 2]), [0], [2], [4], [0])
-    assert offer(cache, [8], [0.9]).lists() == [[]]  # the engine's text is another one
+    cache.step(["r"], table_of([1, 2, 3, 7, -1]), [0], [5], [4], [0])
+    assert offer(cache, [8], [0.9]).lists() == [[]]  # the engine's text is no text
     cache.step(["r"], table_of([1, 2, 3, 7]), [0], [4], [4], [0])
     assert offer(cache, [8], [0.9]).lists() == [[8]]
 
