@@ -263,6 +263,7 @@ nb::tuple recount(Cache& cache) {
 NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);  // a thread that saves a cache may hold it when the process ends
   using namespace agentspec;
+  nb::set_leak_warnings(false);  // a thread that ends with the process may still hold a cache
   using Released = nb::call_guard<nb::gil_scoped_release>;
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
   module.def("context_hashes", &context_hashes, "tokens"_a.noconvert(), "parent"_a, "kept"_a);

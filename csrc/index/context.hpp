@@ -75,6 +75,7 @@ struct Query {
 
   const Token* end;
   std::size_t length;
+  std::size_t deepest;  // tokens in front of `end` that are there
   Position position;
   Tie tie;
   Key key;
@@ -83,12 +84,12 @@ struct Query {
 
   static Query of_position(const Token* text, Position position, std::size_t length = kUnlimited) {
     const Token* end = text + position;
-    return {end, length, position, length == kUnlimited ? Tie::kByPosition : Tie::kFirst, key_before(end)};
+    return {end, length, std::min<std::size_t>(length, position), position, length == kUnlimited ? Tie::kByPosition : Tie::kFirst, key_before(end)};
   }
 
   static Query of_context(std::span<const Token> context, std::size_t length, Tie tie) {
     const Token* end = context.data() + context.size();
-    return {end, length, 0, tie, key_before(end, length, tie == Tie::kLast ? 0xFFFFFFFFu : 0)};
+    return {end, length, length, 0, tie, key_before(end, length, tie == Tie::kLast ? 0xFFFFFFFFu : 0)};
   }
 };
 
@@ -97,12 +98,13 @@ struct Order {
   std::uint32_t common;  // tokens that agree
 };
 
-// Compares the query with the context of an indexed position; `skip` tokens are known to agree.
+// Compares the query with the context of an indexed position; `skip` tokens are known to agree. Never reads in front of a
+// text, even if that is wrong, as in a forged snapshot.
 inline Order compare(const Query& query, const Token* text, Position position, std::size_t skip) {
   const Token* const a = query.end;
   const Token* const b = text + position;
   if (query.tie == Query::Tie::kByPosition && query.position == position) return {true, 0};
-  std::size_t depth = skip;
+  std::size_t depth = std::min({skip, query.deepest, std::size_t{position}});
   if (depth < query.length) {  // mostly the next token decides
     const Token left = *(a - depth - 1), right = *(b - depth - 1);
     if (left != right) return {rank_of(left) < rank_of(right), static_cast<std::uint32_t>(depth)};

@@ -1,6 +1,7 @@
 #include "index/position_tree.hpp"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace agentspec {
@@ -59,6 +60,7 @@ std::size_t PositionTree::rank_in_chunk(const Place& place) const {
 }
 
 std::size_t PositionTree::distance(const Place& low, const Place& high) const {
+  if (std::tie(high.chunk, high.leaf, high.slot) <= std::tie(low.chunk, low.leaf, low.slot)) return 0;
   if (low.chunk == high.chunk && low.leaf == high.leaf) return high.slot - low.slot;
   __builtin_prefetch(chunk_at(high.chunk).counts.data());
   std::size_t sum = 0;

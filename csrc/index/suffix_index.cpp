@@ -290,7 +290,9 @@ void SuffixIndex::restore(SnapshotReader& reader, std::span<const Range> pending
   }
   if (!right) reader.damaged("positions to be indexed");
   pending_.assign(pending.begin(), pending.end());
-  if (indexed_in(released_, end) != sorted_.tree().size()) reader.damaged("marks of positions");
+  const auto marked = static_cast<Position>(std::min(marks_.size() * kMarks, kLargest));  // bits, also behind the text
+  const std::size_t indexed = indexed_in(released_, end);
+  if (indexed != sorted_.tree().size() || indexed_in(end, marked) > 0) reader.damaged("marks of positions");
   sorted_.tree().restore(reader, released_, end, [&](Position position) { return is_indexed(position); });
 }
 

@@ -96,8 +96,8 @@ class SuffixIndex {
   template <class Archive>
   void describe(Archive& archive) {
     archive.number(released_);
-    archive.array(text_);
-    archive.array(marks_);
+    archive.array(text_, true);
+    archive.array(marks_, true);
     sorted_.tree().describe(archive);
     std::vector<Range> pending(pending_.begin(), pending_.end());
     archive.vector(pending);

@@ -68,7 +68,7 @@ class SnapshotWriter {
     values(std::span(value));
   }
   template <class T>
-  void array(const Buffer<T>& buffer) {
+  void array(const Buffer<T>& buffer, bool = false) {
     const std::size_t size = buffer.size(), released = buffer.released(), bytes = (size - released) * sizeof(T);
     number(size);
     number(released);
@@ -160,13 +160,14 @@ class SnapshotReader {
     const auto read = values<T>();
     value.assign(read.begin(), read.end());
   }
+  // `may_lack_front`: elements in front may have no memory in the file.
   template <class T>
-  void array(Buffer<T>& buffer) {
+  void array(Buffer<T>& buffer, bool may_lack_front = false) {
     const std::size_t size = number(), released = number();
     if (released > size || size > kMostBytes / sizeof(T)) damaged("length of an array");
     const std::size_t bytes = (size - released) * sizeof(T);
     const char* const data = take(bytes);
-    if (released > 0 && size * sizeof(T) < Buffer<T>::kMapped) damaged("length of an array");
+    if (released > 0 && (!may_lack_front || size * sizeof(T) < Buffer<T>::kMapped)) damaged("length of an array");
     buffer.resize(size);
     if (bytes > 0) std::memcpy(buffer.data() + released, data, bytes);
     buffer.release_front(released);
