@@ -189,6 +189,41 @@ def plot_index() -> Figure:
     return figure
 
 
+def plot_soak() -> Figure:
+    """Draw memory, store and drafts of a server under mixed traffic, over time."""
+    result = load("soak")
+    stores = {"redis": "Redis, killed and restarted", "sqlite": "SQLite, locked by another process"}
+    figure, axes = _figure(11, 5.2, 2, 4)
+    for row, (store, title) in enumerate(stores.items()):
+        samples = [sample for sample in result["rows"] if sample["store"] == store]
+        minutes = [sample["seconds"] / 60 for sample in samples]
+        panels = (
+            ("resident memory, MB", "resident_bytes", None),
+            ("suffix cache, MB", "cache_bytes", result["max_bytes"]),
+            ("store, MB", "store_bytes", result["store_bytes"]),
+            ("tokens a step", "tokens_per_step", None),
+        )
+        for axis, (name, key, limit) in zip(axes[4 * row : 4 * row + 4], panels, strict=True):
+            scale = 1e6 if key.endswith("bytes") else 1
+            drawn = [
+                (minute, sample[key] / scale) for minute, sample in zip(minutes, samples, strict=True) if sample[key]
+            ]
+            axis.plot(*zip(*drawn, strict=True), color=BLUE, lw=1.2)
+            if limit:
+                axis.axhline(limit / scale, color=RED, lw=0.9, ls="--")
+            for minute, sample in zip(minutes, samples, strict=True):
+                if sample["outage"]:
+                    axis.axvspan(minute, minute + 2.2 / 60, color="#eeeeee", lw=0, zorder=0)
+            axis.set_ylim(0, None)
+            axis.set_title(name, fontsize=9)
+            axis.set_xlabel("minutes" if row else "")
+        axes[4 * row].set_ylabel(title, fontsize=9)
+    figure.suptitle(
+        f"Mixed traffic for {result['minutes']:g} minutes; dashed: the limit; grey: the store is away", weight="bold"
+    )
+    return figure
+
+
 MICRO = "µ"
 METHODS = {
     "agentspec": ("agentspec", BLUE),
@@ -202,6 +237,7 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
     "serving": plot_serving,
     "index": plot_index,
     "batch": plot_batch,
+    "soak": plot_soak,
 }
 
 
