@@ -165,6 +165,7 @@ class DraftingEngine:
             self.metrics.end(state.figures)
         if state is None or state.failed:
             return
+        self.metrics.counters["finished"] += 1
         if output_limit is not None and output_limit < _LEAST_KEPT:
             self._drop(request_id)
             return
@@ -174,7 +175,6 @@ class DraftingEngine:
                 self._persistence.save(turn, state.identity)
         except Exception as error:
             self._count_error("finish", error)
-        self.metrics.counters["finished"] += 1
 
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.

@@ -154,6 +154,7 @@ def test_single_tokens_of_beam_search_are_not_kept(session: str | None) -> None:
     for number in range(5):
         engine.run(f"beam{number}", [1, 2, 3, *TEXT[:number]], TEXT[number : number + 1], session=session)
     stats = engine.proposer.stats()
+    assert stats["counters"]["started"] == stats["counters"]["finished"] == 5
     assert stats["cache"]["tokens"] == 0
     assert stats["store"]["writer"]["persisted"] + stats["store"]["writer"]["queued"] == 0
     engine.run("answer", [1, 2, 3], TEXT[:2], session=session)
