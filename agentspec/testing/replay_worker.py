@@ -153,7 +153,7 @@ class Engine:
         """
         if self.spec.method != "agentspec":
             return {}
-        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id))
+        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id, None, True))
         (stats,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("stats",))
         errors = {name: n for name, n in stats["counters"].items() if name.startswith("errors")}
         if errors:
