@@ -119,8 +119,9 @@ def _launch(
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one batch size: means over the launches, and each launch's ratios."""
-    names = ("ms_with", "ms_without", "ms_default", *RATIOS, *(f"ms_{part}" for part in PARTS))
+    names = ("ms_with", "ms_without", "ms_default", *RATIOS)
     means = {name: round(statistics.geometric_mean(row[name] for row in rows), 4) for name in names}
+    means |= {f"ms_{part}": round(statistics.mean(row[f"ms_{part}"] for row in rows), 4) for part in PARTS}
     added = [row["ms_with"] - (row["ms_without"] + row["ms_default"]) / 2 for row in rows]
     own = OWN_TARGETS.get(rows[0]["batch"])
     ratio, error = _mean(rows)
