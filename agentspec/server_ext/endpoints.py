@@ -21,8 +21,15 @@ from agentspec.server_ext.identity import who_shares
 from agentspec.server_ext.prometheus import MetricsMiddleware
 from agentspec.server_ext.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
-from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import ROUTES, CallerMiddleware, drafting_engine, presented, tagger_of
+from agentspec.server_ext.vllm_adapter import uses_agentspec
+from agentspec.server_ext.vllm_adapter.frontend import (
+    ROUTES,
+    CallerMiddleware,
+    ask_or_refuse,
+    drafting_engine,
+    presented,
+    tagger_of,
+)
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)
@@ -69,7 +76,7 @@ async def info(request: Request) -> dict[str, Any]:
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
     """Return the counters since start: one entry for each engine core that drafts."""
-    return {"engines": await _ask(request, "stats")}
+    return {"engines": await ask_or_refuse(drafting_engine(request), "stats")}
 
 
 @router.get("/requests/{request_id}")
@@ -80,14 +87,6 @@ async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     admin = shows_admin_key(sender)
     caller = tagger_of(engine).callers.caller_of(sender).principal
     if admin or caller != NOBODY:
-        for answer in await _ask(request, "request", request_id, caller, admin):
+        for answer in await ask_or_refuse(engine, "request", request_id, caller, admin):
             return answer
     raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")
-
-
-async def _ask(request: Request, *question: Any) -> list[dict[str, Any]]:
-    """Return the answers of all engines. Raise 503 if one of them does not answer."""
-    try:
-        return await ask_engines(drafting_engine(request), *question)
-    except TimeoutError:
-        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None

@@ -28,8 +28,15 @@ from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.identity import SESSION_KEY, Identity
-from agentspec.server_ext.vllm_adapter import ask_engines, log_name
-from agentspec.server_ext.vllm_adapter.frontend import ROUTES, drafting_engine, engine_numbers, presented, tagger_of
+from agentspec.server_ext.vllm_adapter import log_name
+from agentspec.server_ext.vllm_adapter.frontend import (
+    ROUTES,
+    ask_or_refuse,
+    drafting_engine,
+    engine_numbers,
+    presented,
+    tagger_of,
+)
 
 router = APIRouter(prefix=f"{ROUTES}/sessions")
 
@@ -189,10 +196,7 @@ async def _value(engine: Any, number: int, job: str) -> Any:
 
 
 async def _ask(engine: Any, number: int, *question: Any) -> dict[str, Any]:
-    try:
-        (answer,) = await ask_engines(engine, "session", *question, engines=[number])
-    except TimeoutError:
-        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
+    (answer,) = await ask_or_refuse(engine, "session", *question, engines=[number])
     if "error" in answer:
         status = {"unavailable": 503, "invalid": 400}.get(answer["error"], 500)
         raise HTTPException(status_code=status, detail=answer["message"])

@@ -59,6 +59,18 @@ async def ask_engines(engine_client: Any, *question: Any, engines: Sequence[int]
     return [answer for workers in answers for answer in workers if answer is not None]
 
 
+async def ask_or_refuse(
+    engine_client: Any, *question: Any, engines: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Ask engines for an HTTP route (``ask_engines``). Raise a 503 if one of them does not answer in time."""
+    from fastapi import HTTPException
+
+    try:
+        return await ask_engines(engine_client, *question, engines=engines)
+    except TimeoutError:
+        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
+
+
 def engine_numbers(engine_client: Any) -> Sequence[int]:
     """Return the numbers of the engines of vLLM's EngineClient: several with data parallelism."""
     return range(len(engine_client.engine_core.core_engines))
