@@ -266,6 +266,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);  // a thread that ends with the process may still hold a cache
   using Released = nb::call_guard<nb::gil_scoped_release>;
   module.def("draft_value", &draft_value, "expected"_a, "drafted"_a, "cost"_a);
+  module.attr("HASH_BLOCK") = kBlock;
   module.def("context_hashes", &context_hashes, "tokens"_a.noconvert(), "parent"_a, "kept"_a);
   module.def(
       "watch_clock", [](bool watched) { Stopwatch::watched = watched; }, "watched"_a);

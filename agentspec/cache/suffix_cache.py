@@ -70,6 +70,10 @@ draft_value = _native.draft_value
 """draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
 
 
+HASH_BLOCK: int = _native.HASH_BLOCK
+"""Tokens between the boundaries of a context whose hashes name a turn's `block`."""
+
+
 def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Array:
     """Return the hash of a context after each of its tokens, uint64 [n]. tokens: int32 [n] or a sequence of int.
 

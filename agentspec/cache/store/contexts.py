@@ -3,10 +3,8 @@
 import numpy as np
 
 from agentspec.cache.store.records import TurnRecord
-from agentspec.cache.suffix_cache import context_hashes
+from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import Int32Array
-
-_BLOCK = 64  # tokens between the places of a text at which a turn may go on
 
 
 class SessionContexts:
@@ -38,14 +36,14 @@ class SessionContexts:
             self._texts.append(context)
             self._missing.append(missing)
             if not missing:
-                self._places.setdefault(turn.block, []).append((index, turn.kept // _BLOCK * _BLOCK))
+                self._places.setdefault(turn.block, []).append((index, turn.kept // HASH_BLOCK * HASH_BLOCK))
         self._note(turn, index, len(context))
         return None if missing else prompt
 
     def _find(self, turn: TurnRecord) -> tuple[int, int] | None:
         if turn.parent in self._places:
             return self._places[turn.parent][0]
-        start, count = turn.kept // _BLOCK * _BLOCK, turn.kept % _BLOCK
+        start, count = turn.kept // HASH_BLOCK * HASH_BLOCK, turn.kept % HASH_BLOCK
         for index, length in self._places.get(turn.block, ()):
             rest = self._texts[index][length : length + count]
             if len(rest) == count and int(context_hashes(rest, turn.block, start)[-1]) == turn.parent:
@@ -56,6 +54,6 @@ class SessionContexts:
         """Note the places of the turn's own tokens: block boundaries, the end of its prompt and its own end."""
         own = np.concatenate([turn.prompt_tail, turn.response])
         hashes = context_hashes(own, turn.parent, turn.kept)
-        ends = {len(turn.prompt_tail), len(own), *range(_BLOCK - turn.kept % _BLOCK, len(own) + 1, _BLOCK)}
+        ends = {len(turn.prompt_tail), len(own), *range(HASH_BLOCK - turn.kept % HASH_BLOCK, len(own) + 1, HASH_BLOCK)}
         for end in sorted(ends - {0}):
             self._places.setdefault(int(hashes[end - 1]), []).append((index, length - len(own) + end))

@@ -25,12 +25,11 @@ from agentspec.cache.store.records import MessageRecord, TurnRecord, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import APPLICATION_ID, SQLiteStore
 from agentspec.cache.store.urls import open_redis, redact, sqlite_path
-from agentspec.cache.suffix_cache import context_hashes
+from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import SCOPES, UInt64Array
 from agentspec.errors import AgentSpecError, CorruptRecordError, StoreError, StoreUnavailableError, StoreVersionError
 
 _BATCH = 256
-_BLOCK = 64
 _LOG = re.compile(r"\{[A-Za-z0-9._:-]+\}:log")
 _OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, or a name that one owns
 
@@ -158,7 +157,7 @@ class _Chain:
         if self.lost or not self.missing <= kept <= self.missing + len(self.hashes):
             self.missing, self.lost, self.hashes = kept, False, np.empty(0, np.uint64)
             self.base = int.from_bytes(os.urandom(8)) | 1 if kept else 0
-        parent, block = self._hash_at(kept), self._hash_at(kept // _BLOCK * _BLOCK)
+        parent, block = self._hash_at(kept), self._hash_at(kept // HASH_BLOCK * HASH_BLOCK)
         self.hashes = np.concatenate([self.hashes[: kept - self.missing], context_hashes(tokens, parent, kept)])
         return kept, parent, block
 
