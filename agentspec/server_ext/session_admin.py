@@ -47,9 +47,8 @@ class SessionAdmin:
         self._recorder = recorder
         self._keeper = keeper
         self._tickets: OrderedDict[str, int] = OrderedDict()  # by the job's name, which the asker chose
-        self._blanked: dict[
-            str, Future[None]
-        ] = {}  # by name of an erasure: when the step record is without the session
+        # by name of an erasure: when the step record is without the session
+        self._blanked: dict[str, Future[None]] = {}
 
     def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
