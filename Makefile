@@ -1,11 +1,12 @@
-# Two commands: `make demo` runs the main job, `make test` runs the tests. Both set up what they need in .venv.
+# `make demo` runs the main job, `make test` the tests, `make test-store` those of the store that take long. Each sets up
+# what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test check dist test-vllm sanitize fuzz format setup fast-test clean
+.PHONY: help demo test test-store check dist test-vllm sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -13,11 +14,14 @@ help:  ## this list
 demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extension (a few minutes)
 	$(BIN)/python -m demo
 
-test: $(VENV)/.built $(VENV)/.redis  ## all tests, those on real vLLM and a real Redis server included
-	$(BIN)/python -m pytest
+test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis server
+	$(BIN)/python -m pytest -m "not store"
+
+test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
+	$(BIN)/python -m pytest -m store
 
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
-	$(BIN)/python -m pytest -m "not engine"
+	$(BIN)/python -m pytest -m "not engine and not store"
 
 check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .
