@@ -1,10 +1,10 @@
 """Give each request its identity: principal, tenant, session, parent session, group, scope and weight version.
 
 A request names its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
-``vllm_xargs.session_id``) and, by ``vllm_xargs``, its parent session (``parent_session_id``), its group (``group_id``)
-and the version of the weights that it runs on (``weight_version``). It may narrow its scope (``agentspec_scope``). It
-names neither its principal nor its tenant: the API server finds those out (`callers`). ``cache_salt`` makes another
-principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
+``vllm_xargs.session_id``) or by a header of its client (`agent_headers`). By ``vllm_xargs`` it names its parent session
+(``parent_session_id``), its group (``group_id``) and the version of the weights that it runs on (``weight_version``).
+It may narrow its scope (``agentspec_scope``). It names neither its principal nor its tenant: the API server finds those
+out (`callers`). ``cache_salt`` makes another principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
 
 The API server writes the identity into the request's ``extra_args`` and removes whatever the caller has put there under
 its name (``RequestTagger``). The engine reads it (``identify``), and it goes into the stored records. An id that cannot
@@ -13,6 +13,7 @@ be used counts as none; it never fails a request.
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from agentspec.cache import SCOPES, Scope
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
 from agentspec.errors import InvalidSessionError
+from agentspec.server_ext.agent_headers import agent_session
 from agentspec.server_ext.callers import NOBODY, Callers, Presented
 
 logger = logging.getLogger("vllm.agentspec")
@@ -29,9 +31,11 @@ PARENT_KEY = "parent_session_id"
 GROUP_KEY = "group_id"
 WEIGHTS_KEY = "weight_version"
 SCOPE_KEY = "agentspec_scope"
+FINAL_KEY = "session_final"
 IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
 
+_MAX_ROOTS = 16_384
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
 
@@ -45,6 +49,8 @@ class Identity:
     scope: which of these texts it uses.
     principal: whose sessions these are; a MAC, None: all callers who cannot be told apart. caller: the principal
     without ``cache_salt``, which is told the figures of the request.
+    family: the session at the root of this one's parents, itself if it has none; a family's sessions draft from each
+    other. final: whether the session ends with this request, so that its memory can be freed.
     weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
     """
 
@@ -55,6 +61,8 @@ class Identity:
     session_name: str | None = None
     group_name: str | None = None
     parent_session: str | None = None
+    family: str | None = None
+    final: bool = False
     principal: str | None = None
     caller: str | None = None
     weight_version: str | None = None
@@ -71,6 +79,7 @@ class RequestTagger:
     def __init__(self, callers: Callers, scope: Scope) -> None:
         self.callers = callers
         self._scope = scope
+        self._roots: OrderedDict[str, str] = OrderedDict()  # of child sessions, the least recently used first
         self._ignored = False
 
     def tag(
@@ -84,12 +93,14 @@ class RequestTagger:
     ) -> dict[str, Any]:
         """Return ``extra_args`` with the request's identity. Never raises.
 
-        session_id: from body or header; it overrides the one in ``extra_args``. adapter: the request's LoRA adapter.
+        session_id: from the body or vLLM's header; it overrides the one in ``extra_args``. adapter: the request's LoRA
+        adapter.
         """
         tagged = {key: value for key, value in (extra_args or {}).items() if key != IDENTITY_KEY}
         if session_id is not None:
             tagged[SESSION_KEY] = session_id
         try:
+            _read_headers(tagged, presented)
             identity = self.identity_of(tagged, presented, cache_salt=cache_salt, adapter=adapter)
         except Exception:
             logger.exception("agentspec: a request's identity cannot be found out; it drafts from its own text alone")
@@ -120,19 +131,33 @@ class RequestTagger:
         mac = self.callers.mac
         owner = caller.principal if cache_salt is None else mac("principal and salt", caller.principal, cache_salt)
         session, parent, group = (names.get(key) for key in (SESSION_KEY, PARENT_KEY, GROUP_KEY))
+        key, parent_key = (None if name is None else mac("session", owner, name) for name in (session, parent))
         return Identity(
             tenant=self._tenant(caller.tenant, owner, cache_salt, adapter),
-            session=None if session is None else mac("session", owner, session),
+            session=key,
             group=None if group is None else mac("group", owner, group),
             scope=max(self._scope, scope, key=SCOPES.index),
             session_name=session,
             group_name=group,
-            parent_session=None if parent is None else mac("session", owner, parent),
+            parent_session=parent_key,
+            family=None if key is None else self._root(key, parent_key),
+            final=extra.get(FINAL_KEY) is True,
             principal=owner,
             caller=caller.principal,
             weight_version=names.get(WEIGHTS_KEY),
             ignored_ids=len(unusable),
         )
+
+    def _root(self, session: str, parent: str | None) -> str:
+        """Return the session at the root of a session's parents, as far as requests through this process told."""
+        if parent is not None and parent != session:
+            self._roots[session] = self._roots.get(parent, parent)
+        root = self._roots.get(session, session)
+        if root != session:
+            self._roots.move_to_end(session)
+        if len(self._roots) > _MAX_ROOTS:
+            self._roots.popitem(last=False)
+        return root
 
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
         mac = self.callers.mac
@@ -150,7 +175,7 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     tag = (extra_args or {}).get(IDENTITY_KEY)
     if not isinstance(tag, list | tuple) or len(tag) != len(_TYPES) or tag[3] not in SCOPES:
         return _NONE_SHARED
-    if not all(isinstance(value, int if kind is int else str | None) for value, kind in zip(tag, _TYPES, strict=True)):
+    if not all(isinstance(value, _kind_of(kind)) for value, kind in zip(tag, _TYPES, strict=True)):
         return _NONE_SHARED
     return Identity(*tag)
 
@@ -168,6 +193,25 @@ def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
         )
         return f"drafts from tenant {tenant!r}: {who}"
     return "each API key shares with itself alone" if keys else "shared by all callers; --api-key separates them"
+
+
+def _kind_of(annotation: Any) -> Any:
+    return annotation if annotation in (int, bool) else str | None
+
+
+def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
+    """Enter what the client's headers say about the session, unless the request's body names another one."""
+    found = agent_session(presented)
+    if presented is None or found is None:
+        return
+    by_body = extra.get(SESSION_KEY)
+    if by_body is not None and by_body not in (found.session, *presented.all("x-session-id")[:1]):
+        return
+    extra[SESSION_KEY] = found.session
+    if found.parent is not None:
+        extra.setdefault(PARENT_KEY, found.parent)
+    if found.final:
+        extra[FINAL_KEY] = True
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -1,0 +1,79 @@
+"""Find the session of an agent in the headers that its client sends by itself.
+
+A client that is not known yet needs a line in ``CLIENTS`` and nothing else.
+"""
+
+from dataclasses import dataclass
+
+from agentspec.server_ext.callers import Presented
+
+
+@dataclass(frozen=True, slots=True)
+class AgentClient:
+    """Name the headers of one client, in lower case; of several the first one that a request has counts.
+
+    session: headers that name the session. parent: headers that name the session that started this one; a value equal
+    to the session's own id does not count. final: header that is "true" in the last request of a session.
+    """
+
+    name: str
+    session: tuple[str, ...]
+    parent: tuple[str, ...] = ()
+    final: str | None = None
+
+
+CLIENTS = (
+    AgentClient(
+        "Dynamo",
+        session=("x-dynamo-session-id",),
+        parent=("x-dynamo-parent-session-id",),
+        final="x-dynamo-session-final",
+    ),
+    AgentClient(  # vLLM's own header, which OpenCode sends, too
+        "OpenCode",
+        session=("x-session-id",),
+        parent=("x-parent-session-id",),
+        final="x-session-final",
+    ),
+    AgentClient(
+        "Claude Code",
+        session=("x-claude-code-agent-id", "x-claude-code-session-id"),
+        parent=("x-claude-code-parent-agent-id", "x-claude-code-session-id"),
+        final="x-claude-code-session-final",
+    ),
+    AgentClient(
+        "Codex",
+        session=("thread-id", "session-id"),
+        parent=("x-codex-parent-thread-id", "session-id"),
+        final="x-codex-session-final",
+    ),
+)
+"""All known clients. The first one whose session header a request has counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSession:
+    """Hold what a client's headers say: ids as sent, unchecked. final: no request of the session will follow."""
+
+    client: AgentClient
+    session: str
+    parent: str | None
+    final: bool
+
+
+def agent_session(presented: Presented | None) -> AgentSession | None:
+    """Return what the headers of a request say about its session; None if they name none."""
+    if presented is None:
+        return None
+    for client in CLIENTS:
+        session = _first(presented, client.session)
+        if session is not None:
+            parent = _first(presented, client.parent, other_than=session)
+            final = client.final is not None and presented.all(client.final)[:1] == ["true"]
+            return AgentSession(client, session, parent, final)
+    return None
+
+
+def _first(presented: Presented, names: tuple[str, ...], other_than: str = "") -> str | None:
+    values = (value for name in names for value in presented.all(name)[:1])
+    return next((value for value in values if value != other_than), None)

@@ -1,0 +1,127 @@
+"""Sessions of coding agents, by the headers that their clients send (recorded from real ones)."""
+
+import pytest
+
+from agentspec.server_ext.agent_headers import CLIENTS, AgentClient
+from agentspec.server_ext.callers import Callers, Presented
+from agentspec.server_ext.identity import Identity, RequestTagger, identify
+from agentspec.server_ext.settings import Settings
+
+CLAUDE = {"x-claude-code-session-id": "root"}
+CODEX = {"session-id": "root", "thread-id": "root", "x-client-request-id": "root"}
+OPENCODE = {"x-session-id": "root", "x-session-affinity": "root"}
+DYNAMO = {"x-dynamo-session-id": "root"}
+ROOTS = [CLAUDE, CODEX, OPENCODE, DYNAMO]
+CHILDREN = [
+    CLAUDE | {"x-claude-code-agent-id": "child"},
+    {"thread-id": "child", "session-id": "root"},
+    {"thread-id": "child", "session-id": "child", "x-codex-parent-thread-id": "root"},
+    {"x-session-id": "child", "x-parent-session-id": "root"},
+    {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "root"},
+]
+
+
+def tagger() -> RequestTagger:
+    return RequestTagger(Callers(Settings(store="memory://"), b"the secret of these tests"), "tenant")
+
+
+def shown(headers: dict[str, str]) -> Presented:
+    return Presented([(name.encode(), value.encode()) for name, value in headers.items()])
+
+
+def request(
+    headers: dict[str, str], server: RequestTagger | None = None, *, body: str | None = None, **xargs: object
+) -> Identity:
+    """The identity of a request; vLLM takes its session from the body, from X-Session-ID, or from vllm_xargs."""
+    named = xargs.get("session_id")
+    native = body or headers.get("x-session-id") or (named if isinstance(named, str) else None)
+    return identify((server or tagger()).tag(xargs, shown(headers), session_id=native))
+
+
+def key(name: str) -> str | None:
+    return request({}, body=name).session
+
+
+@pytest.mark.parametrize("headers", ROOTS)
+def test_a_client_names_its_session(headers: dict[str, str]) -> None:
+    found = request(headers)
+    assert (found.session_name, found.session, found.family) == ("root", key("root"), key("root"))
+    assert (found.parent_session, found.final, found.ignored_ids) == (None, False, 0)
+
+
+@pytest.mark.parametrize("headers", CHILDREN)
+def test_a_child_agent_names_its_parent(headers: dict[str, str]) -> None:
+    found = request(headers)
+    assert (found.session_name, found.session) == ("child", key("child"))
+    assert found.parent_session == found.family == key("root")
+
+
+def test_a_childs_child_belongs_to_the_root() -> None:
+    server = tagger()
+    request(CLAUDE | {"x-claude-code-agent-id": "child"}, server)
+    deep = CLAUDE | {"x-claude-code-agent-id": "deep", "x-claude-code-parent-agent-id": "child"}
+    found = request(deep, server)
+    assert (found.parent_session, found.family) == (key("child"), key("root"))
+    without_parent = request({"x-session-id": "deep"}, server)  # known from before
+    assert without_parent.family == key("root")
+
+
+def test_the_roots_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.identity._MAX_ROOTS", 10)
+    server = tagger()
+    for number in range(100):
+        request({"x-session-id": f"child {number}", "x-parent-session-id": "root"}, server)
+    assert len(server._roots) == 10
+    assert request({"x-session-id": "child 99"}, server).family == key("root")
+
+
+def test_two_sessions_that_name_each_other_as_parents_do_no_harm() -> None:
+    server = tagger()
+    for session, parent in (("a", "b"), ("b", "a"), ("a", "b"), ("a", "a")):
+        assert request({"x-session-id": session, "x-parent-session-id": parent}, server).family is not None
+
+
+def test_dynamos_headers_win_over_the_others() -> None:
+    found = request(CLAUDE | CODEX | OPENCODE | {"x-dynamo-session-id": "d", "x-dynamo-parent-session-id": "p"})
+    assert (found.session_name, found.parent_session) == ("d", key("p"))
+
+
+@pytest.mark.parametrize("headers", [*ROOTS, *CHILDREN])
+def test_a_session_in_the_body_wins_over_headers(headers: dict[str, str]) -> None:
+    found = request(headers, body="mine")
+    assert (found.session_name, found.parent_session) == ("mine", None)
+
+
+def test_a_parent_in_the_body_wins_over_headers() -> None:
+    assert request(CHILDREN[0], parent_session_id="mine").parent_session == key("mine")
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_the_last_request_of_a_session_says_so(client: AgentClient) -> None:
+    assert client.final is not None
+    headers = {client.session[0]: "root", client.final: "true"}
+    assert request(headers).final
+    for other in ("false", "", "1"):
+        assert not request(headers | {client.final: other}).final
+
+
+def test_an_empty_header_says_nothing() -> None:
+    for headers in ({"x-claude-code-session-id": ""}, CLAUDE | {"x-claude-code-agent-id": " "}):
+        found = request(headers)
+        assert found.parent_session is None and found.ignored_ids == 0
+
+
+@pytest.mark.parametrize("bad", ["x" * 257, "a\x01b"])
+def test_an_unusable_header_counts_as_no_session(bad: str) -> None:
+    found = request({"x-claude-code-session-id": bad})
+    assert found.session is None and found.scope == "tenant" and found.ignored_ids == 1
+
+
+def test_another_principals_header_names_another_session() -> None:
+    server = RequestTagger(Callers(Settings(store="memory://"), b"the secret of these tests"), "tenant")
+    named = [(b"x-claude-code-session-id", b"root"), (b"x-claude-code-agent-id", b"child")]
+    ada, bob = (
+        identify(server.tag({}, Presented([*named, (b"authorization", b"Bearer " + who)], verified=True)))
+        for who in (b"ada", b"bob")
+    )
+    assert ada.session != bob.session and ada.family != bob.family
