@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from agentspec.cache.store import Entry, MemoryStore, NewEntry, TurnRecord, encode
-from agentspec.cache.store.sqlite import _FRONT
+from agentspec.cache.store.sqlite_file import FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 
@@ -111,7 +111,7 @@ def damage_payload(path: Path, sequence: int) -> None:
     connection = sqlite3.connect(path)
     query = "SELECT padded, size FROM payloads JOIN entries USING (sequence) WHERE sequence = ?"
     padded, size = connection.execute(query, (sequence,)).fetchone()
-    at = _FRONT + size - 3
+    at = FRONT + size - 3
     damaged = padded[:at] + bytes([padded[at] ^ 0x40]) + padded[at + 1 :]
     connection.execute("UPDATE payloads SET padded = ? WHERE sequence = ?", (damaged, sequence))
     connection.commit()

@@ -11,6 +11,7 @@ from agentspec.cache.store import (
     NEW_SESSION,
     EraseRecord,
     Erasure,
+    MemoryStore,
     NewEntry,
     Retention,
     Store,
@@ -37,13 +38,18 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
+def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of the test's store."""
+    kind = request.node.callspec.params["store"]
+    if kind == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return f"{server.url}?prefix={tmp_path.name.replace('[', '-').replace(']', '-')[:64]}"
+    return "memory://" if kind == "memory" else f"sqlite:///{tmp_path}/a/b/store.db"
+
+
 @pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
-        opened = open_store(f"{server.url}?prefix={tmp_path.name.replace('[', '-').replace(']', '-')[:64]}")
-    else:
-        opened = open_store("memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/a/b/store.db")
+    opened = open_store(url_of(request, tmp_path))
     yield opened
     opened.close()
 
@@ -294,9 +300,9 @@ def test_whole_sessions_are_erased_least_recently_used_first(store: Store) -> No
     assert trim_sessions(store, NS, Retention(records=100)) == 6
     assert [(usage.session, usage.records) for usage in store.sessions(NS)] == [("s0", 31), ("s8", 30), ("s9", 30)]
     assert len(list(store.read(NS))) == 91  # no tombstones
-    time.sleep(0.05)
+    time.sleep(0.6)
     store.append(NS, [NewEntry("s8", b"again")])
-    assert trim_sessions(store, NS, Retention(days=0.04 / 86_400)) == 2
+    assert trim_sessions(store, NS, Retention(days=0.5 / 86_400)) == 2
     assert [usage.session for usage in store.sessions(NS)] == ["s8"]
     assert trim_sessions(store, NS, Retention()) == 0
 
@@ -371,3 +377,74 @@ def test_a_closed_store_says_so(store: Store) -> None:
         list(store.read(NS))
     with pytest.raises(StoreError, match="closed"):
         store.ping()
+
+
+def test_the_end_of_a_log_is_a_cursor(store: Store) -> None:
+    assert store.newest(NS) == ""
+    assert list(store.read(NS, after=store.newest(NS))) == []
+    first, second = store.append(NS, [NewEntry("s", b"1"), NewEntry("t", b"2")])
+    store.append("other", [NewEntry("s", b"x")])
+    assert store.newest(NS) == second
+    assert [entry.payload for entry in store.read(NS, after=first)] == [b"2"]
+    assert [entry.payload for entry in store.read(NS, after="")] == [b"1", b"2"]
+    tombstone = store.erase_session(NS, "t").tombstone
+    assert store.newest(NS) == tombstone != second
+    assert store.erase_session(NS, "t").tombstone == tombstone
+    assert store.erase_session(NS, "s", mark=False).tombstone is None
+
+
+def test_a_wait_names_the_logs_that_have_more(store: Store) -> None:
+    ends = {name: store.newest(name) for name in (NS, "other", "third")}
+    begin = time.monotonic()
+    assert store.wait(ends, 0.05) == []
+    assert 0.04 < time.monotonic() - begin < 5
+    store.append("other", [NewEntry("s", b"1")])
+    assert store.wait(ends, 10) == ["other"]
+    store.erase_session(NS, "s")
+    store.append("unwatched", [NewEntry("s", b"1")])
+    assert sorted(store.wait(ends, 10)) == sorted([NS, "other"])
+    ends = {name: store.newest(name) for name in ends}
+    assert store.wait(ends, 0) == []
+    assert store.wait({}, 0) == []
+
+
+def test_an_append_elsewhere_ends_a_wait(store: Store, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    other = store if isinstance(store, MemoryStore) else open_store(url_of(request, tmp_path))
+    ends = {NS: store.newest(NS)}
+    for number in range(3):
+        delay = threading.Timer(0.1, lambda: other.append(NS, [NewEntry("s", b"x")]))
+        delay.start()
+        begin = time.monotonic()
+        assert store.wait(ends, 10) == [NS]
+        assert 0.05 < time.monotonic() - begin < 5
+        delay.join()
+        ends[NS] = store.newest(NS)
+        assert len(list(store.read(NS))) == number + 1
+    other.close()
+
+
+def test_tombstones_are_listed_in_order_and_behind_a_cursor(store: Store) -> None:
+    store.append(NS, [NewEntry(name, b"x") for name in ("a", "b", "c")])
+    assert store.tombstones(NS) == []
+    for name in ("c", "a", "nobody"):
+        store.erase_session(NS, name)
+    end = store.newest(NS)
+    store.append(NS, [NewEntry("a", b"again")])
+    assert store.tombstones(NS) == ["c", "a", "nobody"]
+    assert store.tombstones("other") == []
+    assert store.tombstones(NS, after=end) == []
+    store.erase_session(NS, "c")
+    assert store.tombstones(NS, after=end) == []
+    store.erase_session(NS, "a")
+    assert store.tombstones(NS, after=end) == ["a"]
+    assert store.tombstones(NS) == ["c", "nobody", "a"]
+
+
+def test_logs_are_listed_by_prefix(store: Store) -> None:
+    names = ["m1.a", "m1.b", "m10.a", "m2.a", "n"]
+    for name in reversed(names):
+        store.append(name, [NewEntry("s", b"x")] * 3)
+    assert store.namespaces() == names
+    assert store.namespaces("m1.") == ["m1.a", "m1.b"]
+    assert store.namespaces("m2") == ["m2.a"]
+    assert store.namespaces("m3") == store.namespaces("z") == []

@@ -16,7 +16,7 @@ import redis
 from agentspec.cache.store import MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.cache.store.convert import Converted, convert
-from agentspec.cache.store.sqlite import APPLICATION_ID
+from agentspec.cache.store.sqlite_file import APPLICATION_ID
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS

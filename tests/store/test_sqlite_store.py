@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache.store import Erasure, MemoryStore, NewEntry, RecordReader, Retention, SQLiteStore, encode
-from agentspec.cache.store.sqlite import APPLICATION_ID, SCHEMA_VERSION
+from agentspec.cache.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn
 

@@ -1,10 +1,11 @@
 """Define the interface of every store, and make the names and keys in it."""
 
+import dataclasses
 import hashlib
 import hmac
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -47,11 +48,13 @@ class Erasure:
     """Hold the result of erasing a session.
 
     records: entries erased. complete: no byte of them is left where the store keeps its data. False while another
-    process still reads the old state; erase again to ask again.
+    process still reads the old state; erase again to ask again. tombstone: cursor of the session's tombstone, None if
+    there is none.
     """
 
     records: int
     complete: bool
+    tombstone: str | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,30 @@ class Store(Protocol):
 
     def sessions(self, namespace: str) -> list[SessionUsage]:
         """Return what each session holds, sorted by key; the key "" stands for entries without a session."""
+        ...
+
+    def newest(self, namespace: str) -> str:
+        """Return the cursor of the newest entry of a log; "", which is before all entries, if there is none."""
+        ...
+
+    def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
+        """Return the logs that have entries behind a cursor: at once if any have, else as soon as one gets some.
+
+        cursors: by namespace, a result of ``newest`` or an ``Entry.sequence`` of that log. Returns an empty list after
+        ``timeout`` seconds. Another process's append ends the wait within some 10 ms.
+        """
+        ...
+
+    def tombstones(self, namespace: str, *, after: str | None = None) -> list[str]:
+        """Return the keys of the sessions with a tombstone in the log, in the order of their erasure.
+
+        after: only those with a tombstone behind this cursor. A session that was used again after its erasure still
+        has its tombstone.
+        """
+        ...
+
+    def namespaces(self, prefix: str = "") -> list[str]:
+        """Return the names of the logs that begin with ``prefix``, sorted. A log without entries may be missing."""
         ...
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:

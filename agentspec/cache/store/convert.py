@@ -23,7 +23,8 @@ import numpy as np
 from agentspec.cache.store.base import NewEntry, Store, check_namespace, mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord, encode
 from agentspec.cache.store.redis_store import RedisStore
-from agentspec.cache.store.sqlite import APPLICATION_ID, SQLiteStore
+from agentspec.cache.store.sqlite import SQLiteStore
+from agentspec.cache.store.sqlite_file import APPLICATION_ID
 from agentspec.cache.store.urls import open_redis, redact, sqlite_path
 from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import SCOPES, UInt64Array

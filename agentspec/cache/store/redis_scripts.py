@@ -124,7 +124,7 @@ ERASE = (
     _LIBRARY
     + """
 -- ARGV: tag, session, its tombstone ('': none), bytes that an entry costs beside its payload. Sets the session's stream
--- aside for SWEEP. Returns the number of entries erased.
+-- aside for SWEEP. Returns the number of entries erased and the id of the session's tombstone ('': none).
 local session, stream = ARGV[2], tag .. 's:' .. ARGV[2]
 local removed = redis.call('XLEN', stream)
 local marked = redis.call('HGET', tombstones, session)
@@ -144,9 +144,10 @@ if ARGV[3] ~= '' and (removed > 0 or not marked) then
   end
   redis.call('XADD', log, id, 's', session, 't', ARGV[3])
   redis.call('HSET', tombstones, session, id)
+  marked = id
 end
 redis.call('HSET', usage, 'last', id)
-return removed
+return {removed, marked or ''}
 """
 )
 

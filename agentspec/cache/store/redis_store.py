@@ -21,8 +21,9 @@ not (``maxmemory-policy noeviction``): what it evicts is lost, and sizes are wro
 
 import secrets
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -60,6 +61,7 @@ _SLICE_BYTES = 1 << 20
 _ENTRY_BYTES = 160  # measured on Redis 7: what the server needs for an entry beside its payload,
 _SESSION_BYTES = 1_500  # and for a session beside its entries
 _WRITER_EXPIRY_MS = 3_600_000
+_POLL_SECONDS = 0.02  # between two looks at whether anybody wrote
 _EXPIRY_DAYS = 1.0  # keys expire so long after the retention's age, in case nobody is left to trim them
 
 # errors that pass by themselves or that the operator can repair, with a correct URL
@@ -147,7 +149,7 @@ class RedisStore:
     ) -> Iterator[Entry]:
         check_read(session, group, newest)
         tag = self._tag(namespace)
-        low = b"-" if after is None else b"(" + _stream_id("after", after)
+        low = b"(" + _stream_id("after", after) if after else b"-"
         key = f"{tag}log" if session is None and group is None else f"{tag}g:{group}"
         return self._pages(namespace, tag, key if session is None else f"{tag}s:{session}", session, low, newest)
 
@@ -162,15 +164,41 @@ class RedisStore:
                 found.append(SessionUsage(session.decode(), records, size, used / 1000))
         return sorted(set(found), key=lambda usage: usage.session)  # a scan may show an entry twice
 
+    def newest(self, namespace: str) -> str:
+        last = self.command("XREVRANGE", f"{self._tag(namespace)}log", "+", "-", "COUNT", 1)
+        return _cursor(last[0][0]) if last else ""
+
+    def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
+        deadline = time.monotonic() + timeout
+        places = {name: b"(" + _stream_id("cursors", at) if at else b"-" for name, at in cursors.items()}
+        while True:
+            found = [
+                name
+                for name, low in places.items()
+                if self.command("XRANGE", f"{self._tag(name)}log", low, "+", "COUNT", 1)
+            ]
+            if found or (left := deadline - time.monotonic()) <= 0:
+                return found
+            time.sleep(min(left, _POLL_SECONDS))
+
+    def tombstones(self, namespace: str, *, after: str | None = None) -> list[str]:
+        low = _cursor(_stream_id("after", after)) if after else ""
+        found: dict[bytes, bytes] = self.command("HGETALL", f"{self._tag(namespace)}tombstones")
+        marked = sorted((_cursor(number), session.decode()) for session, number in found.items())
+        return [session for number, session in marked if number > low]
+
+    def namespaces(self, prefix: str = "") -> list[str]:
+        return [name for name in self._namespaces() if name.startswith(prefix)]
+
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
         tag = self._tag(namespace)
         self._check_log(namespace)
         tombstone = encode(EraseRecord(session)) if mark else b""
         with self._store_errors():
-            removed = int(self._erase(keys=[tag + "log"], args=[tag, session, tombstone, _ENTRY_BYTES]))
+            removed, marked = self._erase(keys=[tag + "log"], args=[tag, session, tombstone, _ENTRY_BYTES])
             while self._sweep(keys=[tag + "log"], args=[tag, _ROWS]):
                 pass
-        return Erasure(removed, True)
+        return Erasure(int(removed), True, _cursor(marked) if marked else None)
 
     def secret(self) -> bytes:
         key = f"{self.prefix}:secret"

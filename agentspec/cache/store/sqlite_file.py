@@ -1,0 +1,192 @@
+"""Open SQLite files of the store, and lay payloads out in them such that erased ones leave no byte behind.
+
+SQLite's ``secure_delete`` blanks a page that becomes free, but not the copies that stay in the gaps of a page when its
+rows move to a neighbour. So every payload is padded such that SQLite keeps all of it on overflow pages, which belong to
+one row and never move within a page. The rows that do move hold keys only.
+"""
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
+
+APPLICATION_ID = 0x41675370
+"""Mark of agentspec's files (PRAGMA application_id)."""
+SCHEMA_VERSION = 2
+"""Version of the schema (PRAGMA user_version)."""
+PAGE_SIZE = 1024
+"""Bytes of a page of the file."""
+
+_BUSY_SECONDS = 5.0
+_CHECKPOINT_SECONDS = 0.2  # wait for readers before an erasure counts as incomplete
+_WAL_BYTES = 4 << 20
+_MAGIC = b"SQLite format 3\x00"
+
+# A table row larger than PAGE_SIZE - 35 keeps its first bytes in the leaf: _LOCAL if what remains fills whole overflow
+# pages (https://sqlite.org/fileformat2.html#b_tree_pages). FRONT of them are the padding in front of a payload.
+OVERFLOW = PAGE_SIZE - 4
+"""Bytes of a payload that an overflow page holds."""
+_LOCAL = (PAGE_SIZE - 12) * 32 // 255 - 23
+FRONT = _LOCAL - 3
+"""Bytes of padding in front of a payload. A row's header takes 3 bytes or more."""
+
+# AUTOINCREMENT never reuses the number of an erased entry, so cursors stay valid
+_SCHEMA = (
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL)",
+    "CREATE TABLE entries (sequence INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, session TEXT NOT NULL,"
+    " grouped TEXT, created REAL NOT NULL, erased INTEGER NOT NULL, size INTEGER NOT NULL)",
+    "CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, padded BLOB NOT NULL)",
+    "CREATE INDEX entries_by_session ON entries (namespace, session, erased)",
+    "CREATE INDEX entries_by_group ON entries (namespace, grouped) WHERE grouped IS NOT NULL",
+    "CREATE INDEX entries_by_namespace ON entries (namespace)",
+    "CREATE INDEX entries_by_age ON entries (created)",
+)
+
+
+def padded(payload: bytes) -> bytes:
+    """Return the payload with zeros around it, so that all of it lies on overflow pages of its row."""
+    spilled = -(-(len(payload) + 4) // OVERFLOW) * OVERFLOW
+    # The row is a header and the blob. The header is its own size, the key's type and the blob's type 12 + 2 * length.
+    for width in (1, 2, 3, 4, 5):
+        length = _LOCAL + spilled - 2 - width
+        if 12 + 2 * length < 1 << 7 * width:
+            break
+    return bytes(FRONT) + payload + bytes(length - FRONT - len(payload))
+
+
+def empty_log(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that."""
+    connection.execute(f"PRAGMA busy_timeout = {int(_CHECKPOINT_SECONDS * 1000)}")
+    try:
+        (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.OperationalError:  # another process writes
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_SECONDS * 1000)}")
+    return bool(busy == 0)
+
+
+def pragma(connection: sqlite3.Connection, name: str) -> int:
+    """Return the integer that a pragma gives."""
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
+    return int(value)
+
+
+@contextmanager
+def store_errors(name: str) -> Iterator[None]:
+    """Raise errors of sqlite3 and of the system as store errors that name the database."""
+    try:
+        yield
+    except (sqlite3.OperationalError, OSError) as error:
+        raise StoreUnavailableError(f"{name}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error
+    except sqlite3.Error as error:
+        raise StoreError(f"{name}: {error}") from error
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """Run the body in a transaction, undone if it raises."""
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def prepare_file(path: Path) -> None:
+    """Create the file and its folder, readable by the owner only, or check the header of an existing file.
+
+    The check does not open the file as a database, because SQLite would then write to its journals at least.
+    """
+    if path.is_dir():
+        raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    with path.open("rb") as file:
+        header = file.read(100)
+    if not header:
+        return
+    if len(header) < 100 or not header.startswith(_MAGIC):
+        raise _not_ours(path, "not an SQLite database")
+    # SQLite's file format has these numbers at these offsets. They are written before the write-ahead log exists.
+    version, application, schema = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68, 40))
+    if application or schema:  # otherwise no table was ever made, and another process may be about to make ours
+        _check_marks(path, application, version)
+
+
+def _check_marks(path: Path, application: int, version: int) -> None:
+    if application != APPLICATION_ID:
+        raise _not_ours(path, "a database of another program")
+    if version < SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path}: store file of schema version {version}, this release reads version {SCHEMA_VERSION};"
+            f" convert it with: agentspec sessions convert sqlite:///{path}"
+        )
+    if version > SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path}: store file of schema version {version}, this release reads version {SCHEMA_VERSION};"
+            " use the release that wrote it, or name another file"
+        )
+
+
+def _not_ours(path: Path, what: str) -> StoreError:
+    return StoreError(f"{path}: {what}, so not a store of agentspec; it was left as it is: name another file")
+
+
+def connect(database: str) -> sqlite3.Connection:
+    """Open a connection that any thread may use, one at a time."""
+    connection = sqlite3.connect(database, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    for setting in (
+        "synchronous = NORMAL",
+        "secure_delete = ON",
+        "temp_store = MEMORY",
+        f"wal_autocheckpoint = {_WAL_BYTES // PAGE_SIZE}",
+        f"journal_size_limit = {_WAL_BYTES}",
+    ):
+        connection.execute(f"PRAGMA {setting}").fetchall()
+    return connection
+
+
+def create_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Write the schema into an empty file, under a lock because another process may have opened the same file."""
+    if _is_empty(connection):  # a file with tables keeps the two settings that it has
+        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    with transaction(connection, "EXCLUSIVE" if _is_empty(connection) else ""):
+        if _is_empty(connection):
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        application, version = pragma(connection, "application_id"), pragma(connection, "user_version")
+        _check_marks(path, application, version)
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    return bool(tables == 0)
+
+
+def enter_wal(connection: sqlite3.Connection) -> None:
+    """Switch to the write-ahead log. Retries, because here SQLite answers "locked" without waiting."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    if mode != "wal":
+        raise StoreError(f"the file system does not support SQLite's write-ahead log (mode {mode!r}); use another")
