@@ -150,7 +150,7 @@ class IndexDrafter:
         names = tuple(row.turn.name for row in rows)
         self._names = self._names if names == self._names else names
         n = len(rows)
-        room = np.full(n, MAX_DRAFT, np.int32)
+        max_draft = np.full(n, MAX_DRAFT, np.int32)
         cost = budget = None
         if self._step is not None:
             a, b = self._step
@@ -158,13 +158,13 @@ class IndexDrafter:
             self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
             cost = self._price.cost(batch)
             budget = self._budget.tokens(batch, self._price.affordable_tokens(batch))
-            room = self._budget.room(room, budget)
+            max_draft = self._budget.limit(max_draft, budget)
         drafts = self._cache.step(
             self._names,
             self._table,
             np.array([self._slots[name] for name in names], np.int32),
             np.array([row.done for row in rows], np.int32),
-            room,
+            max_draft,
             np.array([len(row.draft) for row in rows], np.int32),
             cost=cost,
         )
@@ -175,8 +175,10 @@ class IndexDrafter:
     def finish(self, row: Row) -> None:
         name = row.turn.name
         # The index does not have the tokens of the last step yet.
-        place, length, room, checked = np.array([[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32)
-        self._cache.step((name,), self._table, place, length, room, checked)
+        place, length, max_draft, checked = np.array(
+            [[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32
+        )
+        self._cache.step((name,), self._table, place, length, max_draft, checked)
         self._cache.finish(name)
 
 

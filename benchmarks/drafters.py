@@ -57,11 +57,11 @@ class AgentSpecIndex:
     def start(self, name: str, prompt: Tokens, session: str | None = None) -> None:
         self.cache.start(name, prompt, session=session, tenant=TENANT)
 
-    def step(self, names: Sequence[str], table: Tokens, length: int, room: int = MAX_DRAFT) -> None:
+    def step(self, names: Sequence[str], table: Tokens, length: int, max_draft: int = MAX_DRAFT) -> None:
         """Run one decode step as the engine does. Row i of the table holds `length` tokens of request i."""
         count = len(names)
         limits = np.full(count, MAX_DRAFT, np.int32)
-        self.cache.step(names, table, np.arange(count), np.full(count, length), np.full(count, room), limits)
+        self.cache.step(names, table, np.arange(count), np.full(count, length), np.full(count, max_draft), limits)
 
     def propose(self, name: str) -> None:
         self.cache.propose([name], MAX_DRAFT)

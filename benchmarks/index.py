@@ -124,7 +124,7 @@ def _run_fixed(times: Times, all_three: Contenders, names: list[str], table: Tok
         for at in range(2 * DEPTH, LENGTH, ACCEPTED):
             times.fixed.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
             times.single.append(_per(BATCH, one_by_one))
-            times.extend.append(_per(BATCH * ACCEPTED, lambda: ours.step(names, table, at + ACCEPTED, room=0)))  # noqa: B023
+            times.extend.append(_per(BATCH * ACCEPTED, lambda: ours.step(names, table, at + ACCEPTED, max_draft=0)))  # noqa: B023
 
 
 def _run_judged(times: Times, all_three: Contenders, names: list[str], table: Tokens) -> None:
@@ -315,7 +315,7 @@ def large_rows(source: Iterator[Tokens]) -> list[Row]:
             with _started(ours, names, table):
                 for at in range(2 * DEPTH, LENGTH, ACCEPTED):
                     times.append(_per(BATCH, lambda: ours.step(names, table, at)))  # noqa: B023
-                    ours.step(names, table, at + ACCEPTED, room=0)
+                    ours.step(names, table, at + ACCEPTED, max_draft=0)
     first, second = (median(times) for _, _, times in both)
     return [
         Row(f"propose, fixed rule, batch of {BATCH}, 1 M tokens, µs a request", first),

@@ -138,38 +138,38 @@ class Numbers {
 
 // Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
-                nb::handle room_, nb::handle scheduled_, double cost, double work_seconds) {
+                nb::handle max_draft_, nb::handle num_verified_, double cost, double work_seconds) {
   const Int32Buffer slots(slots_), tokens(tokens_);
   if (!slots.has_dimensions(1)) refuse("slots: give int32 [requests]");
   if (!tokens.has_dimensions(2)) {
     refuse("tokens: give the engine's token array, int32 [rows, columns] and C-contiguous: it is read in place");
   }
   const std::size_t count = slots.size(0);
-  const Numbers rows(rows_, "rows", count), lengths(lengths_, "lengths", count), room(room_, "room", count),
-      scheduled(scheduled_, "scheduled", count);
+  const Numbers rows(rows_, "rows", count), lengths(lengths_, "lengths", count),
+      max_draft(max_draft_, "max_draft", count), num_verified(num_verified_, "num_verified", count);
   const std::size_t height = tokens.size(0), width = tokens.size(1);
   if (count > 0 && height == 0) refuse("tokens: the array has no rows");
   rows.check("rows", height - 1);
   lengths.check("lengths", width);
   Drafts drafts = without_gil([&] {
-    return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), room.get(),
-                      scheduled.get(), cost, work_seconds);
+    return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), max_draft.get(),
+                      num_verified.get(), cost, work_seconds);
   });
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
   return to_python(drafts, drafts.accepted, drafts.drafted);
 }
 
-nb::tuple propose(Cache& cache, const Vector& slots, const Vector& room, double cost, double work_seconds) {
-  Drafts drafts = without_gil([&] { return cache.propose(view(slots), view(room), cost, work_seconds); });
+nb::tuple propose(Cache& cache, const Vector& slots, const Vector& max_draft, double cost, double work_seconds) {
+  Drafts drafts = without_gil([&] { return cache.propose(view(slots), view(max_draft), cost, work_seconds); });
   return to_python(drafts);
 }
 
-nb::tuple offer(Cache& cache, const Vector& slots, const Table& tokens, const Probabilities& probabilities,
-                const Vector& lengths, const Vector& room, double cost) {
+nb::tuple merge_drafts(Cache& cache, const Vector& slots, const Table& tokens, const Probabilities& probabilities,
+                const Vector& lengths, const Vector& max_draft, double cost) {
   const ExternalDrafts external{tokens.data(), probabilities.data(), tokens.shape(1)};
   Drafts drafts =
-      without_gil([&] { return cache.merge_drafts(view(slots), external, view(lengths), view(room), cost); });
+      without_gil([&] { return cache.merge_drafts(view(slots), external, view(lengths), view(max_draft), cost); });
   return to_python(drafts);
 }
 
@@ -229,10 +229,10 @@ PolicySettings settings_of(const nb::object& policy) {
   settings.prior_weight = nb::cast<double>(policy.attr("prior_weight"));
   settings.memory = nb::cast<double>(policy.attr("memory"));
   settings.learning_rate = nb::cast<double>(policy.attr("learning_rate"));
-  if (const nb::object rule = policy.attr("rule"); !rule.is_none()) {
+  if (const nb::object arctic = policy.attr("arctic"); !arctic.is_none()) {
     settings.arctic = ArcticSettings{
-        nb::cast<std::size_t>(rule.attr("max_depth")), nb::cast<double>(rule.attr("max_spec_factor")),
-        nb::cast<double>(rule.attr("max_spec_offset")), nb::cast<double>(rule.attr("min_token_prob"))};
+        nb::cast<std::size_t>(arctic.attr("max_depth")), nb::cast<double>(arctic.attr("max_spec_factor")),
+        nb::cast<double>(arctic.attr("max_spec_offset")), nb::cast<double>(arctic.attr("min_token_prob"))};
   }
   if (settings.max_draft > kMaxDraft) throw nb::value_error("max_draft: at most 128");
   return settings;
@@ -283,12 +283,12 @@ NB_MODULE(_native, module) {
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
-      .def("propose", &propose, "slots"_a.noconvert(), "room"_a.noconvert(), "cost"_a, "work_seconds"_a)
-      .def("offer", &offer, "slots"_a.noconvert(), "tokens"_a.noconvert(), "probabilities"_a.noconvert(),
-           "lengths"_a.noconvert(), "room"_a.noconvert(), "cost"_a)
+      .def("propose", &propose, "slots"_a.noconvert(), "max_draft"_a.noconvert(), "cost"_a, "work_seconds"_a)
+      .def("merge_drafts", &merge_drafts, "slots"_a.noconvert(), "tokens"_a.noconvert(), "probabilities"_a.noconvert(),
+           "lengths"_a.noconvert(), "max_draft"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
-      .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "room"_a.none(),
-           "scheduled"_a.none(), "cost"_a, "work_seconds"_a)
+      .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "max_draft"_a.none(),
+           "num_verified"_a.none(), "cost"_a, "work_seconds"_a)
       .def("finish", &finish, "slot"_a, "output_limit"_a.none(), "record"_a)
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(

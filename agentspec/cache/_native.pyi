@@ -28,14 +28,14 @@ class Core:
         ends: Int32Array,
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
-    def propose(self, slots: Int32Array, room: Int32Array, cost: float, work_seconds: float) -> DraftArrays: ...
-    def offer(
+    def propose(self, slots: Int32Array, max_draft: Int32Array, cost: float, work_seconds: float) -> DraftArrays: ...
+    def merge_drafts(
         self,
         slots: Int32Array,
         tokens: Int32Array,
         probabilities: Float64Array,
         lengths: Int32Array,
-        room: Int32Array,
+        max_draft: Int32Array,
         cost: float,
     ) -> DraftArrays: ...
     # Returns None if no request has a draft and none had one to verify.
@@ -45,8 +45,8 @@ class Core:
         tokens: Int32Array,
         rows: Rows,
         lengths: Rows,
-        room: Rows,
-        scheduled: Rows,
+        max_draft: Rows,
+        num_verified: Rows,
         cost: float,
         work_seconds: float,
     ) -> StepArrays | None: ...

@@ -20,7 +20,7 @@ DEFAULT_COST = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRule:
+class ArcticSettings:
     """Hold the parameters of ArcticInference's drafting rule; `DraftPolicy.fixed` explains them.
 
     Raises ConfigurationError for a value out of range.
@@ -47,7 +47,7 @@ class DraftPolicy:
     shortest match to draft from, in tokens. rerank: whether the reranker corrects the acceptance table; without it
     drafting takes about half the time and fewer tokens are accepted. prior_weight: weight of the table's prior, in
     observations. memory: observations of one kind after which older ones count half. learning_rate: the reranker's.
-    rule: set by `fixed`; then only max_draft applies beside it. Raises ConfigurationError for a value out of range.
+    arctic: set by `fixed`; then only max_draft applies beside it. Raises ConfigurationError for a value out of range.
     """
 
     cost: float | None = None
@@ -57,7 +57,7 @@ class DraftPolicy:
     prior_weight: float = 200.0
     memory: float = 1000.0
     learning_rate: float = 0.5
-    rule: FixedRule | None = None
+    arctic: ArcticSettings | None = None
 
     def __post_init__(self) -> None:
         if self.cost is not None:
@@ -69,8 +69,8 @@ class DraftPolicy:
         _check("learning_rate", self.learning_rate, 0.0, 10.0)
         if not isinstance(self.rerank, bool):
             raise ConfigurationError(f"rerank={self.rerank!r}: give True or False")
-        if self.rule is not None and not isinstance(self.rule, FixedRule):
-            raise ConfigurationError(f"rule={self.rule!r}: use DraftPolicy.fixed(...) or leave it None")
+        if self.arctic is not None and not isinstance(self.arctic, ArcticSettings):
+            raise ConfigurationError(f"arctic={self.arctic!r}: use DraftPolicy.fixed(...) or leave it None")
 
     @classmethod
     def fixed(
@@ -89,7 +89,9 @@ class DraftPolicy:
         max_spec_factor * n + max_spec_offset tokens, at most max_draft. The draft ends where its probability, computed
         from counts, falls below min_token_prob. Raises ConfigurationError for a value out of range.
         """
-        return cls(max_draft=max_draft, rule=FixedRule(max_depth, max_spec_factor, max_spec_offset, min_token_prob))
+        return cls(
+            max_draft=max_draft, arctic=ArcticSettings(max_depth, max_spec_factor, max_spec_offset, min_token_prob)
+        )
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:

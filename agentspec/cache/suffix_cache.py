@@ -125,7 +125,7 @@ class SuffixCache:
         self._free: list[int] = []
         self._epoch = object()  # replaced when a request ends, because another request may get its slot
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
-        self._one_room: Int32Array = np.zeros(1, np.int32)
+        self._one_limit: Int32Array = np.zeros(1, np.int32)
 
     def start(
         self,
@@ -145,7 +145,7 @@ class SuffixCache:
         group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
         one are one tenant. scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only
         the session and ignores the group; "none" uses only the request's own text. end_tokens: int32 [E], tokens that
-        end the response; no draft goes on behind one (the fixed rule ignores them). Raises InvalidTokenError,
+        end the response; no draft goes on behind one (ArcticInference's rule ignores them). Raises InvalidTokenError,
         InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes nothing.
         """
         if request_id in self._running:
@@ -159,7 +159,7 @@ class SuffixCache:
         self._running[request_id] = _Running(slot, names)
 
     def batch(self, request_ids: Sequence[str]) -> "BatchHandle":
-        """Look up n running requests once, for many calls of `step`, `offer` and `propose`.
+        """Look up n running requests once, for many calls of `step`, `merge_drafts` and `propose`.
 
         Raises UnknownRequestError for a request that is not running.
         """
@@ -176,8 +176,8 @@ class SuffixCache:
             ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
             return [self._propose_one(ids[0], max_draft, self._cost(cost))]
         slots = self._slots_of(request_ids)
-        room = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
-        limits = as_int32(room, "max_draft", len(slots))
+        each = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
+        limits = as_int32(each, "max_draft", len(slots))
         arrays = self._core.propose(slots, limits, self._cost(cost), DEFAULT_WORK_SECONDS)
         tokens, offsets, sources, probabilities, lengths = arrays
         parts = [slice(begin, end) for begin, end in pairwise(offsets.tolist())]
@@ -189,46 +189,46 @@ class SuffixCache:
     def _propose_one(self, request_id: str, max_draft: int, cost: float) -> Draft:
         """Draft for one request, without building and slicing arrays."""
         self._one_slot[0] = self._request(request_id).slot
-        self._one_room[0] = max(min(max_draft, MAX_DRAFT), 0)
+        self._one_limit[0] = max(min(max_draft, MAX_DRAFT), 0)
         tokens, _, sources, probabilities, lengths = self._core.propose(
-            self._one_slot, self._one_room, cost, DEFAULT_WORK_SECONDS
+            self._one_slot, self._one_limit, cost, DEFAULT_WORK_SECONDS
         )
         return Draft(tokens, probabilities, sources, int(lengths[0]))
 
-    def offer(
+    def merge_drafts(
         self,
         request_ids: "BatchHandle | Sequence[str]",
         tokens: NDArray[np.integer],
         probabilities: NDArray[np.floating],
         lengths: Rows,
-        room: Rows,
+        max_draft: Rows,
         *,
         cost: float | None = None,
     ) -> Drafts:
         """Merge another drafter's tokens into the current drafts of n requests, and return the resulting drafts.
 
         tokens: integers [n, L]; request i is offered the first lengths[i] of row i. probabilities: floats [n, L], the
-        probability that each token is accepted if those before it are. room: most tokens of each resulting draft.
+        probability that each token is accepted if those before it are. max_draft: most tokens of each resulting draft.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value,
         (1 + expected tokens) / (1 + cost * drafted), and replaces the current draft if its value is higher. A request
         may be offered tokens several times, in one call or in several. If the offered and the current draft begin
         with the same tokens, the offered probabilities replace the current ones there, and the current draft is cut
         again. Low probabilities can shorten or drop it, so base them on its `probabilities`.
-        Under the fixed rule the indexes do not extend offered tokens, and the rule's own draft is never cut.
+        Under ArcticInference's rule the indexes do not extend offered tokens, and the rule's own draft is never cut.
         A request without a current draft gets none: it got tokens since, or its row in the last step was invalid.
         Raises UnknownRequestError, InvalidInputError or InvalidTokenError, and then changes nothing.
         """
         slots = self._slots_of(request_ids)
-        length_of, room_of = as_int32(lengths, "lengths", len(slots)), as_int32(room, "room", len(slots))
+        length_of, max_draft_of = as_int32(lengths, "lengths", len(slots)), as_int32(max_draft, "max_draft", len(slots))
         given, chances = as_offers(tokens, probabilities, length_of, self._vocab_size)
-        return Drafts(*self._core.offer(slots, given, chances, length_of, room_of, self._cost(cost)))
+        return Drafts(*self._core.merge_drafts(slots, given, chances, length_of, max_draft_of, self._cost(cost)))
 
     def candidates(self, request_id: str) -> list[list[Candidate]]:
         """Return the candidates scored for the request's last draft, one list for each position.
 
         The draft takes the most probable candidate of each position, unless its token was offered. The lists may
-        reach further than the draft. Another drafter can `offer` the candidates that it prefers.
+        reach further than the draft. Another drafter can `merge_drafts` the candidates that it prefers.
         """
         arrays = self._core.candidates(self._request(request_id).slot)
         depths: list[int] = arrays[0].tolist()
@@ -249,8 +249,8 @@ class SuffixCache:
         tokens: Int32Array,
         rows: Rows,
         lengths: Rows,
-        room: Rows,
-        scheduled: Rows,
+        max_draft: Rows,
+        num_verified: Rows,
         *,
         cost: float | None = None,
         work_seconds: float = DEFAULT_WORK_SECONDS,
@@ -259,8 +259,8 @@ class SuffixCache:
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
         The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared, of which
-        only the first scheduled[i] tokens were verified. Then it drafts at most room[i] tokens (0: none).
-        rows, lengths, room, scheduled: n integers each; int32 arrays are read in place, any others are copied.
+        only the first num_verified[i] tokens were verified. Then it drafts at most max_draft[i] tokens (0: none).
+        rows, lengths, max_draft, num_verified: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         work_seconds: CPU time of this thread for what waits beside drafting: indexing what start, finish and restore
         appended, removing what was evicted, giving memory back. The rest waits for later steps or `catch_up`. 32 new
@@ -272,7 +272,7 @@ class SuffixCache:
         slots = self._slots_of(request_ids)
         price = self._cost(cost)
         try:
-            arrays = self._core.step(slots, tokens, rows, lengths, room, scheduled, price, work_seconds)
+            arrays = self._core.step(slots, tokens, rows, lengths, max_draft, num_verified, price, work_seconds)
         except ValueError as error:  # the core rejects bad arguments before it changes anything
             raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 SOURCES = ("request", "session", "group", "global", "model")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "model": another drafter's token,
-merged by `SuffixCache.offer`."""
+merged by `SuffixCache.merge_drafts`."""
 
 MODEL = SOURCES.index("model")
 

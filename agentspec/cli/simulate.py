@@ -20,11 +20,11 @@ from agentspec.simulate import simulate as replay
 Options = Mapping[str, int | float | None]
 
 
-class PolicyName(StrEnum):
-    """List the values of `--policy`."""
+class Rule(StrEnum):
+    """List the values of `--rule`."""
 
-    JUDGED = "judged"
-    FIXED = "fixed"
+    LEARNED = "learned"
+    ARCTIC = "arctic"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -47,25 +47,25 @@ def simulate(
     tokenizer: Annotated[
         str | None, typer.Option(help="For records of text: a tokenizer.json, a model's folder or its name.")
     ] = None,
-    policy: Annotated[
-        PolicyName, typer.Option(help="judged: what serving does; fixed: ArcticInference's rule, to compare with.")
-    ] = PolicyName.JUDGED,
-    max_depth: Annotated[int | None, typer.Option(help="fixed: most tokens of context and draft together.")] = None,
-    max_spec_factor: Annotated[float | None, typer.Option(help="fixed: draft tokens for each matched one.")] = None,
-    max_spec_offset: Annotated[float | None, typer.Option(help="fixed: draft tokens more than that.")] = None,
-    min_token_prob: Annotated[float | None, typer.Option(help="fixed: least probability of a draft.")] = None,
+    rule: Annotated[
+        Rule, typer.Option(help="learned: what serving does; arctic: ArcticInference's, to compare with.")
+    ] = Rule.LEARNED,
+    max_depth: Annotated[int | None, typer.Option(help="arctic: most tokens of context and draft together.")] = None,
+    max_spec_factor: Annotated[float | None, typer.Option(help="arctic: draft tokens for each matched one.")] = None,
+    max_spec_offset: Annotated[float | None, typer.Option(help="arctic: draft tokens more than that.")] = None,
+    min_token_prob: Annotated[float | None, typer.Option(help="arctic: least probability of a draft.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
     from agentspec.cache import SuffixCache, _native  # imported here: other commands need no compiled core
 
-    fixed = {
+    arctic = {
         "max_depth": max_depth,
         "max_spec_factor": max_spec_factor,
         "max_spec_offset": max_spec_offset,
         "min_token_prob": min_token_prob,
     }
-    rule = _policy(policy, {"max_draft": max_draft}, {"cost": verify_cost}, fixed)
+    policy = _policy(rule, {"max_draft": max_draft}, {"cost": verify_cost}, arctic)
     if tenant is not None:
         check_session_id(tenant, "tenant")
     encode = None if tokenizer is None else open_tokenizer(tokenizer)
@@ -79,7 +79,7 @@ def simulate(
         )
         _native.watch_clock(False)  # otherwise a slow machine indexes later and drafts less
         try:
-            figures = replay(calls, SuffixCache(policy=rule), scope=scope)
+            figures = replay(calls, SuffixCache(policy=policy), scope=scope)
         finally:
             _native.watch_clock(True)
     if not figures.tokens:
@@ -90,16 +90,15 @@ def simulate(
         Console().print(_table(file.name, figures))
 
 
-def _policy(name: PolicyName, common: Options, judged: Options, fixed: Options) -> DraftPolicy:
-    """Return the policy with the given options. Raises ConfigurationError for an option of the other policy."""
-    other = judged if name is PolicyName.FIXED else fixed
+def _policy(rule: Rule, common: Options, learned: Options, arctic: Options) -> DraftPolicy:
+    """Return the policy with the given options. Raises ConfigurationError for an option of the other rule."""
+    own, other = (arctic, learned) if rule is Rule.ARCTIC else (learned, arctic)
     wrong = next((option for option, value in other.items() if value is not None), None)
     if wrong is not None:
         flag = "--verify-cost" if wrong == "cost" else f"--{wrong.replace('_', '-')}"
-        raise ConfigurationError(f"{flag} has no effect with --policy {name.value}: leave one of them out")
-    own = fixed if name is PolicyName.FIXED else judged
+        raise ConfigurationError(f"{flag} has no effect with --rule {rule.value}: leave one of them out")
     given: dict[str, Any] = {option: value for option, value in {**common, **own}.items() if value is not None}
-    return DraftPolicy.fixed(**given) if name is PolicyName.FIXED else DraftPolicy(**given)
+    return DraftPolicy.fixed(**given) if rule is Rule.ARCTIC else DraftPolicy(**given)
 
 
 def _table(title: str, figures: Figures) -> Table:

@@ -26,7 +26,7 @@ from agentspec.cache.types import Drafts, Float32Array, Int32Array
 Int64 = NDArray[np.int64]
 
 MEMORY_SHARE = 0.25
-"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `room` bounds
+"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `limit` bounds
 that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
 _ROOM_FACTOR = 4
@@ -79,17 +79,17 @@ class DraftBudget:
         self._rows, self._tokens, self._limited_by = rows, tokens, limited_by
         return tokens
 
-    def room(self, room: Int32Array, budget: int) -> Int32Array:
-        """Return [n] how many tokens each row may draft, at most the engine's limits ``room`` [n].
+    def limit(self, max_draft: Int32Array, budget: int) -> Int32Array:
+        """Return [n] how many tokens each row may draft, at most the engine's limits ``max_draft`` [n].
 
         A row may take _ROOM_FACTOR times its even share of the budget. That serves rows that copy long passages, and
         `cut` need not discard most of what many rows draft.
         """
-        rows = len(room)
+        rows = len(max_draft)
         if budget <= 0:
-            return np.zeros_like(room)
+            return np.zeros_like(max_draft)
         most = max(1, _ROOM_FACTOR * budget // max(rows, 1))
-        return room if most >= MAX_DRAFT else np.minimum(room, most, dtype=room.dtype)
+        return max_draft if most >= MAX_DRAFT else np.minimum(max_draft, most, dtype=max_draft.dtype)
 
     def cut(self, drafts: Drafts, budget: int) -> list[list[int]]:
         """Return the drafts of n rows as lists of token ids, cut to the budget."""

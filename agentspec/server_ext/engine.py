@@ -236,14 +236,14 @@ class DraftingEngine:
         if lookup.as_of != self.step_cost.version:
             self._price(lookup)
         cost, budget = lookup.cost, lookup.budget
-        room, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
+        max_draft, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
         if most is not None and count > most:
-            room, model = np.zeros_like(room), None
+            max_draft, model = np.zeros_like(max_draft), None
         begin = time.perf_counter_ns()
         # Starting and finishing took their part of the time. Some is left in any case, or nothing would be indexed.
         work = lookup.work / 2 if loading else lookup.work
         work = max(work / 4, work - 1e-9 * self._beside_ns)
-        drafts = self._draft(step, lookup, self.budget.room(room, budget), model, cost, work)
+        drafts = self._draft(step, lookup, self.budget.limit(max_draft, budget), model, cost, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
@@ -286,16 +286,16 @@ class DraftingEngine:
         lookup.as_of = self.step_cost.version
 
     def _draft(
-        self, step: Step, lookup: _Lookup, room: Int32, model: StepModel | None, cost: float, work: float
+        self, step: Step, lookup: _Lookup, max_draft: Int32, model: StepModel | None, cost: float, work: float
     ) -> StepDrafts:
-        """Return drafts for the k rows, at most ``room`` [k] tokens each. work: CPU seconds for what waits beside."""
+        """Return drafts for the k rows, at most ``max_draft`` [k] tokens each. work: CPU seconds beside drafting."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
             return self.cache.step(
-                lookup.handle, step.tokens, lookup.rows, lengths, room, verified, cost=cost, work_seconds=work
+                lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, cost=cost, work_seconds=work
             )
-        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, room, verified, work)
+        rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
         fused = self.fusion.draft(rows, model, cost, self.step_cost.row_seconds(len(step.batch)))
         self._model_seconds = fused.seconds
         return fused.drafts
@@ -344,7 +344,7 @@ class DraftingEngine:
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
         for i, state in enumerate(lookup.states):
             added = lengths[i] - state.length
-            drafted, accepted = self.metrics.judged(state.figures, added, drafted_by_source[i], accepted_by_source[i])
+            drafted, accepted = self.metrics.add_step(state.figures, added, drafted_by_source[i], accepted_by_source[i])
             state.length = lengths[i]
             if self._recorder is None:
                 continue
@@ -405,4 +405,4 @@ class DraftingEngine:
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
     """Return the learned drafting rule, or ArcticInference's if the config names it."""
-    return DraftPolicy(max_draft=max_draft, rule=settings.arctic_suffix_rule)
+    return DraftPolicy(max_draft=max_draft, arctic=settings.arctic_suffix_rule)

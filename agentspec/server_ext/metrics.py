@@ -115,7 +115,7 @@ class Metrics:
             if len(self._finished) > self._kept:
                 self._finished.popitem(last=False)
 
-    def judged(
+    def add_step(
         self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
     ) -> tuple[int, int]:
         """Add one step of one request. drafted, accepted: counts by source. Returns their sums."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
-from agentspec.cache.policy import MAX_DRAFT, FixedRule
+from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
 from agentspec.cache.store import Retention, default_store_url
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
@@ -140,7 +140,7 @@ class Settings(BaseModel):
     """vLLM's own drafter to use beside the suffix index, in place of a speculator."""
     score_suffix_drafts: bool = True
     """True: the draft model scores the suffix drafts, which changes, cuts or drops them. False: it only drafts."""
-    arctic_suffix_rule: FixedRule | None = None
+    arctic_suffix_rule: ArcticSettings | None = None
     """ArcticInference's rule in place of the learned one. Only ``speculative_methods`` sets it."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""

@@ -333,13 +333,13 @@ void Cache::rewind(Request& request, std::span<const Token> row) {
   request.state = std::move(state);
 }
 
-// Adds verified tokens. Counts by source how many of the draft's first `scheduled` tokens were verified and accepted.
-void Cache::take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
+// Adds verified tokens. Counts by source the draft's first `num_verified` tokens, which were verified, and the accepted.
+void Cache::take(Request& request, std::span<const Token> tokens, std::size_t num_verified, BySource& accepted,
                  BySource& drafted) {
   if (tokens.empty()) return;
   const auto& draft = request.draft.taken;
   bool right = true;
-  for (std::size_t d = 0; d < std::min(draft.size(), scheduled); ++d) {
+  for (std::size_t d = 0; d < std::min(draft.size(), num_verified); ++d) {
     right = right && d < tokens.size() && tokens[d] == draft[d].token;
     const std::size_t source = request.source_of(draft[d]);
     ++drafted[source];
@@ -349,8 +349,8 @@ void Cache::take(Request& request, std::span<const Token> tokens, std::size_t sc
   request.index.append(tokens);
 }
 
-std::size_t Cache::draft_limit(std::int32_t room) const {
-  return std::min({count_of(room), settings_.max_draft, kMaxDraft});
+std::size_t Cache::draft_limit(std::int32_t max_draft) const {
+  return std::min({count_of(max_draft), settings_.max_draft, kMaxDraft});
 }
 
 std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
@@ -362,14 +362,14 @@ std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
   return path;
 }
 
-Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost,
+Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
                       double seconds) {
-  return step(slots, {nullptr, 0, 0}, {}, {}, room, {}, cost, seconds);
+  return step(slots, {nullptr, 0, 0}, {}, {}, max_draft, {}, cost, seconds);
 }
 
 Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
-                   std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-                   std::span<const std::int32_t> scheduled, double cost, double seconds) {
+                   std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
+                   std::span<const std::int32_t> num_verified, double cost, double seconds) {
   std::lock_guard lock(mutex_);
   Drafts drafts;
   WorkBudget budget(kWorkPerStep, seconds);
@@ -385,11 +385,11 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       std::size_t end = std::min(known, length);
       while (end < length && legal(row[end])) ++end;
       const std::size_t begin = std::min(known, end);
-      take(current, {row + begin, end - begin}, count_of(scheduled[i]), accepted, drafted);
+      take(current, {row + begin, end - begin}, count_of(num_verified[i]), accepted, drafted);
       sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
     }
     advance(current, budget);
-    drafter_->draft(current.for_drafter(), sound ? draft_limit(room[i]) : 0, cost);
+    drafter_->draft(current.for_drafter(), sound ? draft_limit(max_draft[i]) : 0, cost);
     current.draft.open = sound;
     count(current);
     write(current, drafts);
@@ -402,7 +402,8 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
 }
 
 Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
-                           std::span<const std::int32_t> lengths, std::span<const std::int32_t> room, double cost) {
+                           std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
+                           double cost) {
   std::lock_guard lock(mutex_);
   Drafts drafts;
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -410,7 +411,7 @@ Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts e
     const std::size_t begin = i * external.columns, length = count_of(lengths[i]);
     if (current.draft.open) {
       const ExternalDraft given{{external.tokens + begin, length}, {external.probabilities + begin, length}};
-      drafter_->merge_draft(current.for_drafter(), given, draft_limit(room[i]), cost);
+      drafter_->merge_draft(current.for_drafter(), given, draft_limit(max_draft[i]), cost);
     } else {
       current.draft.clear();
     }

@@ -69,7 +69,7 @@ struct Request {
   DraftRequest for_drafter();
   // Returns a candidate's source as users see it: a session's own group counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
-    return own_group && candidate.source == 2 ? 1 : candidate.source;
+    return own_group && candidate.source == kGroup ? kSession : candidate.source;
   }
 };
 
@@ -101,14 +101,15 @@ class Cache {
 
   // `cost`: price of verifying one more token, as a share of a step.
   // `seconds`: CPU time for the work beside drafting that waits: start, finish and restore only append.
-  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> room, double cost, double seconds);
+  Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
+                 double seconds);
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
-              std::span<const std::int32_t> lengths, std::span<const std::int32_t> room,
-              std::span<const std::int32_t> scheduled, double cost, double seconds);
+              std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
+              std::span<const std::int32_t> num_verified, double cost, double seconds);
   // Merges another drafter's tokens, the first lengths[i] of row i, into the open drafts that were just made. Returns
   // the merged drafts. The caller has checked tokens and probabilities. A request without an open draft gets none.
   Drafts merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
-                      std::span<const std::int32_t> lengths, std::span<const std::int32_t> room, double cost);
+                      std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft, double cost);
   // Returns every scored position of the request's last draft.
   std::vector<ScoredPosition> candidates(std::size_t slot);
 
@@ -143,9 +144,9 @@ class Cache {
   void begin_text(Request& request, std::span<const Token> prompt);
   void rewind(Request& request, std::span<const Token> row);
   void advance(Request& request, WorkBudget& budget);
-  void take(Request& request, std::span<const Token> tokens, std::size_t scheduled, BySource& accepted,
+  void take(Request& request, std::span<const Token> tokens, std::size_t num_verified, BySource& accepted,
             BySource& drafted);
-  std::size_t draft_limit(std::int32_t room) const;
+  std::size_t draft_limit(std::int32_t max_draft) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
   std::mutex saving_;  // taken before `mutex_`: one snapshot at a time

@@ -27,11 +27,11 @@ std::size_t shape_bucket(std::size_t count, std::size_t winner) {
 
 std::vector<double> make_priors() {
   std::vector<double> priors;
-  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+  for (std::size_t kind = 0; kind < AcceptanceTable::kKinds; ++kind) {
     for (const double length : kPriorLength) {
       for (const double shape : kPriorShape) {
         for (std::size_t rank = 0; rank < kRanks; ++rank) {
-          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind + 1 == kKinds ? kResumeMinus : 0);
+          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind + 1 == AcceptanceTable::kKinds ? kResumeMinus : 0);
           priors.insert(priors.end(), kDepths, 1 / (1 + std::exp(minus - (length + shape))));
         }
       }

@@ -10,14 +10,13 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kKinds = 5;  // kinds of proposals: one for each source, and the resume point's
-
 // Counts how often proposals were accepted: by kind, match length, agreement among the occurrences, rank of the
 // successor and depth. Priors stand in until there is enough to count. A row of cells takes memory when one of them is
 // counted first, so that a table which learned little is small.
 class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
+  static constexpr std::size_t kKinds = 5;  // kinds of proposals: one for each source, and the resume point's
 
   AcceptanceTable(double prior_weight, double memory);
 

@@ -14,10 +14,12 @@
 
 namespace agentspec {
 
-inline constexpr std::size_t kSources = 4;        // request, session, group, global
-inline constexpr std::uint8_t kModel = kSources;  // the source of another drafter's tokens
-inline constexpr std::size_t kMaxDraft = 128;     // tokens: the engine verifies no more
-inline constexpr std::size_t kCandidates = 4;     // scored at each position of a draft
+// Where a drafted token comes from, in the order of SOURCES in agentspec/cache/types.py: an index, or another drafter.
+enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kModel };
+
+inline constexpr std::size_t kSources = kModel;  // number of indexes that a request drafts from
+inline constexpr std::size_t kMaxDraft = 128;    // tokens: the engine verifies no more
+inline constexpr std::size_t kCandidates = 4;    // scored at each position of a draft
 inline constexpr std::size_t kProposals = 2 * kSources + 1;  // two for each source, and the resume point's
 
 // Holds ArcticInference's parameters, named and meant as there; arctic_suffix_rule.hpp explains the rule.

@@ -11,6 +11,7 @@ constexpr double kClip = 9;                // log-odds are clipped to this, eith
 constexpr std::uint32_t kMostMisses = 4;   // misses in a row that a resume point survives
 constexpr std::uint32_t kWorthResuming = 4;  // match length from which on a place is worth resuming
 constexpr std::size_t kResumeKind = kSources;  // kind of the resume point's proposals; others have their source as kind
+static_assert(kResumeKind + 1 == AcceptanceTable::kKinds);
 
 struct Successor {
   Token token;
@@ -166,7 +167,7 @@ void rerank(const Learned& learned, const Proposals& proposals, const Chosen& ch
   const Features features(learned.reranker, context);
   for (std::size_t c = 0; c < scored.count; ++c) {
     const Proposal& proposal = *chosen[c];
-    const bool own = proposal.source == 0 && proposal.place >= context.prompt;
+    const bool own = proposal.source == kRequest && proposal.place >= context.prompt;
     scored.candidates[c].features = features.of(proposal, agreement(proposals, proposal.token), own);
     for (const std::uint32_t slot : scored.candidates[c].features) learned.reranker.prefetch(slot);
   }

@@ -17,7 +17,7 @@ void drop_outdated(const Sources& sources, MatchState& state) {
   for (std::size_t s = 0; s < kSources; ++s) {
     const bool same = sources[s] && sources[s]->version() == state.versions[s];
     if (!same) state.matches[s].clear();
-    if (state.resume.source == s && !same && (s > 0 || !sources[s])) state.resume.drop();
+    if (state.resume.source == s && !same && (s != kRequest || !sources[s])) state.resume.drop();
   }
 }
 

@@ -1,7 +1,7 @@
 """Random operations on core and oracle side by side, many and fast: python -m tests.cache.fuzz --operations 10000000
 
-Append, propose, step, offer, finish, abort, restore, evict, remove, save and load come in random order, on texts that
-repeat themselves and each other; every answer of the core must be that of the oracle.
+Append, propose, step, merge drafts, finish, abort, restore, evict, remove, save and load come in random order, on
+texts that repeat themselves and each other; every answer of the core must be that of the oracle.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Fuzzer:
             "extend",
             "propose",
             "step",
-            "offer",
+            "merge_drafts",
             "finish",
             "abort",
             "restore",
@@ -82,7 +82,7 @@ class Fuzzer:
         ]
         weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 1, 0.05]
         for name in self.rng.choices(names, weights, k=operations):
-            if name in ("extend", "propose", "step", "offer", "finish", "abort") and not self.texts:
+            if name in ("extend", "propose", "step", "merge_drafts", "finish", "abort") and not self.texts:
                 name = "start"
             if name == "start" and len(self.texts) >= 6:
                 name = "finish"
@@ -139,19 +139,19 @@ class Fuzzer:
     def step(self) -> None:
         rng = self.rng
         batch = rng.sample(list(self.texts), rng.randrange(1, len(self.texts) + 1))
-        scheduled = [rng.randrange(len(self.drafts.get(request, [])) + 1) for request in batch]
+        num_verified = [rng.randrange(len(self.drafts.get(request, [])) + 1) for request in batch]
         for request in batch:
             text = self.texts[request]
             if rng.random() < 0.03:  # the engine takes tokens back
                 text = text[: max(len(text) - rng.choice([1, 1, 2, 5, 40]), 1)]
             self.texts[request] = text + self.verified(request)
-        room = [rng.choice(ROOMS) for _ in batch]
+        max_draft = [rng.choice(ROOMS) for _ in batch]
         self.done["append"] += len(batch)
         self.done["propose"] += len(batch)
-        result = self.pair.step(batch, [self.texts[request] for request in batch], room, scheduled)
+        result = self.pair.step(batch, [self.texts[request] for request in batch], max_draft, num_verified)
         self.drafts.update(zip(batch, result.lists(), strict=True))
 
-    def offer(self) -> None:
+    def merge_drafts(self) -> None:
         """Mostly for requests with a draft; often its own tokens to begin with, with other chances."""
         rng = self.rng
         batch = rng.choices(list(self.texts), k=rng.randrange(1, len(self.texts) + 1))
@@ -161,7 +161,7 @@ class Fuzzer:
             tokens = draft[: rng.choice([0, 0, 1, len(draft)])] + self.sayable(self.fresh()[: rng.choice([0, 1, 1, 3])])
             offers.append([(token, rng.choice(CHANCES)) for token in tokens])
         cost = rng.choice([None, 0.0, 0.0, 0.2])
-        result = self.pair.offer(batch, offers, [rng.choice(ROOMS) for _ in batch], cost)
+        result = self.pair.merge_drafts(batch, offers, [rng.choice(ROOMS) for _ in batch], cost)
         self.drafts.update(zip(batch, result.lists(), strict=True))
         if rng.random() < 0.1:
             self.pair.check_candidates(rng.choice(batch))

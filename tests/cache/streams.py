@@ -79,8 +79,11 @@ class Pair:
         self.core.extend(request, new)
         self.oracle.extend(request, new)
 
-    def propose(self, requests: Sequence[str], room: int) -> list[list[int]]:
-        ours, expected = self.core.propose(requests, room), self.oracle.propose(requests, [room] * len(requests))
+    def propose(self, requests: Sequence[str], max_draft: int) -> list[list[int]]:
+        ours, expected = (
+            self.core.propose(requests, max_draft),
+            self.oracle.propose(requests, [max_draft] * len(requests)),
+        )
         for draft, right in zip(ours, expected, strict=True):
             assert draft.token_ids.tolist() == right.tokens
             assert draft.probabilities.tolist() == right.probabilities  # bit for bit
@@ -92,8 +95,8 @@ class Pair:
         self,
         requests: Sequence[str],
         texts: Sequence[Sequence[int]],
-        room: Sequence[int],
-        scheduled: Sequence[int],
+        max_draft: Sequence[int],
+        num_verified: Sequence[int],
     ) -> StepDrafts:
         """A step whose engine array holds the texts in reverse order of rows, with rubbish behind them."""
         width = max(map(len, texts), default=0) + 2
@@ -101,19 +104,19 @@ class Pair:
         rows = [len(texts) - 1 - i for i in range(len(texts))]
         for row, text in zip(rows, texts, strict=True):
             table[row, : len(text)] = text
-        ours = self.core.step(requests, table, rows, [len(text) for text in texts], room, scheduled)
-        expected = self.oracle.step(requests, texts, room, scheduled)
+        ours = self.core.step(requests, table, rows, [len(text) for text in texts], max_draft, num_verified)
+        expected = self.oracle.step(requests, texts, max_draft, num_verified)
         assert_same(ours, expected)
         assert ours.accepted.tolist() == [drafted.accepted for drafted in expected]
         assert ours.drafted.tolist() == [drafted.verified for drafted in expected]
         assert ours.accepted.dtype == ours.drafted.dtype == np.int32
         return ours
 
-    def offer(
+    def merge_drafts(
         self,
         requests: Sequence[str],
         offers: Sequence[Sequence[tuple[int, float]]],
-        room: Sequence[int],
+        max_draft: Sequence[int],
         cost: float | None = None,
     ) -> Drafts:
         """Tokens with their chances, given to requests as one array with rubbish behind each row."""
@@ -123,8 +126,8 @@ class Pair:
             for column, (token, chance) in enumerate(given):
                 tokens[row, column], chances[row, column] = token, chance
         lengths = [len(given) for given in offers]
-        ours = self.core.offer(requests, tokens, chances, lengths, room, cost=cost)
-        assert_same(ours, self.oracle.offer(requests, offers, room, cost))
+        ours = self.core.merge_drafts(requests, tokens, chances, lengths, max_draft, cost=cost)
+        assert_same(ours, self.oracle.merge_drafts(requests, offers, max_draft, cost))
         return ours
 
     def finish(

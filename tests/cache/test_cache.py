@@ -13,8 +13,8 @@ from tests.oracle.cache import OWN_PER_STEP, WORK_PER_STEP
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
 
-def drafts(cache: SuffixCache, request: str, room: int = 32) -> list[int]:
-    tokens: list[int] = cache.propose([request], room)[0].token_ids.tolist()
+def drafts(cache: SuffixCache, request: str, max_draft: int = 32) -> list[int]:
+    tokens: list[int] = cache.propose([request], max_draft)[0].token_ids.tolist()
     return tokens
 
 
@@ -125,7 +125,7 @@ def test_no_draft_where_none_pays() -> None:
     for cache in (cheap, dear):
         cache.start("r", prompt)
     assert len(drafts(cheap, "r")) > 0 and drafts(dear, "r") == []
-    assert drafts(cheap, "r", room=0) == []
+    assert drafts(cheap, "r", max_draft=0) == []
 
 
 def test_odds_fall_with_failures_and_recover() -> None:

@@ -47,15 +47,15 @@ class Conversations:
         texts = {name: list(prompt) for name, (_, prompt, _) in requests.items()}
         drafts: dict[str, list[int]] = {name: [] for name in requests}
         for _ in range(rng.randrange(2, 40)):
-            scheduled = {name: rng.choice([len(draft)] * 4 + [len(draft) // 2]) for name, draft in drafts.items()}
+            num_verified = {name: rng.choice([len(draft)] * 4 + [len(draft) // 2]) for name, draft in drafts.items()}
             for name, (_, _, source) in requests.items():
-                texts[name] += self.verify(drafts[name][: scheduled[name]], source)
+                texts[name] += self.verify(drafts[name][: num_verified[name]], source)
             names = rng.sample(sorted(requests), rng.choice([1, 2, 2]))  # a request may miss a step
             result = self.pair.step(
                 names,
                 [texts[n] for n in names],
                 [rng.choice([0, 8, 32, 32]) for _ in names],
-                [scheduled[n] for n in names],
+                [num_verified[n] for n in names],
             )
             assert (result.accepted <= result.drafted).all()
             drafts = {name: [] for name in requests} | dict(zip(names, result.lists(), strict=True))

@@ -59,10 +59,10 @@ class Interleaving(RuleBasedStateMachine):
         self.texts[request] = list(prompt)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data(), room=st.sampled_from([0, 1, 5, 64]))
-    def propose(self, data: st.DataObject, room: int) -> None:
+    @rule(data=st.data(), max_draft=st.sampled_from([0, 1, 5, 64]))
+    def propose(self, data: st.DataObject, max_draft: int) -> None:
         request = self.pick(data)
-        self.drafts[request] = self.pair.propose([request], room)[0]
+        self.drafts[request] = self.pair.propose([request], max_draft)[0]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -75,21 +75,21 @@ class Interleaving(RuleBasedStateMachine):
             self.drafts.pop(request, None)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data(), room=st.lists(st.sampled_from([0, 2, 32]), min_size=5, max_size=5))
-    def step(self, data: st.DataObject, room: list[int]) -> None:
+    @rule(data=st.data(), max_draft=st.lists(st.sampled_from([0, 2, 32]), min_size=5, max_size=5))
+    def step(self, data: st.DataObject, max_draft: list[int]) -> None:
         batch = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, unique=True))
-        scheduled = [data.draw(st.integers(0, len(self.drafts.get(r, [])))) for r in batch]
+        num_verified = [data.draw(st.integers(0, len(self.drafts.get(r, [])))) for r in batch]
         for request in batch:
             self.texts[request] += self.next_tokens(data, request)
-        result = self.pair.step(batch, [self.texts[r] for r in batch], room[: len(batch)], scheduled)
+        result = self.pair.step(batch, [self.texts[r] for r in batch], max_draft[: len(batch)], num_verified)
         self.drafts.update(zip(batch, result.lists(), strict=True))
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data(), room=st.sampled_from([0, 1, 7, 64]), cost=st.sampled_from([None, None, 0.0, 0.3]))
-    def offer(self, data: st.DataObject, room: int, cost: float | None) -> None:
+    @rule(data=st.data(), max_draft=st.sampled_from([0, 1, 7, 64]), cost=st.sampled_from([None, None, 0.0, 0.3]))
+    def merge_drafts(self, data: st.DataObject, max_draft: int, cost: float | None) -> None:
         batch = data.draw(st.lists(st.sampled_from(sorted(self.texts)), min_size=1, max_size=4))
         given = [[(token, data.draw(chances)) for token in self.next_tokens(data, request)] for request in batch]
-        result = self.pair.offer(batch, given, [room] * len(batch), cost)
+        result = self.pair.merge_drafts(batch, given, [max_draft] * len(batch), cost)
         self.drafts.update(zip(batch, result.lists(), strict=True))
         self.pair.check_candidates(batch[0])
 

@@ -148,10 +148,10 @@ def test_a_draft_that_quotes_an_erased_session_is_dropped(session: str) -> None:
     cache.start("r", [5, 71, 72, 73], session=session, tenant="acme")
     assert cache.propose(["r"], 8)[0].token_ids.tolist()[:2] == [74, 75]
     offered, probabilities = np.array([[74, 75]], np.int32), np.ones((1, 2))
-    assert cache.offer(["r"], offered, probabilities, [2], [8]).lists()[0][:3] == [74, 75, 76]
+    assert cache.merge_drafts(["r"], offered, probabilities, [2], [8]).lists()[0][:3] == [74, 75, 76]
     cache.remove_session("acme", "s")
     assert cache.candidates("r") == []
-    assert cache.offer(["r"], offered, probabilities, [0], [8]).lists() == [[]]
+    assert cache.merge_drafts(["r"], offered, probabilities, [0], [8]).lists() == [[]]
     assert cache.propose(["r"], 8)[0].token_ids.tolist() == []
 
 

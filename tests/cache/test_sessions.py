@@ -22,11 +22,11 @@ def run(cache: SuffixCache, prompt: Tokens, response: Tokens, number: int = 0, *
     return turn
 
 
-def behind(cache: SuffixCache, context: Tokens, room: int = 1) -> Tokens:
+def behind(cache: SuffixCache, context: Tokens, max_draft: int = 1) -> Tokens:
     """What the session drafts behind a context."""
     cache.start("probe", [], session="s", scope="session")
     cache.extend("probe", context)
-    tokens: Tokens = cache.propose(["probe"], room, cost=0.0)[0].token_ids.tolist()
+    tokens: Tokens = cache.propose(["probe"], max_draft, cost=0.0)[0].token_ids.tolist()
     cache.abort("probe")
     return tokens
 

@@ -12,10 +12,10 @@ from agentspec.errors import InvalidInputError, UnknownRequestError
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
 
-def step(cache: SuffixCache, text: list[int], room: int = 4, scheduled: int = 0) -> StepDrafts:
+def step(cache: SuffixCache, text: list[int], max_draft: int = 4, num_verified: int = 0) -> StepDrafts:
     table = np.zeros((3, 256), np.int32)
     table[2, : len(text)] = text
-    return cache.step(["r"], table, [2], [len(text)], [room], [scheduled])
+    return cache.step(["r"], table, [2], [len(text)], [max_draft], [num_verified])
 
 
 def test_step_equals_extend_and_propose() -> None:
@@ -28,7 +28,7 @@ def test_step_equals_extend_and_propose() -> None:
         text += new
         other.extend("r", new)
         expected = other.propose(["r"], 4)[0]
-        got = step(one, text, scheduled=4)
+        got = step(one, text, num_verified=4)
         assert got.lists() == [expected.token_ids.tolist()]
         assert got.probabilities.tolist() == expected.probabilities.tolist()
         assert got.match_lengths.tolist() == [expected.match_length]
@@ -38,7 +38,7 @@ def test_step_counts_what_was_accepted() -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
-    result = step(cache, [*PROMPT, 1, 2, 99], scheduled=4)
+    result = step(cache, [*PROMPT, 1, 2, 99], num_verified=4)
     assert result.accepted.tolist() == [[2, 0, 0, 0, 0]] and result.drafted.tolist() == [[4, 0, 0, 0, 0]]
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
@@ -47,7 +47,7 @@ def test_step_counts_only_what_was_scheduled() -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
     step(cache, PROMPT)
-    result = step(cache, [*PROMPT, 1, 2], scheduled=1)
+    result = step(cache, [*PROMPT, 1, 2], num_verified=1)
     assert result.accepted.tolist() == [[1, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0]]
 
 
@@ -55,7 +55,7 @@ def test_step_without_new_tokens_judges_nothing() -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
     first = step(cache, PROMPT)
-    second = step(cache, PROMPT, scheduled=4)
+    second = step(cache, PROMPT, num_verified=4)
     assert second.lists() == first.lists() and second.drafted.sum() == 0
 
 
@@ -65,7 +65,7 @@ def test_skipped_steps_are_caught_up() -> None:
         other.start("r", PROMPT, scope="session")
     text = [*PROMPT, 1, 2, 3, 50, 51, 52, 1, 2]
     for length in range(len(PROMPT), len(text)):
-        step(steady, text[:length], room=0)
+        step(steady, text[:length], max_draft=0)
     assert step(cache, text).lists() == step(steady, text).lists() != [[]]
     assert cache.finish("r") is None  # no session to keep it for
 
@@ -157,14 +157,14 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"rows": np.zeros((1, 1), np.int32)}, r"rows\[0\]"),
     ({"lengths": [30.0]}, r"lengths\[0\] is 30.0"),
     ({"lengths": np.array([30.0])}, r"lengths\[0\]"),
-    ({"room": []}, "room: give one integer a request"),
-    ({"room": [True]}, r"room\[0\] is True"),
-    ({"room": np.array([True])}, r"room\[0\]"),
-    ({"room": 4}, "room: .*int"),
-    ({"room": np.int32(4)}, "room: "),
-    ({"scheduled": None}, "scheduled: .*NoneType"),
-    ({"scheduled": "0"}, r"scheduled\[0\] is '0'"),
-    ({"scheduled": {0: 0}}, "scheduled: .*dict"),
+    ({"max_draft": []}, "max_draft: give one integer a request"),
+    ({"max_draft": [True]}, r"max_draft\[0\] is True"),
+    ({"max_draft": np.array([True])}, r"max_draft\[0\]"),
+    ({"max_draft": 4}, "max_draft: .*int"),
+    ({"max_draft": np.int32(4)}, "max_draft: "),
+    ({"num_verified": None}, "num_verified: .*NoneType"),
+    ({"num_verified": "0"}, r"num_verified\[0\] is '0'"),
+    ({"num_verified": {0: 0}}, "num_verified: .*dict"),
 ]
 
 
@@ -172,7 +172,7 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
 def test_bad_arguments_change_nothing(bad: dict[str, Any], message: str) -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
-    good: dict[str, Any] = {"tokens": TABLE, "rows": [0], "lengths": [30], "room": [4], "scheduled": [0]}
+    good: dict[str, Any] = {"tokens": TABLE, "rows": [0], "lengths": [30], "max_draft": [4], "num_verified": [0]}
     with pytest.raises(InvalidInputError, match=message):
         cache.step(["r"], **{**good, **bad})
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
@@ -205,8 +205,8 @@ class TestBatchHandle:
         expected = other.step(["r", "q"], TABLE, *rows).lists()
         assert one.step(batch, TABLE, *rows).lists() == expected
         given, sure = np.array([[5], [6]], np.int32), np.array([[1.0], [1.0]])
-        offered = one.offer(batch, given, sure, [1, 1], [4, 4]).lists()
-        assert offered == other.offer(["r", "q"], given, sure, [1, 1], [4, 4]).lists()
+        offered = one.merge_drafts(batch, given, sure, [1, 1], [4, 4]).lists()
+        assert offered == other.merge_drafts(["r", "q"], given, sure, [1, 1], [4, 4]).lists()
         for requests, ids in ((batch, ["r", "q"]), (one.batch(["q"]), ["q"])):
             drafts = [draft.token_ids.tolist() for draft in one.propose(requests, 3)]
             assert drafts == [draft.token_ids.tolist() for draft in other.propose(ids, 3)]

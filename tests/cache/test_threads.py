@@ -51,7 +51,7 @@ def decode(cache: SuffixCache) -> int:
             rows, lengths = np.arange(4, dtype=np.int32), np.full(4, length, np.int32)
             step = cache.step(names, table, rows, lengths, np.full(4, 16, np.int32), np.full(4, 16, np.int32))
             accepted += int(step.accepted.sum())
-            cache.offer(names, phrases[:4, :3], np.full((4, 3), 0.9), [3] * 4, [16] * 4)
+            cache.merge_drafts(names, phrases[:4, :3], np.full((4, 3), 0.9), [3] * 4, [16] * 4)
         for name in names:
             cache.finish(name)
     return accepted

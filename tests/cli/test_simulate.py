@@ -83,13 +83,13 @@ def test_the_verify_cost_shortens_drafts(simulate: Program, conversations: Path)
     assert dear["drafted"] < cheap["drafted"]
 
 
-def test_the_fixed_rule_has_its_own_options(simulate: Program, conversations: Path) -> None:
-    fixed = ("--json", "--policy", "fixed")
-    wide = json.loads(simulate(str(conversations), *fixed)[1])
-    narrow = json.loads(simulate(str(conversations), *fixed, "--max-spec-factor", "0.5", "--max-depth", "16")[1])
+def test_the_arctic_rule_has_its_own_options(simulate: Program, conversations: Path) -> None:
+    arctic = ("--json", "--rule", "arctic")
+    wide = json.loads(simulate(str(conversations), *arctic)[1])
+    narrow = json.loads(simulate(str(conversations), *arctic, "--max-spec-factor", "0.5", "--max-depth", "16")[1])
     assert 0 < narrow["drafted"] < wide["drafted"]
     assert wide["accepted_by_source"]["session"] == 0
-    assert json.loads(simulate(str(conversations), *fixed, "--min-token-prob", "1", "--max-draft", "4")[1])["steps"]
+    assert json.loads(simulate(str(conversations), *arctic, "--min-token-prob", "1", "--max-draft", "4")[1])["steps"]
 
 
 def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
         ("", ("--verify-cost", "99"), "cost"),
         ("", ("--max-draft", "1000"), "max_draft"),
         ("", ("--tenant", "a\nb"), "tenant"),
-        ("", ("--max-depth", "8"), "--max-depth has no effect with --policy judged"),
-        ("", ("--policy", "fixed", "--verify-cost", "0.1"), "--verify-cost has no effect with --policy fixed"),
-        ("", ("--policy", "fixed", "--min-token-prob", "7"), "min_token_prob"),
+        ("", ("--max-depth", "8"), "--max-depth has no effect with --rule learned"),
+        ("", ("--rule", "arctic", "--verify-cost", "0.1"), "--verify-cost has no effect with --rule arctic"),
+        ("", ("--rule", "arctic", "--min-token-prob", "7"), "min_token_prob"),
     ],
 )
 def test_bad_input_is_one_line(

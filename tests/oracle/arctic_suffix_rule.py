@@ -14,7 +14,7 @@ of the lengths of context only SAMPLED and the longest are tried.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentspec.cache.policy import DraftPolicy, FixedRule
+from agentspec.cache.policy import ArcticSettings, DraftPolicy
 from tests.oracle.drafting import (
     CAUTION,
     Draft,
@@ -34,8 +34,8 @@ class ArcticSuffixRule:
     """Draft by the rule, from the request's own text and the responses of all only. It learns nothing."""
 
     def __init__(self, policy: DraftPolicy) -> None:
-        assert policy.rule is not None
-        self._rule = policy.rule
+        assert policy.arctic is not None
+        self._rule = policy.arctic
         self.kept_context = 0  # the responses of all have no context in front
 
     def start(self, own: SuffixIndex, prompt: list[int], _: int, __: int) -> None:
@@ -104,19 +104,19 @@ class _Found:
 
 
 def draft_arctic(
-    settings: FixedRule,
+    settings: ArcticSettings,
     request: SuffixIndex | None,
     shared: SuffixIndex | None,
     context: Sequence[int],
     begin: int,
-    room: int,
+    max_draft: int,
 ) -> CopiedDraft:
-    """Return the rule's draft of at most `room` tokens after `context`, the request's whole text.
+    """Return the rule's draft of at most `max_draft` tokens after `context`, the request's whole text.
 
     The response begins at `begin`; `shared` holds the responses of all, without the running one.
     """
     tail = list(context[-settings.max_depth :])
-    limit = min(room, 128)
+    limit = min(max_draft, 128)
     best = CopiedDraft(source=2)
     matched = _longest(request, tail)
     if limit > 0 and request is not None:
@@ -156,7 +156,7 @@ def _with_running(found: _Found, request: SuffixIndex, tail: list[int], length: 
 
 
 def _better(
-    settings: FixedRule,
+    settings: ArcticSettings,
     found: _Found,
     length: int,
     longest: bool,
@@ -167,18 +167,18 @@ def _better(
 ) -> CopiedDraft:
     """Return the better of `best` and the draft from a context of `length` tokens."""
     allowed = length * settings.max_spec_factor + settings.max_spec_offset + 1e-6
-    room = 0 if allowed < 1 else int(min(allowed, limit, settings.max_depth - length))
-    if found.count == 0 or room == 0 or not (found.whole or longest or length in SAMPLED):
+    max_draft = 0 if allowed < 1 else int(min(allowed, limit, settings.max_depth - length))
+    if found.count == 0 or max_draft == 0 or not (found.whole or longest or length in SAMPLED):
         return best
     draft = CopiedDraft(source=source, length=length, count=found.count)
-    _grow(draft, found, found.count + open_end, room, settings.min_token_prob)
+    _grow(draft, found, found.count + open_end, max_draft, settings.min_token_prob)
     level = draft.score == best.score and (length > best.length if source == best.source else source < best.source)
     return draft if draft.score > best.score or level else best
 
 
-def _grow(draft: CopiedDraft, found: _Found, occurrences: float, room: int, min_token_prob: float) -> None:
+def _grow(draft: CopiedDraft, found: _Found, occurrences: float, max_draft: int, min_token_prob: float) -> None:
     places, weight, so_far = found.places, found.count / len(found.places), 1.0
-    while len(draft.tokens) < room:
+    while len(draft.tokens) < max_draft:
         following = list(_following(places))
         if not following:
             return

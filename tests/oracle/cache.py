@@ -78,7 +78,7 @@ class Oracle:
         self, policy: DraftPolicy | None = None, limits: Limits | None = None, vocab_size: int = 2**31
     ) -> None:
         self._policy = policy or DraftPolicy()
-        self._drafter = ArcticSuffixRule(self._policy) if self._policy.rule else SuffixDrafter(self._policy)
+        self._drafter = ArcticSuffixRule(self._policy) if self._policy.arctic else SuffixDrafter(self._policy)
         self._vocab_size = vocab_size
         self._requests: dict[str, Request] = {}
         self._slots: list[str | None] = []  # running requests in the order in which catch_up visits them
@@ -114,9 +114,9 @@ class Oracle:
         request = self._requests[request_id]
         self._take(request, list(tokens), len(request.draft.taken))
 
-    def propose(self, request_ids: Sequence[str], room: Sequence[int], cost: float | None = None) -> list[Drafted]:
+    def propose(self, request_ids: Sequence[str], max_draft: Sequence[int], cost: float | None = None) -> list[Drafted]:
         budget, drafts = WORK_PER_STEP, []
-        for request_id, free in zip(request_ids, room, strict=True):
+        for request_id, free in zip(request_ids, max_draft, strict=True):
             request = self._requests[request_id]
             budget = self._advance(request, budget)
             self._draft(request, free, self._cost(cost), is_open=True)
@@ -128,13 +128,13 @@ class Oracle:
         self,
         request_ids: Sequence[str],
         texts: Sequence[Sequence[int]],
-        room: Sequence[int],
-        scheduled: Sequence[int],
+        max_draft: Sequence[int],
+        num_verified: Sequence[int],
         cost: float | None = None,
     ) -> list[Drafted]:
-        """Take in what each request's text has gained, and draft. scheduled: draft tokens that were verified."""
+        """Take in what each request's text has gained, and draft. num_verified: draft tokens that were verified."""
         budget, drafts = WORK_PER_STEP, []
-        for request_id, text, free, verified in zip(request_ids, texts, room, scheduled, strict=True):
+        for request_id, text, free, verified in zip(request_ids, texts, max_draft, num_verified, strict=True):
             request = self._requests[request_id]
             self._rewind(request, list(text))
             fresh = list(text[len(request.index) :])
@@ -149,15 +149,15 @@ class Oracle:
         self._held.work(budget)
         return drafts
 
-    def offer(
+    def merge_drafts(
         self,
         request_ids: Sequence[str],
         offers: Sequence[ExternalDraft],
-        room: Sequence[int],
+        max_draft: Sequence[int],
         cost: float | None = None,
     ) -> list[Drafted]:
         drafts = []
-        for request_id, external, free in zip(request_ids, offers, room, strict=True):
+        for request_id, external, free in zip(request_ids, offers, max_draft, strict=True):
             request = self._requests[request_id]
             draft = Draft()
             if request.draft.open:
@@ -316,12 +316,12 @@ class Oracle:
         self._begin_text(request, prompt)
         request.index.append(kept[len(prompt) :])
 
-    def _take(self, request: Request, tokens: list[int], scheduled: int) -> tuple[list[int], list[int]]:
+    def _take(self, request: Request, tokens: list[int], num_verified: int) -> tuple[list[int], list[int]]:
         """Add verified tokens. Return by source how many draft tokens were accepted and verified."""
         accepted, verified = [0] * len(SOURCES), [0] * len(SOURCES)
         if not tokens:
             return accepted, verified
-        checked = request.draft.taken[: max(scheduled, 0)]
+        checked = request.draft.taken[: max(num_verified, 0)]
         right = common_prefix([candidate.token for candidate in checked], tokens)
         for depth, candidate in enumerate(checked):
             source = request.source_of(candidate)
@@ -331,11 +331,11 @@ class Oracle:
         request.index.append(tokens)
         return accepted, verified
 
-    def _limit(self, room: int) -> int:
-        return max(min(room, self._policy.max_draft, MAX_DRAFT), 0)
+    def _limit(self, max_draft: int) -> int:
+        return max(min(max_draft, self._policy.max_draft, MAX_DRAFT), 0)
 
-    def _draft(self, request: Request, room: int, cost: float, is_open: bool) -> None:
-        request.draft = self._drafter.draft(request.for_drafter(), self._limit(room), cost)
+    def _draft(self, request: Request, max_draft: int, cost: float, is_open: bool) -> None:
+        request.draft = self._drafter.draft(request.for_drafter(), self._limit(max_draft), cost)
         request.draft.open = is_open
 
     def _keep(

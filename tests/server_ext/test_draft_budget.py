@@ -125,26 +125,26 @@ class TestHowMany:
 
     @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])
     def test_a_row_gets_some_times_its_share(self, rows: int, budget: int, most: int) -> None:
-        room = np.full(rows, 128, np.int32)
-        limited = DraftBudget(1024).room(room, budget)
+        max_draft = np.full(rows, 128, np.int32)
+        limited = DraftBudget(1024).limit(max_draft, budget)
         assert limited.tolist() == [most] * rows and limited.dtype == np.int32
-        assert room.tolist() == [128] * rows
+        assert max_draft.tolist() == [128] * rows
 
     def test_without_a_budget_nothing_is_drafted(self) -> None:
-        assert DraftBudget(1024).room(np.array([5, 0], np.int32), 0).tolist() == [0, 0]
+        assert DraftBudget(1024).limit(np.array([5, 0], np.int32), 0).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_the_cache_takes_a_cut_draft_as_it_was_verified(kept: int) -> None:
-    """Only the first `scheduled` tokens count, and drafting goes on behind the verified text."""
+    """Only the first `num_verified` tokens count, and drafting goes on behind the verified text."""
     prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 3
     cache = SuffixCache()
     cache.start("r", prompt)
     table = np.zeros((1, 64), np.int32)
 
-    def step(text: list[int], scheduled: int) -> Any:
+    def step(text: list[int], num_verified: int) -> Any:
         table[0, : len(text)] = text
-        return cache.step(["r"], table, [0], [len(text)], [8], [scheduled])
+        return cache.step(["r"], table, [0], [len(text)], [8], [num_verified])
 
     draft = step(prompt, 0).lists()[0]
     assert len(draft) > 3

@@ -34,7 +34,7 @@ def test_arctic_alone_drafts_without_the_trees() -> None:
     translation = translate({**ARCTIC, "enable_suffix_decoding": False})
     assert translation.max_draft == 3
     settings = Settings(store="memory://", **translation.settings)
-    rule = draft_policy(settings, 3).rule
+    rule = draft_policy(settings, 3).arctic
     assert rule is not None
     assert rule.max_spec_factor == rule.max_spec_offset == 0
 

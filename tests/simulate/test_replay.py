@@ -51,8 +51,10 @@ def test_another_session_helps_within_a_tenant_and_only_there() -> None:
 def test_max_draft_bounds_each_draft() -> None:
     answer = np.tile(_tokens(2, 8), 30)
     counts = {
-        room: simulate([_call(1, _tokens(1, 9), answer)], SuffixCache(policy=DraftPolicy(cost=0.0)), max_draft=room)
-        for room in (0, 1, 16)
+        max_draft: simulate(
+            [_call(1, _tokens(1, 9), answer)], SuffixCache(policy=DraftPolicy(cost=0.0)), max_draft=max_draft
+        )
+        for max_draft in (0, 1, 16)
     }
     assert (counts[0].drafted, counts[0].steps) == (0, 240)
     assert counts[1].steps >= 120 and counts[1].drafted <= counts[1].steps

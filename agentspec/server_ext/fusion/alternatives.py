@@ -165,7 +165,7 @@ class DraftAlternatives:
 
 
 def pack(offers: Sequence[Offer], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Pack offers into arrays for `SuffixCache.offer`: tokens [n, width], probabilities [n, width], lengths [n]."""
+    """Pack offers for `SuffixCache.merge_drafts`: tokens [n, width], probabilities [n, width], lengths [n]."""
     tokens = np.zeros((len(offers), width), dtype=np.int32)
     probabilities = np.zeros((len(offers), width), dtype=np.float64)
     for row, offer in enumerate(offers):

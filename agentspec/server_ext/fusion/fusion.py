@@ -237,7 +237,7 @@ class DraftFusion:
     ) -> StepDrafts:
         """Offer the drafts to the suffix index. Return the resulting drafts of all rows."""
         ids = [rows.states[i].request_id for i in offered]
-        taken = self._cache.offer(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=cost)
+        taken = self._cache.merge_drafts(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=cost)
         latest = {i: at for at, i in enumerate(offered)}  # the last result for a row is its draft
         before, after = list(pairwise(drafts.offsets.tolist())), list(pairwise(taken.offsets.tolist()))
         parts = [

@@ -12,22 +12,22 @@ TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 REQUEST, MODEL = SOURCES.index("request"), SOURCES.index("model")
 
 
-def begun(prompt: list[int], room: int = 16, **policy: Any) -> tuple[SuffixCache, Draft]:
+def begun(prompt: list[int], max_draft: int = 16, **policy: Any) -> tuple[SuffixCache, Draft]:
     """A cache with request "r", and the draft that it has."""
     cache = SuffixCache(policy=DraftPolicy(**policy), vocab_size=1000)
     cache.start("r", prompt)
-    return cache, cache.propose(["r"], room)[0]
+    return cache, cache.propose(["r"], max_draft)[0]
 
 
-def offer(cache: SuffixCache, tokens: list[int], chances: list[float], room: int = 16, **options: Any) -> Drafts:
+def merge(cache: SuffixCache, tokens: list[int], chances: list[float], max_draft: int = 16, **options: Any) -> Drafts:
     given = np.array([tokens], np.int32), np.array([chances], np.float64)
-    return cache.offer(["r"], *given, [len(tokens)], [room], **options)
+    return cache.merge_drafts(["r"], *given, [len(tokens)], [max_draft], **options)
 
 
 def test_given_tokens_where_the_trees_have_none() -> None:
     cache, draft = begun([1, 2, 3])
     assert draft.token_ids.size == 0
-    drafts = offer(cache, [7, 8, 9], [0.9, 0.75, 0.5])
+    drafts = merge(cache, [7, 8, 9], [0.9, 0.75, 0.5])
     assert drafts.lists() == [[7, 8, 9]]
     assert drafts.sources.tolist() == [MODEL] * 3 and drafts.match_lengths.tolist() == [0]
     assert drafts.probabilities.tolist() == pytest.approx([0.9, 0.75, 0.5])
@@ -36,39 +36,39 @@ def test_given_tokens_where_the_trees_have_none() -> None:
 
 def test_a_tail_that_does_not_pay_is_cut() -> None:
     cache, _ = begun([1, 2, 3], cost=0.1)
-    assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.05]).lists() == [[7, 8]]
+    assert merge(cache, [7, 8, 9], [0.9, 0.9, 0.05]).lists() == [[7, 8]]
     cache, _ = begun([1, 2, 3], cost=0.1)
-    assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.05], cost=0.0).lists() == [[7, 8, 9]]
+    assert merge(cache, [7, 8, 9], [0.9, 0.9, 0.05], cost=0.0).lists() == [[7, 8, 9]]
     cache, _ = begun([1, 2, 3], cost=0.1)
-    assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.9], room=1).lists() == [[7]]
+    assert merge(cache, [7, 8, 9], [0.9, 0.9, 0.9], max_draft=1).lists() == [[7]]
     cache, _ = begun([1, 2, 3])
-    assert offer(cache, [7, 8, 9], [0.9, 0.9, 0.9], room=0).lists() == [[]]
+    assert merge(cache, [7, 8, 9], [0.9, 0.9, 0.9], max_draft=0).lists() == [[]]
 
 
 def test_the_trees_go_on_behind() -> None:
     cache, draft = begun([*TURN, 99], cost=0.001)
     assert draft.token_ids.size == 0
-    drafts = offer(cache, [50, 11, 12], [0.9, 0.9, 0.9], room=6)
+    drafts = merge(cache, [50, 11, 12], [0.9, 0.9, 0.9], max_draft=6)
     assert drafts.lists() == [[50, 11, 12, 13, 14, 15]]
     # What the trees would have taken too is theirs, with the given chance.
     assert drafts.sources.tolist() == [MODEL, MODEL, REQUEST, REQUEST, REQUEST, REQUEST]
     assert drafts.probabilities[2] == np.float32(0.9)
 
 
-def test_a_worse_offer_changes_nothing() -> None:
+def test_a_worse_draft_changes_nothing() -> None:
     cache, draft = begun(TURN + TURN[:4])
     scored = cache.candidates("r")
     assert draft.token_ids.tolist()[:3] == TURN[4:7]
-    drafts = offer(cache, [50, 51], [0.2, 0.2])
+    drafts = merge(cache, [50, 51], [0.2, 0.2])
     assert drafts.lists() == [draft.token_ids.tolist()] and drafts.sources.tolist() == draft.sources.tolist()
     assert drafts.probabilities.tolist() == draft.probabilities.tolist()
     assert cache.candidates("r") == scored
 
 
 def test_a_better_offer_takes_the_place() -> None:
-    cache, draft = begun(TURN + TURN[:4], room=1)
+    cache, draft = begun(TURN + TURN[:4], max_draft=1)
     assert draft.token_ids.tolist() == [15]
-    drafts = offer(cache, [15, 50, 51], [0.99, 0.99, 0.99])
+    drafts = merge(cache, [15, 50, 51], [0.99, 0.99, 0.99])
     assert drafts.lists()[0][:3] == [15, 50, 51]
     assert drafts.sources.tolist()[:3] == [REQUEST, MODEL, MODEL] and drafts.match_lengths.tolist() == [4]
     assert [candidate.token for candidate in cache.candidates("r")[0]] == [15]
@@ -82,7 +82,7 @@ def test_the_best_of_several_offers_stays() -> None:
         ([6, 8], [0.9, 0.9], [6, 8]),
         ([7, 8], [0.5, 0.5], [6, 8]),
     ]:
-        assert offer(cache, tokens, chances).lists() == [best]
+        assert merge(cache, tokens, chances).lists() == [best]
 
 
 def test_offers_in_one_call_are_taken_in_turn() -> None:
@@ -90,7 +90,9 @@ def test_offers_in_one_call_are_taken_in_turn() -> None:
     cache.start("q", [4, 5])
     cache.propose(["q"], 4)
     tokens = np.array([[7, -1], [8, 9], [6, 5]])
-    drafts = cache.offer(["r", "q", "r"], tokens, np.array([[0.5, 7], [0.9, 0.9], [0.9, 0.9]]), [1, 2, 2], [4, 4, 4])
+    drafts = cache.merge_drafts(
+        ["r", "q", "r"], tokens, np.array([[0.5, 7], [0.9, 0.9], [0.9, 0.9]]), [1, 2, 2], [4, 4, 4]
+    )
     assert drafts.lists() == [[7], [8, 9], [6, 5]]
 
 
@@ -99,22 +101,22 @@ def test_chances_for_its_own_tokens_shorten_or_drop_a_draft() -> None:
     cache, draft = begun(prompt)
     own = draft.token_ids.tolist()
     assert len(own) >= 4
-    assert offer(cache, own[:3], [0.9, 0.9, 0.001]).lists() == [own[:2]]
-    assert offer(cache, own[:1], [0.001]).lists() == [[]]
-    assert offer(cache, [50], [0.3]).lists() == [[50]]  # what was better before
+    assert merge(cache, own[:3], [0.9, 0.9, 0.001]).lists() == [own[:2]]
+    assert merge(cache, own[:1], [0.001]).lists() == [[]]
+    assert merge(cache, [50], [0.3]).lists() == [[50]]  # what was better before
 
 
 def test_chances_for_its_own_tokens_lengthen_a_draft() -> None:
     cache, draft = begun(TURN + TURN[:2], cost=0.3)
     own = draft.token_ids.tolist()
     assert len(own) < 4
-    assert offer(cache, TURN[2:6], [0.99] * 4).lists()[0][:4] == TURN[2:6]
+    assert merge(cache, TURN[2:6], [0.99] * 4).lists()[0][:4] == TURN[2:6]
 
 
 def test_text_goes_on_behind_a_replaced_token() -> None:
     """Where the given token is not the one that the trees were about to copy, the copy goes on behind it."""
-    cache, _ = begun(TURN + TURN[:5], room=0, cost=0.0)
-    drafts = offer(cache, [99], [0.999999], room=4)
+    cache, _ = begun(TURN + TURN[:5], max_draft=0, cost=0.0)
+    drafts = merge(cache, [99], [0.999999], max_draft=4)
     assert drafts.lists() == [[99, 17, 18, 19]] and drafts.sources.tolist() == [MODEL, REQUEST, REQUEST, REQUEST]
 
 
@@ -124,7 +126,7 @@ def table_of(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def test_what_was_accepted_is_counted_for_the_model() -> None:
     cache, _ = begun([*TURN, 99], cost=0.001)
-    assert offer(cache, [50, 11, 12], [0.9] * 3, room=5).lists() == [[50, 11, 12, 13, 14]]
+    assert merge(cache, [50, 11, 12], [0.9] * 3, max_draft=5).lists() == [[50, 11, 12, 13, 14]]
     text = [*TURN, 99, 50, 11, 12, 7]
     result = cache.step(["r"], table_of(text), [0], [len(text)], [4], [4])
     assert result.drafted.tolist() == [[2, 0, 0, 0, 2]] and result.accepted.tolist() == [[1, 0, 0, 0, 2]]
@@ -135,9 +137,9 @@ def test_the_trees_learn_as_without_an_offer(said: list[int]) -> None:
     """The first position is revealed in any case: its candidates are learned from, its copy leaves a resume point."""
     answers = []
     for offered in (False, True):
-        cache, _ = begun(TURN + TURN[:5], room=1, rerank=False, memory=3.0, cost=0.0)
+        cache, _ = begun(TURN + TURN[:5], max_draft=1, rerank=False, memory=3.0, cost=0.0)
         if offered:
-            assert offer(cache, [99], [1.0], room=1).lists() == [[99]]
+            assert merge(cache, [99], [1.0], max_draft=1).lists() == [[99]]
         cache.extend("r", said)
         draft = cache.propose(["r"], 4)[0]
         answers.append((draft.token_ids.tolist(), draft.probabilities.tolist()))
@@ -151,7 +153,7 @@ def test_a_given_token_that_is_right_reveals_what_follows() -> None:
     for _ in range(40):
         cache.start("r", [*TURN, 99], tenant="t")
         cache.propose(["r"], 2)
-        drafts = offer(cache, [13], [0.999], room=2)
+        drafts = merge(cache, [13], [0.999], max_draft=2)
         assert drafts.lists() == [[13, 14]]
         chances.append(float(drafts.probabilities[1]))
         cache.extend("r", [13, 98])
@@ -164,9 +166,9 @@ def test_under_the_fixed_rule() -> None:
     cache.start("r", TURN + TURN[:4])
     own = cache.propose(["r"], 4)[0].token_ids.tolist()
     assert own == TURN[4:8]
-    assert offer(cache, own[:1], [0.01]).lists() == [own]  # its draft is never cut
-    assert offer(cache, [50], [0.9]).lists() == [own]
-    drafts = offer(cache, [*own, 50, 51], [0.99] * 6)
+    assert merge(cache, own[:1], [0.01]).lists() == [own]  # its draft is never cut
+    assert merge(cache, [50], [0.9]).lists() == [own]
+    drafts = merge(cache, [*own, 50, 51], [0.99] * 6)
     assert drafts.lists() == [[*own, 50, 51]]  # and the trees do not go on
     assert drafts.sources.tolist() == [REQUEST] * 4 + [MODEL] * 2 and drafts.match_lengths.tolist() == [4]
 
@@ -174,14 +176,14 @@ def test_under_the_fixed_rule() -> None:
 def test_no_draft_for_this_text_and_so_no_offer() -> None:
     cache = SuffixCache()
     cache.start("r", [1, 2, 3])
-    assert offer(cache, [7], [0.9]).lists() == [[]]  # none yet
+    assert merge(cache, [7], [0.9]).lists() == [[]]  # none yet
     cache.propose(["r"], 4)
     cache.extend("r", [7])
-    assert offer(cache, [8], [0.9]).lists() == [[]]  # it was for the text before
+    assert merge(cache, [8], [0.9]).lists() == [[]]  # it was for the text before
     cache.step(["r"], table_of([1, 2, 3, 7, -1]), [0], [5], [4], [0])
-    assert offer(cache, [8], [0.9]).lists() == [[]]  # the engine's text is no text
+    assert merge(cache, [8], [0.9]).lists() == [[]]  # the engine's text is no text
     cache.step(["r"], table_of([1, 2, 3, 7]), [0], [4], [4], [0])
-    assert offer(cache, [8], [0.9]).lists() == [[8]]
+    assert merge(cache, [8], [0.9]).lists() == [[8]]
 
 
 BAD_OFFERS: list[tuple[dict[str, Any], type[AgentSpecError], str]] = [
@@ -200,7 +202,7 @@ BAD_OFFERS: list[tuple[dict[str, Any], type[AgentSpecError], str]] = [
     ({"lengths": [3]}, InvalidInputError, "lengths: must be from 0 to 2"),
     ({"lengths": [-1]}, InvalidInputError, "lengths"),
     ({"lengths": [1, 1]}, InvalidInputError, "lengths"),
-    ({"room": [1.0]}, InvalidInputError, "room"),
+    ({"max_draft": [1.0]}, InvalidInputError, "max_draft"),
     ({"cost": float("nan")}, InvalidInputError, "cost"),
     ({"request_ids": ["gone"]}, UnknownRequestError, "'gone' is not running"),
     ({"request_ids": ["r", "gone"]}, UnknownRequestError, "'gone' is not running"),
@@ -215,11 +217,11 @@ def test_bad_offers_change_nothing(bad: dict[str, Any], error: type[AgentSpecErr
         "tokens": np.array([[5, 6]]),
         "probabilities": np.array([[0.9, 0.8]], np.float32),
         "lengths": [2],
-        "room": [4],
+        "max_draft": [4],
     }
     with pytest.raises(error, match=message):
-        cache.offer(**{**good, **bad})
-    assert offer(cache, [], []).lists() == [[]]
-    assert cache.offer(**good).lists() == [[5, 6]]
+        cache.merge_drafts(**{**good, **bad})
+    assert merge(cache, [], []).lists() == [[]]
+    assert cache.merge_drafts(**good).lists() == [[5, 6]]
     cache.extend("r", [5])
     assert cache.candidates("r") == []
