@@ -244,7 +244,7 @@ def test_turns_that_cannot_be_used_are_counted_by_kind(store: FlakyStore, caplog
     writer.say([1, 2, 4], [900, 901, 902])
     writer.say([1, 2, 3], text(100))
     writer.flush()
-    store.append(NS, [NewEntry("s", b"damaged"), NewEntry("s", encode_of_version(3))])
+    store.append(NS, [NewEntry("s", b"damaged"), NewEntry("s", encode_of_version(9))])
     engine = Engine(store, vocab_size=500)
     engine.start([1])
     assert engine.load() == 1

@@ -14,9 +14,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from agentspec.cache.store import EraseRecord, MessageRecord, TurnRecord, decode, encode
-from agentspec.cache.store.records import _checksum, _seal
+from agentspec.cache.store import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store.records import _FIELDS, _KEYS, _checksum, _deflate, _deflated
 from agentspec.errors import CorruptRecordError, RecordVersionError
+from tests.store.helpers import version_2
 
 _ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**31, 2**63, 2**64 - 1, 1.5, float("nan"), float("inf"), "", "x", "\ud800", "é" * 300),
@@ -25,13 +26,15 @@ _ODD: tuple[Any, ...] = (
 
 
 def samples() -> list[bytes]:
-    """Return records of every kind."""
-    some = np.arange(7, dtype=np.int32)
+    """Return records of every kind, and turns of the version before."""
+    some, long = np.arange(7, dtype=np.int32), np.arange(5000, dtype=np.int32) % 90
     turn = TurnRecord(writer="ab" * 8, number=3, session="s", prompt_tail=some, response=some, created=1.0)
     names = {name: name for name in ("tenant", "principal", "parent_session", "group", "session_name", "weights")}
     full = replace(turn, kept=70, parent=2**63 + 1, block=5, scope="session", **names)  # type: ignore[arg-type]
     message = MessageRecord("s", {"role": "user", "content": ["é", {"a": None}], "x": 1.5}, 2.0, 4)
-    return [encode(record) for record in (turn, full, message, EraseRecord("s"))]
+    coded = replace(turn, response=long, session="0f" * 16)
+    records: list[Record] = [turn, full, coded, message, EraseRecord("s")]
+    return [*map(encode, records), version_2(turn), version_2(full)]
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
@@ -54,26 +57,40 @@ def _mutate(chance: random.Random, payload: bytes) -> bytes:
     if kind == 0:
         return _changed(chance, payload)
     envelope = msgpack.unpackb(payload)
-    name, meta, data = envelope["kind"], envelope["meta"], envelope["data"]
+    version = envelope["v"]
+    keys = _KEYS[version]
+    name, _, meta, data = (envelope[key] for key in keys)
     if kind == 1:
         meta = _changed(chance, meta)
     elif kind == 2:
-        data = _changed(chance, data)
+        data = _changed(chance, data) if version == 2 or chance.random() < 0.5 else _recoded(chance)
     else:
-        fields = msgpack.unpackb(meta)
+        fields = msgpack.unpackb(meta, strict_map_key=False)
         for _ in range(chance.randint(1, 2)):
-            fields[chance.choice([*fields, "further"])] = chance.choice(_ODD)
+            others = ("further",) if version == 2 else range(len(_FIELDS) + 1)
+            fields[chance.choice([*fields, *others])] = chance.choice(_ODD)
         if chance.random() < 0.2:
             del fields[chance.choice(list(fields))]
         if chance.random() < 0.1:
             name = chance.choice(("turn", "message", "erase", "other", ""))
         try:
-            return _seal(name, fields, data)
+            meta = msgpack.packb(fields, unicode_errors="surrogatepass")
         except Exception:  # a field that msgpack itself refuses
             return _changed(chance, payload)
-    checksum = _checksum(name, meta, data)
-    packed: bytes = msgpack.packb({**envelope, "meta": meta, "data": data, "crc": checksum})
+    crc = _checksum(name, meta, data, version)
+    packed: bytes = msgpack.packb({"v": version, **dict(zip(keys, (name, crc, meta, data), strict=True))})
     return packed
+
+
+def _recoded(chance: random.Random) -> bytes:
+    """Return a true DEFLATE stream of other content: other ids, a part of a number, or far more than is allowed."""
+    match chance.randrange(3):
+        case 0:
+            return _deflated(np.array([chance.randrange(-(2**31), 2**31) for _ in range(40)] * 9, np.int32))[1]
+        case 1:
+            return _deflate(bytes(chance.randrange(1, 99)), 0)
+        case _:
+            return _deflate(bytes(1 << chance.randrange(8, 22)), 0)
 
 
 def _changed(chance: random.Random, given: bytes) -> bytes:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgpack
 import numpy as np
 
 from agentspec.cache.store import Entry, MemoryStore, NewEntry, TurnRecord, encode
+from agentspec.cache.store.records import _checksum
 from agentspec.cache.store.sqlite_file import FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
@@ -34,6 +36,21 @@ def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None
         created=1.0,
         group=group,
     )
+
+
+def version_2(record: TurnRecord) -> bytes:
+    """The turn as the release before compact records wrote it."""
+    meta = {name: getattr(record, name) for name in TurnRecord.__slots__ if name not in ("prompt_tail", "response")}
+    meta = {name: value for name, value in meta.items() if value is not None} | {"prompt": len(record.prompt_tail)}
+    return seal_2("turn", meta, record.prompt_tail.tobytes() + record.response.tobytes())
+
+
+def seal_2(kind: str, meta: dict[str, object], data: bytes) -> bytes:
+    """A record of version 2 with a true checksum."""
+    packed = msgpack.packb(meta, unicode_errors="surrogatepass")
+    crc = _checksum(kind, packed, data, 2)
+    sealed: bytes = msgpack.packb({"v": 2, "kind": kind, "crc": crc, "meta": packed, "data": data})
+    return sealed
 
 
 def unwritable(session: str) -> TurnRecord:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SCOPES
 from agentspec.cache.store import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
-from agentspec.cache.store.records import _checksum, _seal
+from agentspec.cache.store.records import _MOST_RATIO, _checksum, _deflate, _seal
 from agentspec.errors import (
     CorruptRecordError,
     InvalidInputError,
@@ -24,7 +24,7 @@ from agentspec.errors import (
     RecordVersionError,
 )
 from tests.store.fuzz import fuzz
-from tests.store.helpers import WRITER, tokens, turn
+from tests.store.helpers import WRITER, seal_2, tokens, turn, version_2
 
 TOKENS = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 2**31 - 1])), max_size=40).map(
     lambda values: np.array(values, dtype=np.int32)
@@ -73,6 +73,7 @@ META: dict[str, Any] = {
     "scope": "tenant",
     "prompt": 1,
 }
+PLAIN = {"plain": True}
 
 
 @settings(deadline=None)
@@ -118,6 +119,12 @@ def test_any_bytes_give_a_record_error(payload: bytes) -> None:
         decode(payload)
 
 
+@settings(deadline=None)
+@given(TURNS)
+def test_turns_of_version_2_are_read(record: TurnRecord) -> None:
+    assert decode(version_2(record)) == record
+
+
 def test_fuzzed_records_never_crash_behind_recomputed_checksums_either() -> None:
     counts = fuzz(120_000, seed=1)
     assert sum(counts.values()) == 120_000
@@ -141,10 +148,10 @@ def test_every_single_bit_counts() -> None:
 def test_lengths_that_lie_take_no_memory(nested: bytes) -> None:
     """Each header claims a million values, of which msgpack would make room at once, in each of its levels."""
     hollow = nested * (1_000_000 // len(nested))
-    envelope = b"\x85\xa1v\x02\xa4kind\xa4turn\xa3crc" + hollow
-    meta = {"v": 2, "kind": "turn", "crc": _checksum("turn", hollow, b""), "meta": hollow, "data": b""}
+    envelope = b"\x85\xa1v\x03\xa1k\xa4turn\xa1c" + hollow
+    meta = {"v": 3, "k": "turn", "c": _checksum("turn", hollow, b"", 3), "m": hollow, "d": b""}
     text = b'{"a":' + b"[" * 500_000
-    message = {**meta, "kind": "message", "meta": b"\x80", "data": text, "crc": _checksum("message", b"\x80", text)}
+    message = {**meta, "k": "message", "m": b"\x80", "d": text, "c": _checksum("message", b"\x80", text, 3)}
     tracemalloc.start()
     for payload in (hollow, envelope, msgpack.packb(meta), msgpack.packb(message)):
         tracemalloc.reset_peak()
@@ -155,17 +162,42 @@ def test_lengths_that_lie_take_no_memory(nested: bytes) -> None:
     tracemalloc.stop()
 
 
-def test_tokens_lie_raw_and_little_endian_in_the_payload() -> None:
-    record = TurnRecord(
-        writer=WRITER, number=1, session="s", prompt_tail=tokens(1), response=tokens(2**31 - 1), created=1.0
+def test_a_stream_that_would_fill_the_memory_is_refused() -> None:
+    bomb = _deflate(bytes(256 << 20), 0)
+    assert len(bomb) < 300_000
+    tracemalloc.start()
+    with pytest.raises(CorruptRecordError, match="unpacked"):
+        decode(_seal("turn", META, bomb))
+    assert tracemalloc.get_traced_memory()[1] < (2 * _MOST_RATIO + 8) * len(bomb)
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", [_deflate(b"12345", 0), _deflate(b"1234" * 9, 0)[:-2], _deflate(b"1234", 0) + b"x"])
+def test_a_stream_that_ends_elsewhere_is_damage(data: bytes) -> None:
+    with pytest.raises(CorruptRecordError, match="unpacked"):
+        decode(_seal("turn", META, data))
+
+
+def test_one_token_again_and_again_is_coded_within_the_bound() -> None:
+    same = TurnRecord(
+        writer=WRITER, number=1, prompt_tail=tokens(), response=np.full(100_000, 70_000, np.int32), created=1.0
     )
-    assert b"\x01\x00\x00\x00\xff\xff\xff\x7f" in encode(record)
-    assert len(encode(turn("session-1", 1, prompt=500))) < 4 * 502 + 220
+    payload = encode(same)
+    assert 400_000 / _MOST_RATIO < len(payload) < 100_000
+    assert decode(payload) == same
+
+
+def test_tokens_take_less_than_their_bits() -> None:
+    """A vocabulary of 100,000 has 16.6 bits a token; text uses few of its tokens often."""
+    often = np.random.default_rng(1).zipf(1.3, 20_000) % 100_000
+    record = TurnRecord(writer=WRITER, number=1, prompt_tail=tokens(), response=often.astype(np.int32), created=1.0)
+    assert len(encode(record)) < 1.7 * 20_000
+    assert b"\x01\x00\x00\x00\xff\xff\xff\x7f" in encode(wrong(prompt_tail=tokens(1), response=tokens(2**31 - 1)))
 
 
 def test_another_version_and_another_kind_are_told_from_damage() -> None:
     envelope = msgpack.unpackb(encode(turn("s", 1)))
-    for version in (1, 3):
+    for version in (1, 4):
         with pytest.raises(RecordVersionError, match=f"version {version}"):
             decode(msgpack.packb({**envelope, "v": version, "anything": "else"}))
     with pytest.raises(RecordVersionError, match="snapshot"):
@@ -173,7 +205,9 @@ def test_another_version_and_another_kind_are_told_from_damage() -> None:
 
 
 def test_later_fields_of_meta_are_ignored() -> None:
-    back = decode(_seal("turn", {**META, "mood": "p1"}, tokens(4, 5).tobytes()))
+    envelope = msgpack.unpackb(_seal("turn", META | PLAIN, tokens(4, 5).tobytes()))
+    meta = msgpack.packb(msgpack.unpackb(envelope["m"], strict_map_key=False) | {90: "p1", "mood": 2})
+    back = decode(msgpack.packb({**envelope, "m": meta, "c": _checksum("turn", meta, envelope["d"], 3)}))
     assert back == TurnRecord(
         writer=WRITER, number=1, session="s", prompt_tail=tokens(4), response=tokens(5), created=1.0
     )
@@ -198,8 +232,9 @@ def test_later_fields_of_meta_are_ignored() -> None:
     ],
 )  # fmt: skip
 def test_a_true_checksum_does_not_excuse_senseless_fields(change: dict[str, object], data: bytes) -> None:
-    with pytest.raises(CorruptRecordError):
-        decode(_seal("turn", {**META, **change}, data))
+    for payload in (_seal("turn", META | PLAIN | change, data), seal_2("turn", META | change, data)):
+        with pytest.raises(CorruptRecordError):
+            decode(payload)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b'{"a":1}x', json.dumps("x").encode()])
@@ -209,8 +244,8 @@ def test_a_message_that_is_no_json_object_is_damage(data: bytes) -> None:
 
 
 def test_the_checksum_is_crc32_over_framed_parts() -> None:
-    assert _checksum("turn", b"ab", b"c") != _checksum("turn", b"a", b"bc")
-    assert _checksum("turn", b"", b"") != zlib.crc32(b"")
+    assert _checksum("turn", b"ab", b"c", 3) != _checksum("turn", b"a", b"bc", 3)
+    assert _checksum("turn", b"", b"", 3) != zlib.crc32(b"")
 
 
 def wrong(**fields: Any) -> TurnRecord:
