@@ -1,18 +1,28 @@
 """Add lasting sessions and speculation counts to the OpenAI client, for the agent's process."""
 
 from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
+from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
 from agentspec.client.client import AgentClient, ReplyStream, Session
 from agentspec.client.conversation import Gap
+from agentspec.client.loops import Stage
 from agentspec.client.reply import Reply, Speculation
+from agentspec.client.tools import ToolRun
 
 __all__ = [
     "AgentClient",
     "AsyncAgentClient",
     "AsyncReplyStream",
     "AsyncSession",
+    "Attempt",
+    "Budget",
     "Gap",
+    "LoopResult",
+    "Progress",
     "Reply",
     "ReplyStream",
     "Session",
     "Speculation",
+    "Spent",
+    "Stage",
+    "ToolRun",
 ]

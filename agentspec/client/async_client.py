@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
@@ -147,7 +148,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
             return error
 
 
-class AsyncSession(SessionBase):
+class AsyncSession(SessionBase, AsyncLoops):
     """Keep a conversation under its id, as Session does, for an AsyncAgentClient."""
 
     def __init__(
@@ -202,7 +203,7 @@ class AsyncSession(SessionBase):
         with call.turn as turn:
             await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
-            completions = self._client.openai.chat.completions
+            completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
@@ -244,7 +245,7 @@ class AsyncSession(SessionBase):
             await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
             request = self._client._requests.build(call, turn.messages, stream=True)
-            completions: Any = self._client.openai.chat.completions
+            completions: Any = self._client._connection(call).chat.completions
             opened = (
                 completions.stream(**request) if call.model_class else await completions.create(**request, stream=True)
             )

@@ -41,6 +41,10 @@ class ClientBase(Generic[OpenAIT]):
         """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
 
+    def _connection(self, call: Call) -> OpenAIT:
+        """Return the OpenAI client for a call."""
+        return self._openai if call.max_retries is None else self._openai.with_options(max_retries=call.max_retries)
+
     @property
     def model(self) -> str:
         """Return the name of the model that answers calls which name no other."""

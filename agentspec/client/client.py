@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
@@ -168,7 +169,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
             return error
 
 
-class Session(SessionBase):
+class Session(SessionBase, Loops):
     """Keep a conversation under its id: each call sends the whole history and appends the reply.
 
     `AgentClient.session()` makes sessions. A call that fails leaves the history unchanged, so it can be repeated. A
@@ -223,7 +224,8 @@ class Session(SessionBase):
 
         stream: send the request and return an iterator of text.
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
-        options: any option of `chat.completions.create`, tools included.
+        options: any option of `chat.completions.create`, tools included, and `max_retries`, the OpenAI client's for
+        this call.
 
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
         SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,
@@ -236,7 +238,7 @@ class Session(SessionBase):
         with call.turn as turn:
             self._conversation.check()
             self._client._probe(call)
-            completions = self._client.openai.chat.completions
+            completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
@@ -284,7 +286,7 @@ class Session(SessionBase):
             self._conversation.check()
             self._client._probe(call)
             request = self._client._requests.build(call, turn.messages, stream=True)
-            completions: Any = self._client.openai.chat.completions
+            completions: Any = self._client._connection(call).chat.completions
             opened = completions.stream(**request) if call.model_class else completions.create(**request, stream=True)
             answer = StreamedAnswer()
             with opened as events:

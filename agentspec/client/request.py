@@ -84,7 +84,8 @@ class Call:
         self.group = conversation.group
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
-        self.options = options
+        self.options = {name: value for name, value in options.items() if name != "max_retries"}
+        self.max_retries: int | None = options.get("max_retries")
 
     @property
     def model_class(self) -> type[Any] | None:

@@ -14,6 +14,7 @@ from agentspec import (
     AsyncAgentClient,
     AsyncReplyStream,
     AsyncSession,
+    LoopResult,
     Reply,
     ReplyStream,
     Session,
@@ -65,6 +66,27 @@ def sync(client: AgentClient) -> None:
     assert_type(client.stream("judge", response_format=Verdict), ReplyStream[Verdict])
     assert_type(session.stream("judge", response_format={"type": "json_object"}).reply.parsed, None)
     assert_type(client.openai, openai.OpenAI)
+
+
+def critic(reply: Reply[Verdict]) -> str | None:
+    return None if reply.parsed and reply.parsed.passed else "again"
+
+
+def loops(session: Session) -> None:
+    result = session.refine("judge", critic, response_format=Verdict)
+    assert_type(result, LoopResult[Verdict])
+    assert_type(result.reply.parsed, Verdict | None)
+    assert_type(session.refine("hello", lambda reply: None), LoopResult)
+    assert_type(session.best_of("hello", 3, lambda reply: 1.0).text, str)
+    assert_type(session.run_tools("hello", [critic]), LoopResult)
+
+
+async def async_loops(session: AsyncSession) -> None:
+    async def reward(reply: Reply) -> float:
+        return 0.0
+
+    assert_type(await session.refine("judge", critic, response_format=Verdict), LoopResult[Verdict])
+    assert_type(await session.best_of("hello", 3, reward), LoopResult)
 
 
 async def twins(client: AsyncAgentClient) -> None:

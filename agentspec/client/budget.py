@@ -1,0 +1,225 @@
+"""Limit what a loop may spend, and tell what it did: Budget, Spent, Attempt, Progress and LoopResult."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias
+
+from agentspec.client.reply import ParsedT, Reply
+from agentspec.client.tools import ToolRun
+from agentspec.errors import AgentSpecError, InvalidInputError
+
+Stopped: TypeAlias = Literal["done", "attempts", "requests", "tokens", "seconds", "error"]
+"""Why a loop ended: it has its answer; it made all its attempts; a budget is spent; or a call failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limit one loop. None is no limit. Raises InvalidInputError for a limit that is not positive.
+
+    requests: most calls of the model; the OpenAI client's own retries are not counted.
+    tokens: most tokens that the model may generate. Each call asks for what is left at most.
+    seconds: longest duration. A call that runs into it is cut off: by its timeout, in asyncio by cancelling it. Tools
+        and critics are not interrupted in a synchronous loop.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "tokens", "seconds"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise InvalidInputError(f"budget.{name}: a positive number or None is needed, not {limit!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Count a loop's calls, its tokens as the server counts them, and its seconds."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt(Generic[ParsedT]):
+    """Hold one call of a loop and what was made of it.
+
+    name: which one, such as "attempt 2" or the name of a pipeline's stage. number: of the loop's calls, from 1.
+    reply: the answer; None if the call failed. error: what the call, the critic or the reward raised.
+    feedback: what the critic wants changed; None if it is content or was not asked.
+    score: the reward. tools: the tool calls of the answer. seconds: from the request to the verdict.
+    """
+
+    name: str
+    number: int
+    reply: Reply[ParsedT] | None = None
+    error: Exception | None = None
+    feedback: str | None = None
+    score: float | None = None
+    tools: tuple[ToolRun, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tell of an attempt that just ended, and what the loop has spent so far."""
+
+    attempt: Attempt[Any]
+    spent: Spent
+
+
+OnProgress: TypeAlias = Callable[[Progress], object]
+"""Function that is called after each attempt, one call at a time. If it raises, the loop ends with that error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult(Generic[ParsedT]):
+    """Hold all that a loop did.
+
+    best: the attempt that the loop chose; None if it has none. attempts: all, in the order in which they began.
+    stopped: why it ended; "done" if it has the answer that was wanted.
+    """
+
+    best: Attempt[ParsedT] | None
+    attempts: tuple[Attempt[ParsedT], ...]
+    stopped: Stopped
+    spent: Spent
+
+    @property
+    def done(self) -> bool:
+        """Return whether the loop has the answer that was wanted."""
+        return self.stopped == "done"
+
+    @property
+    def reply(self) -> Reply[ParsedT]:
+        """Return the chosen answer. Raises the last attempt's error, or AgentSpecError, if there is none."""
+        if self.best is not None and self.best.reply is not None:
+            return self.best.reply
+        errors = [attempt.error for attempt in self.attempts if attempt.error is not None]
+        raise errors[-1] if errors else AgentSpecError(f"reply: the loop has no answer; it stopped for: {self.stopped}")
+
+    @property
+    def text(self) -> str:
+        """Return the chosen answer's text. Raises as `reply` does."""
+        return self.reply.text
+
+
+class BudgetSpentError(Exception):
+    """Say that a loop may not call again. what: the limit that is reached. Loops catch it."""
+
+    def __init__(self, what: Stopped) -> None:
+        super().__init__(what)
+        self.what: Stopped = what
+
+
+class BegunCall(NamedTuple):
+    """Hold a call that was counted: its number, its options, and the tokens that are reserved for its answer."""
+
+    number: int
+    options: dict[str, Any]
+    reserved: int
+
+
+class Account:
+    """Count what a loop spends, and collect its attempts. Threads may share an account.
+
+    options: those of each call; None as `response_format` is no option. Raises InvalidInputError for one that a loop
+    sets itself.
+    """
+
+    def __init__(
+        self, budget: Budget | None, on_progress: OnProgress | None, response_format: Any, options: Mapping[str, Any]
+    ) -> None:
+        for name in ("stream", "session", "group", "tools"):
+            if name in options:
+                raise InvalidInputError(f"{name}: not an option of a loop, whose calls are the session's, unstreamed")
+        self.best: Attempt[Any] | None = None
+        self._budget = budget or Budget()
+        self._on_progress = on_progress
+        self._options = {**options} if response_format is None else {**options, "response_format": response_format}
+        self._attempts: list[Attempt[Any]] = []
+        self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        self._begin = time.monotonic()
+        self._requests = self._prompt_tokens = self._tokens = self._reserved = 0
+        self._closed = False
+
+    @property
+    def attempts(self) -> list[Attempt[Any]]:
+        """Return the attempts that have ended, in the order in which they began."""
+        with self._lock:
+            return sorted(self._attempts, key=lambda attempt: attempt.number)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds left, 0 at least; None without a limit."""
+        limit = self._budget.seconds
+        return None if limit is None else max(0.0, limit - (time.monotonic() - self._begin))
+
+    def begin(self, options: Mapping[str, Any], among: int = 1) -> BegunCall:
+        """Count a call, and limit its options to the budget. among: calls that share the tokens left, with this one.
+
+        Raises BudgetSpentError.
+        """
+        limited = self._options | dict(options)
+        name = "max_tokens" if "max_tokens" in limited else "max_completion_tokens"
+        seconds = self.seconds_left
+        reserved = 0
+        with self._lock:
+            if self._closed or seconds == 0.0:
+                raise BudgetSpentError("seconds")
+            if self._budget.requests is not None and self._requests >= self._budget.requests:
+                raise BudgetSpentError("requests")
+            if self._budget.tokens is not None:
+                reserved = (self._budget.tokens - self._tokens - self._reserved) // among
+                reserved = min(reserved, limited.get(name) or reserved)
+                if reserved < 1:
+                    raise BudgetSpentError("tokens")
+                limited[name] = reserved
+            self._reserved += reserved
+            self._requests += 1
+            number = self._requests
+        if seconds is not None:
+            timeout = limited.get("timeout")
+            limited["timeout"] = min(seconds, timeout) if isinstance(timeout, int | float) else seconds
+            limited["max_retries"] = 0
+        return BegunCall(number, limited, reserved)
+
+    def end(self, call: BegunCall, reply: Reply[Any] | None) -> None:
+        """Count the tokens of a call's answer. If the server doesn't say how many, they are those reserved."""
+        with self._lock:
+            self._reserved -= call.reserved
+            if reply is not None:
+                self._tokens += reply.usage.completion_tokens if reply.usage else call.reserved
+                self._prompt_tokens += reply.usage.prompt_tokens if reply.usage else 0
+
+    def record(self, attempt: Attempt[Any]) -> None:
+        """Keep an attempt that has ended, and report it."""
+        with self._lock:
+            self._attempts.append(attempt)
+        if self._on_progress is not None and not self._closed:
+            with self._telling:
+                self._on_progress(Progress(attempt, self._spent()))
+
+    def why_failed(self) -> Stopped:
+        """Return why a loop ends whose call failed."""
+        return "seconds" if self.seconds_left == 0.0 else "error"
+
+    def close(self) -> None:
+        """Let no call begin any more, in threads that outlive their loop."""
+        self._closed = True
+
+    def result(self, stopped: Stopped) -> LoopResult[Any]:
+        """Return the loop's result."""
+        return LoopResult(self.best, tuple(self.attempts), stopped, self._spent())
+
+    def _spent(self) -> Spent:
+        with self._lock:
+            return Spent(self._requests, self._prompt_tokens, self._tokens, time.monotonic() - self._begin)

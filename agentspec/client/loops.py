@@ -1,0 +1,352 @@
+"""Run loops on a session: refine an answer, take the best of several, call tools, pass work through stages.
+
+Each loop is written once, as a generator of steps (`steps`). Whatever ends it early closes the generator, which frees
+the session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from openai.types.chat import ChatCompletionMessageToolCallUnion
+
+from agentspec.client.budget import Account, Attempt, Budget, BudgetSpentError, LoopResult, OnProgress, Stopped
+from agentspec.client.messages import Content, as_messages
+from agentspec.client.reply import ParsedT, Reply
+from agentspec.client.request import ResponseFormat
+from agentspec.client.steps import Apply, Steps, Together, check_count, run_loop, run_loop_async
+from agentspec.client.tools import Tool, ToolBox, ToolRun, answer_text, named
+from agentspec.errors import InvalidInputError, SessionBusyError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Describe one stage of a pipeline: a sub-agent with a session of its own.
+
+    name: what its attempts are called. prompt: text that is put before the stage's input, or a function that makes the
+    message of it. system: the stage's system message. critic, attempts: refine the stage's answer, as
+    `Session.refine` does. options: options of its calls, above those of the pipeline.
+    """
+
+    name: str
+    prompt: str | Callable[[str], Content]
+    system: str | None = None
+    critic: Callable[[Reply[Any]], Any] | None = None
+    attempts: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def content(self, given: str) -> Content:
+        """Return the stage's message for this input."""
+        return f"{self.prompt}\n\n{given}" if isinstance(self.prompt, str) else self.prompt(given)
+
+
+class Loops:
+    """Give a Session its loops, which take the options of chat() besides their own.
+
+    budget: what the loop may spend in all. on_progress: called after each attempt.
+    An error of a call, a critic, a reward or a tool is kept in the result; `stopped` is then "error" unless the loop
+    could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
+    """
+
+    def refine(
+        self,
+        task: Content,
+        critic: Callable[[Reply[ParsedT]], str | None],
+        *,
+        attempts: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Let the model answer, and answer again with the critic's feedback, until the critic is content.
+
+        critic: returns None or "" if it is content, otherwise the next message to the model. It may be any function,
+        such as one that runs tests or asks another session. The best attempt is the one that the critic accepted, else
+        the last one with an answer.
+        """
+        account = Account(budget, on_progress, response_format, options)
+        return run_loop(account, _refine(self, account, task, critic, attempts))
+
+    def best_of(
+        self,
+        task: Content,
+        n: int,
+        reward: Callable[[Reply[ParsedT]], float],
+        *,
+        at_once: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Let the model answer n times, `at_once` calls at a time, and keep the answer of the highest reward.
+
+        The answers know nothing of each other, but the server drafts each from the others. Only the best becomes part
+        of the session. It is there if any answer has a reward; the errors of the others are in their attempts.
+        """
+        account = Account(budget, on_progress, response_format, options)
+        return run_loop(account, _best_of(self, account, task, n, reward, at_once))
+
+    def run_tools(
+        self,
+        task: Content | None,
+        tools: Sequence[Tool],
+        *,
+        attempts: int = 16,
+        at_once: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Let the model call functions until it answers without a call, or has answered `attempts` times.
+
+        tools: functions; their names, docstrings and annotated parameters describe them to the model. `at_once` of the
+        calls in one answer run at a time. What a tool raises is told to the model, and so are arguments that do not
+        fit. Each tool call in the session gets an answer, also if the loop is cancelled.
+        """
+        account = Account(budget, on_progress, response_format, options)
+        return run_loop(account, _run_tools(self, account, task, ToolBox(tools), attempts, at_once))
+
+    def pipeline(
+        self,
+        task: str,
+        stages: Sequence[Stage],
+        *,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        **options: Any,
+    ) -> LoopResult:
+        """Pass the task through stages: each gets the answer of the one before, in a session of its own.
+
+        This session gets the task and the last stage's answer, if all stages were done.
+        """
+        account = Account(budget, on_progress, None, options)
+        return run_loop(account, _pipeline(self, account, task, stages))
+
+
+class AsyncLoops:
+    """Give an AsyncSession the loops of `Loops`.
+
+    Critics, rewards and tools may be asynchronous; those that are not run in threads. Cancelling the task ends a loop,
+    and leaves the session usable.
+    """
+
+    async def refine(
+        self,
+        task: Content,
+        critic: Callable[[Reply[ParsedT]], str | Awaitable[str | None] | None],
+        *,
+        attempts: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Refine an answer until the critic is content, as Session.refine() does."""
+        account = Account(budget, on_progress, response_format, options)
+        return await run_loop_async(account, _refine(self, account, task, critic, attempts))
+
+    async def best_of(
+        self,
+        task: Content,
+        n: int,
+        reward: Callable[[Reply[ParsedT]], float | Awaitable[float]],
+        *,
+        at_once: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Keep the best of n answers, as Session.best_of() does."""
+        account = Account(budget, on_progress, response_format, options)
+        return await run_loop_async(account, _best_of(self, account, task, n, reward, at_once))
+
+    async def run_tools(
+        self,
+        task: Content | None,
+        tools: Sequence[Tool],
+        *,
+        attempts: int = 16,
+        at_once: int = 4,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        response_format: ResponseFormat[ParsedT] = None,
+        **options: Any,
+    ) -> LoopResult[ParsedT]:
+        """Let the model call functions, as Session.run_tools() does."""
+        account = Account(budget, on_progress, response_format, options)
+        return await run_loop_async(account, _run_tools(self, account, task, ToolBox(tools), attempts, at_once))
+
+    async def pipeline(
+        self,
+        task: str,
+        stages: Sequence[Stage],
+        *,
+        budget: Budget | None = None,
+        on_progress: OnProgress | None = None,
+        **options: Any,
+    ) -> LoopResult:
+        """Pass the task through stages, as Session.pipeline() does."""
+        account = Account(budget, on_progress, None, options)
+        return await run_loop_async(account, _pipeline(self, account, task, stages))
+
+
+def _refine(
+    session: Any, account: Account, task: Content, critic: Any, attempts: int, stage: str | None = None, **options: Any
+) -> Steps[Stopped]:
+    """Refine an answer. Returns why that ended."""
+    check_count("attempts", attempts)
+    content = task
+    for number in range(1, attempts + 1):
+        attempt = yield from _ask(account, session.chat, content, stage or f"attempt {number}", options)
+        if critic is not None:
+            attempt = yield from _judge(account, attempt, critic, "feedback")
+        account.record(attempt)
+        if attempt.error is not None:
+            return account.why_failed()
+        account.best = attempt
+        if not attempt.feedback:
+            return "done"
+        content = attempt.feedback
+    return "attempts"
+
+
+def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any, at_once: int) -> Steps[Stopped]:
+    """Add the best of n answers to the session. Returns why that ended."""
+    check_count("n", n)
+    yield Apply(session.load)
+    with session._conversation.turn(as_messages(task)) as turn:
+        yield Apply(session._conversation.check)
+        short: list[Stopped] = []
+
+        def candidate(number: int) -> Steps[None]:
+            tags = {"session": f"{session.id[:200]}.{number}", "group": session.group or session.id}
+            try:
+                attempt = yield from _ask(
+                    account, session._client.chat, turn.messages, f"answer {number}", tags, among=n + 1 - number
+                )
+            except BudgetSpentError as error:
+                short.append(error.what)
+            else:
+                account.record((yield from _judge(account, attempt, reward, "score")))
+
+        yield Together([candidate(number + 1) for number in range(n)], at_once)
+        scored = [
+            (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
+        ]
+        if not scored:
+            return short[0] if short else account.why_failed()
+        account.best = max(scored)[-1]
+        assert account.best.reply is not None
+        turn.commit(account.best.reply.message)
+    yield Apply(session._conversation.confirm)
+    return short[0] if short else "done"
+
+
+def _run_tools(
+    session: Any, account: Account, task: Content | None, box: ToolBox, attempts: int, at_once: int
+) -> Steps[Stopped]:
+    """Answer the model's tool calls until it makes none. Returns why that ended."""
+    check_count("attempts", attempts)
+    content, tools = task, {"tools": box.described()}
+    for number in range(1, attempts + 1):
+        attempt = yield from _ask(account, session.chat, content, f"answer {number}", tools)
+        calls = attempt.reply.tool_calls if attempt.reply is not None else ()
+        if calls:
+            runs: dict[int, ToolRun] = {}
+            try:
+                yield Together(
+                    [_call_tool(account, box, runs, index, call) for index, call in enumerate(calls)], at_once
+                )
+            finally:  # the API refuses a history with unanswered calls
+                ran = tuple(
+                    runs.get(index) or ToolRun(call.id, *named(call), answer="error: cancelled before it ended")
+                    for index, call in enumerate(calls)
+                )
+                session._conversation.add(
+                    [{"role": "tool", "tool_call_id": run.id, "content": run.answer} for run in ran]
+                )
+            attempt = replace(attempt, tools=ran)
+        account.record(attempt)
+        if attempt.error is not None:
+            return account.why_failed()
+        account.best = attempt
+        if not calls:
+            return "done"
+        content = None
+    return "attempts"
+
+
+def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]) -> Steps[Stopped]:
+    """Pass the task through the stages. Returns why that ended."""
+    if not stages:
+        raise InvalidInputError("stages: at least one is needed")
+    yield Apply(session.load)
+    with session._conversation.turn(as_messages(task)) as turn:
+        yield Apply(session._conversation.check)
+        text = task
+        for stage in stages:
+            account.best = None
+            child = session._client.session()
+            if stage.system is not None:
+                child.add({"role": "system", "content": stage.system})
+            attempts = stage.attempts if stage.critic is not None else 1
+            stopped = yield from _refine(
+                child, account, stage.content(text), stage.critic, attempts, stage.name, **stage.options
+            )
+            if stopped != "done" or account.best is None:
+                return stopped
+            text = account.best.reply.text
+        turn.commit({"role": "assistant", "content": text})
+    yield Apply(session._conversation.confirm)
+    return "done"
+
+
+def _ask(
+    account: Account, chat: Any, content: Content | None, name: str, options: Mapping[str, Any], among: int = 1
+) -> Steps[Attempt[Any]]:
+    """Call the model. Returns the attempt, with the call's error if it failed.
+
+    Raises BudgetSpentError before the call, and the errors of wrong use.
+    """
+    begin, reply = time.monotonic(), None
+    call = account.begin(options, among)
+    try:
+        reply = yield Apply(chat, (content,), call.options, account.seconds_left)
+        return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
+    except (InvalidInputError, SessionBusyError):
+        raise
+    except Exception as error:  # a client of any kind may fail in any way, and the other attempts count
+        return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
+    finally:
+        account.end(call, reply)
+
+
+def _judge(account: Account, attempt: Attempt[Any], judge: Any, name: str) -> Steps[Attempt[Any]]:
+    """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised."""
+    if attempt.error is not None:
+        return attempt
+    begin = time.monotonic()
+    try:
+        found = {name: (yield Apply(judge, (attempt.reply,), seconds=account.seconds_left))}
+    except Exception as error:  # the caller's function; its attempts so far must not be lost
+        found = {"error": error}
+    return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
+
+
+def _call_tool(
+    account: Account, box: ToolBox, runs: dict[int, ToolRun], index: int, call: ChatCompletionMessageToolCallUnion
+) -> Steps[None]:
+    """Run one tool call, and put its answer or its error into `runs`."""
+    try:
+        answer = answer_text((yield Apply(box.prepare(call), seconds=account.seconds_left)))
+    except Exception as error:  # the model hears of it, and may try again
+        runs[index] = ToolRun(call.id, *named(call), answer=f"error: {type(error).__name__}: {error}", error=error)
+    else:
+        runs[index] = ToolRun(call.id, *named(call), answer=answer)

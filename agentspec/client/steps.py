@@ -1,0 +1,132 @@
+"""Do the steps of a loop: with threads in a synchronous program, with tasks in asyncio.
+
+A loop is a generator that yields what is to be done, and is sent the result, or the error, when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from agentspec.client.budget import Account, BudgetSpentError, LoopResult, Stopped
+from agentspec.errors import InvalidInputError
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Any, Any, T]
+"""A loop: yields Apply and Together, and returns its result."""
+
+
+class Apply(NamedTuple):
+    """Ask for a call of a function that may be asynchronous. seconds: until asyncio cancels it; None: no limit."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = {}
+    seconds: float | None = None
+
+
+class Together(NamedTuple):
+    """Ask for several loops, `at_once` of them at a time."""
+
+    loops: Sequence[Steps[None]]
+    at_once: int
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise InvalidInputError unless `count` is at least 1."""
+    if count < 1:
+        raise InvalidInputError(f"{name}: a number of at least 1 is needed, not {count!r}")
+
+
+def run_loop(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
+    """Run a loop to its end, in this thread and others."""
+    try:
+        stopped = _drive(steps)
+    except BudgetSpentError as error:
+        stopped = error.what
+    finally:
+        account.close()
+    return account.result(stopped)
+
+
+def _drive(steps: Steps[T]) -> T:
+    with closing(steps):
+        result, error = None, None
+        while True:
+            try:
+                step = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            try:
+                result, error = _perform(step), None
+            except Exception as raised:
+                result, error = None, raised
+
+
+def _perform(step: Any) -> Any:
+    if isinstance(step, Apply):
+        if inspect.iscoroutinefunction(step.function):
+            raise InvalidInputError(f"{step.function.__qualname__}: asynchronous functions need an AsyncSession")
+        return step.function(*step.arguments, **step.options)
+    check_count("at_once", step.at_once)
+    pool = ThreadPoolExecutor(min(step.at_once, len(step.loops)), thread_name_prefix="agentspec-loop")
+    try:
+        for future in [pool.submit(_drive, steps) for steps in step.loops]:
+            future.result()
+    finally:  # after an error or an interrupt the calls that run end by themselves, and change nothing here
+        pool.shutdown(wait=False, cancel_futures=True)
+    return None
+
+
+async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
+    """Run a loop to its end, in this task and others."""
+    try:
+        stopped = await _drive_async(steps)
+    except BudgetSpentError as error:
+        stopped = error.what
+    finally:
+        account.close()
+    return account.result(stopped)
+
+
+async def _drive_async(steps: Steps[T]) -> T:
+    with closing(steps):
+        result, error = None, None
+        while True:
+            try:
+                step = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            try:
+                result, error = await _perform_async(step), None
+            except Exception as raised:
+                result, error = None, raised
+
+
+async def _perform_async(step: Any) -> Any:
+    if isinstance(step, Apply):
+        async with asyncio.timeout(step.seconds):
+            if inspect.iscoroutinefunction(step.function):
+                return await step.function(*step.arguments, **step.options)
+            return await asyncio.to_thread(step.function, *step.arguments, **step.options)
+    check_count("at_once", step.at_once)
+    free = asyncio.Semaphore(step.at_once)
+
+    async def one(steps: Steps[None]) -> None:
+        async with free:
+            await _drive_async(steps)
+
+    tasks = [asyncio.create_task(one(steps)) for steps in step.loops]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return None

@@ -1,0 +1,102 @@
+"""Describe Python functions to the model as tools, and call them as the model asks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import pydantic
+import pydantic_core
+from openai.types.chat import ChatCompletionMessageToolCallUnion
+
+from agentspec.errors import InvalidInputError
+
+Tool: TypeAlias = Callable[..., object]
+"""A function that the model may call; may be asynchronous in an asyncio loop."""
+
+
+class ToolRun(NamedTuple):
+    """Hold one tool call: its id, the tool, its arguments as the model wrote them, and the answer it was given.
+
+    error: what the tool raised, or why it could not be called; `answer` then says so to the model.
+    """
+
+    id: str
+    tool: str
+    arguments: str
+    answer: str
+    error: Exception | None = None
+
+
+class ToolBox:
+    """Hold tools by name. Raises InvalidInputError for functions that cannot be described."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._models: dict[str, type[pydantic.BaseModel]] = {}
+        for tool in tools:
+            name = getattr(tool, "__name__", None)
+            if not callable(tool) or not name or name == "<lambda>" or name in self._tools:
+                raise InvalidInputError(f"tools: functions with names of their own are needed, not {tool!r}")
+            self._tools[name], self._models[name] = tool, _parameters(name, tool)
+        if not self._tools:
+            raise InvalidInputError("tools: at least one function is needed; chat() calls the model without")
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return the tools in the API's form."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": inspect.getdoc(tool) or "",
+                    "parameters": self._models[name].model_json_schema(),
+                },
+            }
+            for name, tool in self._tools.items()
+        ]
+
+    def prepare(self, call: ChatCompletionMessageToolCallUnion) -> Callable[[], object]:
+        """Return the call as a function without arguments, asynchronous if the tool is.
+
+        Raises InvalidInputError for an unknown tool, and pydantic.ValidationError for arguments that do not fit.
+        """
+        name, arguments = named(call)
+        if call.type != "function" or name not in self._tools:
+            raise InvalidInputError(f"no tool {name!r}; there are: {', '.join(self._tools)}")
+        tool, checked = self._tools[name], self._models[name].model_validate_json(arguments or "{}")
+        values = {key: getattr(checked, key) for key in checked.model_fields_set}
+        if inspect.iscoroutinefunction(tool):
+
+            async def called() -> object:
+                return await tool(**values)
+
+            return called
+        return lambda: tool(**values)
+
+
+def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:
+    """Return the tool's name and its arguments, as the model wrote them."""
+    if call.type == "function":
+        return call.function.name, call.function.arguments
+    return call.custom.name, call.custom.input
+
+
+def answer_text(value: object) -> str:
+    """Return a tool's result as text: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else pydantic_core.to_json(value, fallback=str).decode()
+
+
+def _parameters(name: str, tool: Tool) -> type[pydantic.BaseModel]:
+    """Return a model of a function's parameters. Raises InvalidInputError if they cannot be given by name."""
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(tool, eval_str=True).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise InvalidInputError(f"tools: {name}({parameter}): each parameter needs a name of its own")
+        kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+        fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    try:
+        return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+    except (pydantic.errors.PydanticUserError, NameError) as error:
+        raise InvalidInputError(f"tools: {name}: its parameters cannot be described: {error}") from error
