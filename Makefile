@@ -6,7 +6,7 @@ TESTS ?= tests/end_to_end
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test test-store check dist test-vllm sanitize fuzz format setup fast-test clean
+.PHONY: help demo test test-store test-rl check dist test-vllm sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -15,13 +15,16 @@ demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extens
 	$(BIN)/python -m demo
 
 test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis server
-	$(BIN)/python -m pytest -m "not store"
+	$(BIN)/python -m pytest -m "not store and not rl"
 
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
 	$(BIN)/python -m pytest -m store
 
+test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, and trainers
+	$(BIN)/python -m pytest -m rl
+
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
-	$(BIN)/python -m pytest -m "not engine and not store"
+	$(BIN)/python -m pytest -m "not engine and not store and not rl"
 
 check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from agentspec.cache import Scope
 from agentspec.cache.store import open_store
-from agentspec.cli import sessions, simulate, speculator
+from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.server_ext.settings import default_store
 
@@ -83,6 +83,7 @@ def serve(
 simulate.add_to(app)
 speculator.add_to(app)
 sessions.add_to(app)
+rollout.add_to(app)
 
 
 @app.command()

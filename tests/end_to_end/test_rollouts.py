@@ -1,10 +1,13 @@
-"""The rollout script as its users run it: several epochs, then a second run that starts from what the first stored."""
+"""`agentspec rollout` on real vLLM: epochs draft from earlier ones, and a killed run is gone on with."""
 
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,43 +17,96 @@ from tests.end_to_end.conftest import ENVIRONMENT, MODEL
 
 pytestmark = pytest.mark.engine
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "rl" / "rollouts.py"
+PROBLEMS, SAMPLES = 3, 4
+REWARD = "def score(problem, sample):\n    return float('def' in sample.text) + problem.fields['bonus']\n"
 
 
-def rollouts(problems: Path, out: Path, store: str, *options: str) -> list[tuple[float, float]]:
-    """Run the script; (tokens a step, acceptance rate) of each epoch, as it printed them."""
-    command = [sys.executable, str(SCRIPT), str(problems), "--model", str(MODEL), "--out", str(out), "--store", store]
-    command += ["--samples", "4", "--max-tokens", "100", "--max-model-len", "512", "--max-num-seqs", "4"]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    messages = [[{"role": "user", "content": make_task(1_000_100 + i).request}] for i in range(PROBLEMS)]
+    rows = [{"id": f"p{i}", "messages": m, "bonus": i} for i, m in enumerate(messages)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    return tmp_path
+
+
+def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentspec.cli", "rollout", "problems.jsonl", "--model", str(MODEL), "--out", out]
+    command += ["--store", f"sqlite:///{folder / 'rollouts.db'}", "--samples", str(SAMPLES), "--max-tokens", "100"]
     # A measured cost would make the counts depend on the machine.
-    command += ["--dtype", "float32", "--enforce-eager", "--verify-cost", "0.02", *options]
+    command += ["--max-model-len", "512", "--max-num-seqs", "4", "--verify-cost", "0.02"]
+    command += ["--dtype", "float32", "--enforce-eager", "--temperature", "0.6", "--reward", "rewards:score", *options]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "COLUMNS": "120"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
-    return [(float(row[3]), float(row[4])) for row in rows]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_later_epochs_and_later_runs_draft_from_earlier_ones(tmp_path: Path) -> None:
-    problems = tmp_path / "problems.jsonl"
-    messages = [[{"role": "user", "content": make_task(1_000_100 + i).request}] for i in range(3)]
-    problems.write_text("".join(json.dumps({"id": f"p{i}", "messages": m}) + "\n" for i, m in enumerate(messages)))
-    store = f"sqlite:///{tmp_path / 'rollouts.db'}"
-    out = tmp_path / "rollouts.jsonl"
-    first = rollouts(problems, out, store, "--epochs", "2", "--temperature", "0.6")
-    assert first[1][0] > first[0][0] * 1.2, "the second epoch should draft from the first"
-    again = rollouts(problems, out, store, "--epochs", "1", "--temperature", "0.6", "--seed", "7")
-    assert again[0][0] > first[0][0] * 1.2, "a new process should draft from the store"
-    samples = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(samples) == 3 * 4 * 3
-    assert {sample["id"] for sample in samples} == {"p0", "p1", "p2"}
+def finish(run: subprocess.Popen[str]) -> list[list[str]]:
+    """Wait for a run; the rows of the table that it printed."""
+    out, errors = run.communicate(timeout=400)
+    assert run.returncode == 0, errors[-3000:]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
-@pytest.mark.parametrize(("line", "message"), [("{", "not JSON"), ('{"id": 1}', '"prompt"')])
-def test_a_bad_problem_file_names_the_line(tmp_path: Path, line: str, message: str) -> None:
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text('{"id": "a", "prompt": "x"}\n' + line + "\n")
-    command = [sys.executable, str(SCRIPT), str(problems), "--model", "unused"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "line 2" in done.stderr
-    assert message in done.stderr
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> None:
+    first = finish(start(folder, "first.jsonl", "--epochs", "2", "--format", "verl"))
+    assert float(first[1][4]) > float(first[0][4]) * 1.2, "the second epoch should draft from the first"
+    again = finish(start(folder, "again.jsonl", "--epochs", "1"))
+    assert float(again[0][4]) > float(first[0][4]) * 1.2, "a new process should draft from the store"
+    samples = lines(folder / "first.jsonl")
+    assert {(one["id"], one["epoch"], one["sample"]) for one in samples} == {
+        (f"p{i}", epoch, sample) for i in range(PROBLEMS) for epoch in range(2) for sample in range(SAMPLES)
+    }
+    for one in samples:
+        assert len(one["logprobs"]) == len(one["completion_ids"]) == one["steps"] + one["accepted"]
+        assert all(logprob <= 0 for logprob in one["logprobs"])
+        assert one["reward"] in (int(one["id"][1]), int(one["id"][1]) + 1)
+    repeated = {tuple(one["completion_ids"]) for one in samples} & {
+        tuple(one["completion_ids"]) for one in lines(folder / "again.jsonl")
+    }
+    assert len(repeated) < PROBLEMS * SAMPLES, "two runs must not draw the same random numbers"
+    assert len((folder / "first.verl" / "1.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
+
+
+@pytest.mark.rl
+def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> None:
+    out, kills = folder / "rollouts.jsonl", random.Random(11)
+    written: list[dict[str, Any]] = []
+    for _ in range(3):
+        run = start(folder, out.name, "--epochs", "3")
+        wanted = len(written) + kills.randint(1, 8)
+        while run.poll() is None and (not out.exists() or len(lines(out)) < wanted):
+            time.sleep(0.01)
+        run.kill()
+        run.communicate()
+        subprocess.run(["pkill", "-9", "-P", str(run.pid)], check=False)
+        now = lines(out)
+        assert now[: len(written)] == written, "what was written stays"
+        written = now
+    assert len(written) < 3 * PROBLEMS * SAMPLES, "it must have been killed before its end"
+    finish(start(folder, out.name, "--epochs", "3"))
+    samples = lines(out)
+    keys = [(one["id"], one["epoch"], one["sample"]) for one in samples]
+    assert samples[: len(written)] == written
+    assert len(keys) == len(set(keys)) == 3 * PROBLEMS * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward", "nowhere:score"], "--reward nowhere:score: No module"),
+        (["--reward", "json"], "give it as module:function"),
+        (["--samples", "0"], "samples: at least 1"),
+        (["--engine", "{"], "--engine is not JSON"),
+        (["--store", "ftp://x"], "unknown kind of store"),
+    ],
+)
+def test_a_wrong_option_is_named_before_vllm_starts(folder: Path, options: list[str], message: str) -> None:
+    run = start(folder, "rollouts.jsonl", *options)
+    _, errors = run.communicate(timeout=100)
+    assert run.returncode == 2 and message in errors

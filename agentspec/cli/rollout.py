@@ -1,0 +1,158 @@
+"""Define ``agentspec rollout``, which samples problems over several epochs and can be killed and run again."""
+
+import importlib
+import json
+import secrets
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from agentspec.errors import ConfigurationError
+from agentspec.rollout import EpochFigures, Journal, Plan, RolloutGenerator, read_problems, rollout_options
+from agentspec.rollout.formats import write_trl, write_verl
+from agentspec.rollout.generator import sampling_options
+
+
+class Format(StrEnum):
+    """List the values of `--format`."""
+
+    TRL = "trl"
+    VERL = "verl"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(rollout)
+
+
+def rollout(
+    problems: Annotated[
+        Path, typer.Argument(help="Problems, .jsonl or .parquet: id, prompt or messages, and anything else.")
+    ],
+    model: Annotated[str, typer.Option(help="Model name or path, as for vLLM.")],
+    out: Annotated[Path, typer.Option(help="Samples, a JSON line each. Run again to go on with this file.")] = Path(
+        "rollouts.jsonl"
+    ),
+    samples: Annotated[int, typer.Option(help="Answers for each problem and epoch.")] = 8,
+    epochs: Annotated[int, typer.Option(help="How often to go through the problems.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="As for vLLM.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    seed: Annotated[int | None, typer.Option(help="Makes a rollout repeatable, at some cost in large batches.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="module:function(problem, sample) that returns a number, called in a thread.")
+    ] = None,
+    update_weights: Annotated[
+        str | None, typer.Option(help="module:function(llm, epoch) that loads an epoch's weights, returns a version.")
+    ] = None,
+    format: Annotated[
+        Format | None, typer.Option(help="Write each epoch as this trainer keeps its own, too, beside the samples.")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Where the text to draft from is kept between runs.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whose rollouts these are, if several share a store.")] = None,
+    max_draft: Annotated[int | None, typer.Option(help="Longest draft, in tokens.")] = None,
+    verify_cost: Annotated[
+        float | None, typer.Option(help="Price of verifying one more token, as a share of a decode step.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="vLLM without agentspec, to compare with.")] = False,
+    dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for vLLM.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
+    engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")] = "{}",
+) -> None:
+    """Sample answers to problems over several epochs, with drafts from earlier answers.
+
+    Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing.
+    """
+    plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
+    tasks = read_problems(problems)
+    judge = None if reward is None else _function("--reward", reward)
+    update = None if update_weights is None else _function("--update-weights", update_weights)
+    drafting = {"store": store, "tenant": tenant, "max_draft": max_draft, "verify_cost": verify_cost}
+    options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
+    options |= sampling_options() if plain else rollout_options(**drafting)
+    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    options |= {name: value for name, value in limits.items() if value is not None} | _engine_options(engine)
+    with Journal(out) as journal:
+        from vllm import LLM  # slow, so only once the arguments are known to be good
+
+        llm = LLM(model, **options)
+        generator = RolloutGenerator(llm, journal, reward=judge, update_weights=update)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        table = _table()
+        with Progress(*columns, console=Console(stderr=True)) as bars:
+            bar = bars.add_task("epoch 0", total=len(tasks) * samples * epochs)
+
+            def show(figures: EpochFigures) -> None:
+                done = figures.epoch * len(tasks) * samples + figures.resumed + figures.finished
+                bars.update(bar, completed=done, description=_line(figures))
+
+            for figures in generator.run(tasks, plan, show):
+                show(figures)
+                _add_row(table, figures)
+                if format is not None:
+                    write = write_trl if format is Format.TRL else write_verl
+                    folder = out.with_suffix(f".{format.value}")
+                    write(list(journal.samples(figures.epoch)), folder, figures.epoch, llm.get_tokenizer().decode)
+        Console().print(table)
+
+
+def _engine_options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--engine is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigurationError(f"--engine must be a JSON object, got {type(options).__name__}")
+    return options
+
+
+def _function(option: str, name: str) -> Callable[..., Any]:
+    """Import ``module:function``, from the working directory, too."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ConfigurationError(f"{option} {name}: give it as module:function")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{option} {name}: {error}") from None
+    if not callable(found):
+        raise ConfigurationError(f"{option} {name}: is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _line(figures: EpochFigures) -> str:
+    speed = figures.tokens / figures.seconds if figures.seconds else 0.0
+    return f"epoch {figures.epoch}: {speed:,.0f} tokens/s, {figures.acceptance_rate:.0%} of drafts accepted"
+
+
+def _table() -> Table:
+    table = Table(title="rollout")
+    for column in ("epoch", "samples", "tokens", "steps", "tokens/step", "accept. rate", "tokens/s", "reward"):
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add_row(table: Table, figures: EpochFigures) -> None:
+    speed = figures.tokens / figures.seconds if figures.seconds else 0.0
+    reward = "-" if figures.mean_reward is None else f"{figures.mean_reward:.3f}"
+    table.add_row(
+        str(figures.epoch),
+        f"{figures.resumed + figures.finished}" + (f" ({figures.resumed} before)" if figures.resumed else ""),
+        f"{figures.tokens:,}",
+        f"{figures.steps:,}",
+        f"{figures.tokens_per_step:.2f}",
+        f"{figures.acceptance_rate:.2f}" if figures.drafted else "-",
+        f"{speed:,.0f}",
+        reward,
+    )

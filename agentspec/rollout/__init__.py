@@ -1,0 +1,24 @@
+"""Sample answers to problems, epoch after epoch, each exactly once, with drafts from earlier samples.
+
+    generator = RolloutGenerator(LLM(MODEL, **rollout_options()), Journal(Path("rollouts.jsonl")))
+    for epoch in generator.run(read_problems(Path("problems.jsonl")), Plan(samples=8, epochs=3)):
+        print(epoch.tokens_per_step)
+
+`agentspec rollout` is this on the command line; docs/rl.md says what it brings.
+"""
+
+from agentspec.rollout.generator import EpochFigures, Plan, RolloutGenerator, rollout_options
+from agentspec.rollout.journal import Journal, Key, Sample
+from agentspec.rollout.problems import Problem, read_problems
+
+__all__ = [
+    "EpochFigures",
+    "Journal",
+    "Key",
+    "Plan",
+    "Problem",
+    "RolloutGenerator",
+    "Sample",
+    "read_problems",
+    "rollout_options",
+]

@@ -1,0 +1,96 @@
+"""Write an epoch of a rollout as trainers keep theirs: TRL's parquet of completions, verl's JSON lines."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+from agentspec.rollout.journal import Sample
+
+_LEAST_DEVIATION = 1e-4
+
+
+def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Callable[[list[int]], str]) -> Path:
+    """Write ``completions_{epoch}.parquet`` with step, prompt, completion, reward and advantage, as TRL logs them.
+
+    decode: from token ids to text. Raises ConfigurationError without pyarrow.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigurationError("--format trl writes parquet: pip install 'agentspec[rollout]'") from None
+    ordered = _ordered(samples)
+    table = pyarrow.table(
+        {
+            "step": [epoch] * len(ordered),
+            "prompt": [decode(sample.prompt_ids) for sample in ordered],
+            "completion": [sample.text for sample in ordered],
+            "reward": [sample.reward for sample in ordered],
+            "advantage": advantages(ordered),
+        }
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"completions_{epoch:05d}.parquet"
+    _replace(path, lambda place: parquet.write_table(table, place))
+    return path
+
+
+def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Callable[[list[int]], str]) -> Path:
+    """Write ``{epoch}.jsonl`` with input, output, gts, score and step, as verl dumps rollouts.
+
+    gts: the problem's ``reward_model.ground_truth``, where its file was verl's, or its ``answer``. decode: from token
+    ids to text.
+    """
+    lines = []
+    for sample in _ordered(samples):
+        line = {"input": decode(sample.prompt_ids), "output": sample.text, "gts": _ground_truth(sample.fields)}
+        lines.append(json.dumps({**line, "score": sample.reward, "step": epoch}, ensure_ascii=False) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{epoch}.jsonl"
+    _replace(path, lambda place: place.write_text("".join(lines), encoding="utf-8"))
+    return path
+
+
+def for_rollout_func(samples: Iterable[Sample]) -> dict[str, list[Any]]:
+    """Return what TRL's ``rollout_func`` returns: prompt_ids, completion_ids and logprobs, one list a sample."""
+    ordered = list(samples)
+    return {
+        name: [getattr(sample, name) for sample in ordered] for name in ("prompt_ids", "completion_ids", "logprobs")
+    }
+
+
+def advantages(samples: Sequence[Sample]) -> list[float | None]:
+    """Return the samples' advantages in their groups: (r - mean) / (deviation + 1e-4).
+
+    GRPO, arXiv 2402.03300, 4.1.2; deviation and constant as in TRL. None for a sample without a reward.
+    """
+    rewards: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            rewards.setdefault(sample.id, []).append(sample.reward)
+    scale = {
+        name: (fmean(values), (stdev(values) if len(values) > 1 else 0.0) + _LEAST_DEVIATION)
+        for name, values in rewards.items()
+    }
+    return [
+        None if sample.reward is None else (sample.reward - scale[sample.id][0]) / scale[sample.id][1]
+        for sample in samples
+    ]
+
+
+def _ordered(samples: Sequence[Sample]) -> list[Sample]:
+    return sorted(samples, key=lambda sample: (sample.id, sample.sample))
+
+
+def _ground_truth(fields: Mapping[str, Any]) -> Any:
+    model = fields.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else fields.get("answer")
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    write(part)
+    part.replace(path)

@@ -1,0 +1,275 @@
+"""Sample problems on a vLLM engine in this process, one decode step at a time, and write each sample as it finishes."""
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.rollout.journal import Journal, Key, Sample
+from agentspec.rollout.problems import Problem
+
+logger = logging.getLogger(__name__)
+
+Reward = Callable[[Problem, Sample], float]
+"""Called once for each finished sample, in a thread."""
+UpdateWeights = Callable[[Any, int], str | None]
+"""Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing. Returns a version."""
+
+_REWARD_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Say what to sample: so many samples of each problem in each epoch.
+
+    max_tokens: longest response. seed: makes a sample's random numbers, together with its name, so that a rollout can
+    be repeated; vLLM then draws them row by row, which takes time in large batches. None: the engine's seed, which must
+    differ from run to run, or a resumed rollout repeats samples. stop: texts that end a response.
+    Raises ConfigurationError for a value out of range.
+    """
+
+    samples: int = 8
+    epochs: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "epochs", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}: at least 1 expected, got {getattr(self, name)}")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ConfigurationError(
+                f"temperature={self.temperature}, top_p={self.top_p}: a temperature of at least 0 and a top_p above 0 "
+                "and up to 1 expected"
+            )
+
+
+@dataclass(slots=True)
+class EpochFigures:
+    """Count what an epoch brought so far. resumed: samples that the journal held before. seconds: since it began."""
+
+    epoch: int
+    wanted: int
+    resumed: int
+    finished: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    weight_version: str | None = None
+    rewarded: int = 0
+    reward_sum: float = 0.0
+    reward_errors: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Decode steps that the samples took, added up."""
+        return self.tokens - self.accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean acceptance length: tokens a decode step of a sample, the bonus token included."""
+        return self.tokens / max(1, self.steps)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens for each drafted one."""
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean of the rewards, None if there are none."""
+        return self.reward_sum / self.rewarded if self.rewarded else None
+
+    def add(self, sample: Sample) -> None:
+        """Count a finished sample."""
+        self.finished += 1
+        self.tokens += len(sample.completion_ids)
+        self.drafted += sample.drafted
+        self.accepted += sample.accepted
+        self.reward_errors += sample.reward_error is not None
+        if sample.reward is not None:
+            self.rewarded += 1
+            self.reward_sum += sample.reward
+
+
+def rollout_options(**options: Any) -> dict[str, Any]:
+    """Return keyword arguments for ``vllm.LLM``: those of ``engine_options``, and what a rollout reads of its samples.
+
+    options: as ``engine_options`` takes them. Raises ConfigurationError for a wrong setting.
+    """
+    from agentspec.server_ext.vllm_launch import engine_options
+
+    return {**engine_options(**options), **sampling_options()}
+
+
+def sampling_options() -> dict[str, Any]:
+    """Return keyword arguments for ``vllm.LLM`` by which samples carry logprobs and figures of their drafts."""
+    return {"logprobs_mode": "processed_logprobs", "per_request_spec_decode_metrics": "summary"}
+
+
+class RolloutGenerator:
+    """Sample problems with an engine, and write the samples to a journal.
+
+    llm: a ``vllm.LLM``; with ``rollout_options`` it drafts, and the samples have draft figures. A problem's samples are
+    a group: they draft from each other and from those of earlier epochs and runs. max_waiting: requests given to the
+    engine beyond those that it runs, so that it always has a next one.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        journal: Journal,
+        *,
+        reward: Reward | None = None,
+        update_weights: UpdateWeights | None = None,
+        max_waiting: int = 64,
+    ) -> None:
+        self._llm, self._engine = llm, llm.llm_engine
+        self._journal = journal
+        self._reward, self._update_weights = reward, update_weights
+        self._max_open = self._engine.vllm_config.scheduler_config.max_num_seqs + max_waiting
+        self._prompts: dict[str, dict[str, Any]] = {}  # tokenised, by the problem's id
+
+    def run(
+        self,
+        problems: Sequence[Problem],
+        plan: Plan,
+        progress: Callable[[EpochFigures], None] = lambda figures: None,
+    ) -> Iterator[EpochFigures]:
+        """Sample what the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
+
+        progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
+        engine's open requests are aborted; what was finished is in the journal.
+        """
+        self._prompts = {problem.id: self._tokenise(problem) for problem in problems}
+        for epoch in range(plan.epochs):
+            keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
+            missing = deque(key for key in keys if key not in self._journal)
+            figures = EpochFigures(epoch, wanted=len(keys), resumed=len(keys) - len(missing))
+            if missing:
+                if self._update_weights is not None:
+                    figures.weight_version = self._update_weights(self._llm, epoch)
+                self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)
+            yield figures
+
+    def _run_epoch(
+        self,
+        problems: dict[str, Problem],
+        missing: deque[Key],
+        plan: Plan,
+        figures: EpochFigures,
+        progress: Callable[[EpochFigures], None],
+    ) -> None:
+        begin = time.perf_counter()
+        running: dict[str, Key] = {}
+        judged: deque[Future[Sample]] = deque()
+        with ThreadPoolExecutor(_REWARD_THREADS, "agentspec-reward") as pool:
+            try:
+                while missing or running or judged:
+                    while missing and len(running) < self._max_open:
+                        key = missing.popleft()
+                        running[self._add(key, plan, figures.weight_version)] = key
+                    for output in self._engine.step() if running else ():
+                        if output.finished:
+                            key = running.pop(output.request_id)
+                            sample = self._sample(key, problems[key.id], output, figures.weight_version)
+                            judged.append(pool.submit(self._judge, problems[key.id], sample))
+                    written = figures.finished
+                    while judged and (judged[0].done() or not running):
+                        sample = judged.popleft().result()
+                        self._journal.write(sample)
+                        figures.add(sample)
+                    figures.seconds = time.perf_counter() - begin
+                    if figures.finished > written:
+                        progress(figures)
+            finally:
+                if running:
+                    self._engine.abort_request(list(running))
+
+    def _add(self, key: Key, plan: Plan, weight_version: str | None) -> str:
+        from vllm import SamplingParams
+
+        extra: dict[str, Any] = {"group_id": key.id}
+        if weight_version is not None:
+            extra["weight_version"] = weight_version
+        request_id = f"rollout-{key.epoch}-{key.sample}-{key.id}"
+        params = SamplingParams(
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            max_tokens=plan.max_tokens,
+            stop=list(plan.stop),
+            seed=None if plan.seed is None else _seed(plan.seed, key),
+            logprobs=0,
+            extra_args=extra,
+        )
+        self._engine.add_request(request_id, self._prompts[key.id], params)
+        return request_id
+
+    def _tokenise(self, problem: Problem) -> dict[str, Any]:
+        tokenizer = self._llm.get_tokenizer()
+        if problem.is_chat:
+            try:
+                ids = tokenizer.apply_chat_template(
+                    problem.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            except Exception as error:  # each template refuses in its own way
+                raise InvalidInputError(
+                    f"problem {problem.id!r}: the chat template refuses its messages: {error}"
+                ) from None
+        elif isinstance(problem.prompt, str):
+            ids = tokenizer.encode(problem.prompt)
+        else:
+            ids = problem.prompt
+        longest = self._engine.vllm_config.model_config.max_model_len
+        if not 0 < len(ids) < longest:
+            raise InvalidInputError(
+                f"problem {problem.id!r}: its prompt has {len(ids)} tokens, but the model takes 1 to {longest - 1}"
+            )
+        return {"prompt_token_ids": [int(token) for token in ids]}
+
+    def _sample(self, key: Key, problem: Problem, output: Any, weight_version: str | None) -> Sample:
+        completion = output.outputs[0]
+        tokens = [int(token) for token in completion.token_ids]
+        steps = completion.logprobs or []
+        spec = completion.spec_decode_metrics
+        figures = {} if spec is None else spec.to_dict()
+        accepted = figures.get("num_accepted_draft_tokens", 0)
+        return Sample(
+            id=key.id,
+            epoch=key.epoch,
+            sample=key.sample,
+            prompt_ids=list(self._prompts[key.id]["prompt_token_ids"]),
+            completion_ids=tokens,
+            logprobs=[float(step[token].logprob) for step, token in zip(steps, tokens, strict=False)],
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            weight_version=weight_version,
+            steps=len(tokens) - accepted,
+            drafted=figures.get("num_draft_tokens", 0),
+            accepted=accepted,
+            fields=problem.fields,
+        )
+
+    def _judge(self, problem: Problem, sample: Sample) -> Sample:
+        if self._reward is None:
+            return sample
+        try:
+            return replace(sample, reward=float(self._reward(problem, sample)))
+        except Exception as error:  # one bad answer must not end a rollout of hours
+            logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
+            return replace(sample, reward_error=f"{type(error).__name__}: {error}")
+
+
+def _seed(seed: int, key: Key) -> int:
+    """Return a seed for a sample that does not depend on what was sampled before it."""
+    text = f"{seed} {key.epoch} {key.sample} {key.id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

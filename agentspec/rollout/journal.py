@@ -1,0 +1,148 @@
+"""Keep the samples of a rollout in a file of JSON lines, each (id, epoch, sample) exactly once.
+
+A sample is one line, written whole by one system call as soon as it is finished. So a run that is killed keeps every
+finished sample; the next one removes a line that was cut off, and samples what is missing.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from agentspec.errors import InvalidInputError
+
+
+class Key(NamedTuple):
+    """Name a sample: the problem's id, the epoch and the sample's number in it, both from 0."""
+
+    id: str
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Hold one finished sample.
+
+    prompt_ids, completion_ids: token ids. logprobs: of each completion token, under the distribution that it was
+    sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
+    the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
+    steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem.
+    """
+
+    id: str
+    epoch: int
+    sample: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str | None = None
+    weight_version: str | None = None
+    reward: float | None = None
+    reward_error: str | None = None
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        """The sample's name."""
+        return Key(self.id, self.epoch, self.sample)
+
+
+_NEEDED = {"id", "epoch", "sample", "completion_ids"}
+
+
+class Journal:
+    """Write samples to a file, and know which ones it holds.
+
+    Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
+    no sample, and for a file that another process writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            self._cut_torn_line()
+            self._keys = {sample.key for sample in self.samples()}
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def write(self, sample: Sample) -> None:
+        """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
+        if sample.key in self._keys:
+            raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
+        line = (json.dumps(asdict(sample), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        written = os.write(self._file, line)
+        if written != len(line):  # the disk is full: leave no half of a line
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(f"{self.path}: the disk is full; the sample {tuple(sample.key)} was not written")
+        self._keys.add(sample.key)
+
+    def samples(self, epoch: int | None = None) -> Iterator[Sample]:
+        """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
+        with self.path.open(encoding="utf-8", errors="surrogatepass") as lines:
+            for number, line in enumerate(lines, 1):
+                sample = self._parse(number, line)
+                if epoch is None or sample.epoch == epoch:
+                    yield sample
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _parse(self, number: int, line: str) -> Sample:
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict) or not values.keys() >= _NEEDED:
+                raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
+            return Sample(**values)
+        except (ValueError, TypeError) as error:
+            raise InvalidInputError(
+                f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
+            ) from None
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidInputError(f"{self.path}: another rollout writes it; write to another file") from None
+
+    def _cut_torn_line(self) -> None:
+        size = os.fstat(self._file).st_size
+        end = size
+        while end > 0:
+            begin = max(0, end - 65_536)
+            newline = os.pread(self._file, end - begin, begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        if end < size:
+            os.ftruncate(self._file, end)

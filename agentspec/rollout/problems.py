@@ -1,0 +1,103 @@
+"""Read the problems of a rollout from JSON lines or parquet."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentspec.cache.identifiers import check_session_id
+from agentspec.errors import InvalidInputError
+
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Hold one problem.
+
+    prompt: a text, a chat as a list of messages, or token ids. fields: what else its line holds, passed through to
+    its samples and to the reward function.
+    """
+
+    id: str
+    prompt: str | list[dict[str, Any]] | list[int]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Read all problems of a file: ``.parquet``, or JSON lines for any other name.
+
+    A problem has an "id" (a string or a number, once in the file) and a "prompt" (a text, or messages as verl writes
+    them), "messages" or "prompt_token_ids".
+
+    Raises InvalidInputError that names the line and the field.
+    """
+    if not path.is_file():
+        raise InvalidInputError(f"{path}: no such file; give a file of problems, .jsonl or .parquet")
+    problems: dict[str, Problem] = {}
+    for place, row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):
+        problem = _problem(place, row)
+        if problem.id in problems:
+            raise InvalidInputError(f"{place}: id {problem.id!r} stands there twice; give each problem its own")
+        problems[problem.id] = problem
+    if not problems:
+        raise InvalidInputError(f"{path}: holds no problem")
+    return list(problems.values())
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield f"{path}, line {number}", json.loads(line)
+                except ValueError as error:
+                    raise InvalidInputError(f"{path}, line {number}: not JSON ({error})") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InvalidInputError(f"{path}: reading parquet needs pyarrow: pip install 'agentspec[rollout]'") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise InvalidInputError(f"{path}: not a parquet file ({error})") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
+
+
+def _problem(place: str, row: Any) -> Problem:
+    if not isinstance(row, dict):
+        raise InvalidInputError(f"{place}: an object expected, got {type(row).__name__}")
+    identifier = row.get("id")
+    if type(identifier) is int:
+        identifier = str(identifier)
+    if not isinstance(identifier, str):
+        raise InvalidInputError(f'{place}: needs "id", a string or a whole number')
+    given = [name for name in _PROMPTS if row.get(name) is not None]
+    if len(given) != 1:
+        names = ", ".join(f'"{name}"' for name in _PROMPTS)
+        raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(given) or 'none'}")
+    prompt = row[given[0]]
+    if not _usable(given[0], prompt):
+        raise InvalidInputError(f'{place}: "{given[0]}" is neither a text nor messages nor token ids, or it is empty')
+    rest = {name: value for name, value in row.items() if name not in ("id", given[0])}
+    return Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
+
+
+def _usable(name: str, prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return name == "prompt" and bool(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    if name == "prompt_token_ids":
+        return all(type(token) is int and token >= 0 for token in prompt)
+    return all(isinstance(message, dict) and "role" in message for message in prompt)

@@ -1,0 +1,69 @@
+"""What trainers read: TRL's parquet and rollout_func, verl's JSON lines, and Hugging Face datasets."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from agentspec.rollout import Journal, Sample
+from agentspec.rollout.formats import advantages, for_rollout_func, write_trl, write_verl
+
+SAMPLES = [
+    Sample("b", 3, 0, [1], [2, 3], [-0.1, -0.2], "two three", reward=1.0, fields={"answer": 7}),
+    Sample("a", 3, 1, [4], [5], [-0.3], "five", reward=0.0),
+    Sample("a", 3, 0, [4], [6], [-0.4], "six", reward=1.0, fields={"reward_model": {"ground_truth": "6"}}),
+    Sample("c", 3, 0, [4], [6], [-0.4], "six", reward_error="ValueError: x"),
+]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def test_verls_lines(tmp_path: Path) -> None:
+    path = write_verl(SAMPLES, tmp_path / "verl", 3, decode)
+    assert path.name == "3.jsonl"
+    first, *_, last = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"input": "4", "output": "six", "gts": "6", "score": 1.0, "step": 3}
+    assert last["score"] is None and last["gts"] is None
+
+
+def test_trls_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = write_trl(SAMPLES, tmp_path / "trl", 3, decode)
+    assert path.name == "completions_00003.parquet"
+    rows = parquet.read_table(path).to_pylist()
+    assert [row["completion"] for row in rows] == ["six", "five", "two three", "six"]
+    assert rows[0] | {"advantage": None} == {
+        "step": 3,
+        "prompt": "4",
+        "completion": "six",
+        "reward": 1.0,
+        "advantage": None,
+    }
+
+
+def test_advantages_compare_a_sample_with_its_group() -> None:
+    b, a1, a0, c = advantages(SAMPLES)
+    assert b == 0.0 and c is None
+    assert a0 == -(a1 or 0) == pytest.approx(0.5 / (0.5**0.5 + 1e-4))
+
+
+def test_trls_rollout_func_gets_what_it_wants() -> None:
+    given = for_rollout_func(SAMPLES)
+    assert set(given) == {"prompt_ids", "completion_ids", "logprobs"}
+    assert given["completion_ids"] == [[2, 3], [5], [6], [6]]
+    assert [len(row) for row in given["logprobs"]] == [len(row) for row in given["completion_ids"]]
+
+
+def test_the_samples_load_as_a_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        for sample in SAMPLES:
+            journal.write(sample)
+    loaded = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "rollouts.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded["completion_ids"][:] == [sample.completion_ids for sample in SAMPLES]
+    assert loaded["logprobs"][0] == [-0.1, -0.2]

@@ -1,0 +1,170 @@
+"""The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentspec.errors import AgentSpecError
+from agentspec.rollout import Journal, Plan, Problem, RolloutGenerator, Sample
+
+vllm = pytest.importorskip("vllm")
+
+
+class Engine:
+    """Answers ``batch`` requests a step with one token, and counts what it was asked."""
+
+    def __init__(self, batch: int = 2, fail_after: int | None = None) -> None:
+        scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model)
+        self.batch, self.fail_after = batch, fail_after
+        self.open: deque[str] = deque()
+        self.asked: list[tuple[str, Any]] = []
+        self.most_open = 0
+
+    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self.asked.append((request_id, params))
+        self.open.append(request_id)
+        self.most_open = max(self.most_open, len(self.open))
+
+    def step(self) -> list[Any]:
+        if self.fail_after is not None and len(self.asked) - len(self.open) >= self.fail_after:
+            raise RuntimeError("the engine died")
+        finished = [self.open.popleft() for _ in range(min(self.batch, len(self.open)))]
+        figures = SimpleNamespace(to_dict=lambda: {"num_accepted_draft_tokens": 1, "num_draft_tokens": 4})
+        completion = SimpleNamespace(
+            token_ids=[5, 6],
+            logprobs=[{5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1)}],
+            text="five six",
+            finish_reason="stop",
+            spec_decode_metrics=figures,
+        )
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[completion]) for name in finished]
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        self.open = deque(name for name in self.open if name not in request_ids)
+
+
+class Tokenizer:
+    """One token a word; a chat's template joins its messages."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        if messages[-1]["role"] == "system":
+            raise ValueError("no user message")
+        return self.encode(" ".join(message["content"] for message in messages))
+
+
+class LLM:
+    def __init__(self, engine: Engine) -> None:
+        self.llm_engine = engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        return Tokenizer()
+
+
+PROBLEMS = [
+    Problem("a", "one two", {"answer": "five six"}),
+    Problem("b", [{"role": "user", "content": "x"}]),
+    Problem("c", [7, 8]),
+]
+
+
+def run(path: Path, plan: Plan, engine: Engine | None = None, **options: Any) -> tuple[list[Any], list[Sample]]:
+    with Journal(path) as journal:
+        generator = RolloutGenerator(LLM(engine or Engine()), journal, **options)
+        figures = list(generator.run(PROBLEMS, plan))
+        return figures, list(journal.samples())
+
+
+def test_each_sample_is_written_once_with_what_a_trainer_needs(tmp_path: Path) -> None:
+    engine = Engine()
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=2, epochs=2), engine)
+    assert [sample.key for sample in samples] == [
+        (name, epoch, number) for epoch in range(2) for name in "abc" for number in range(2)
+    ]
+    first = samples[0]
+    assert (first.prompt_ids, first.completion_ids, first.logprobs) == ([3, 3], [5, 6], [-0.5, -1.0])
+    assert (first.steps, first.drafted, first.accepted, first.fields) == (1, 4, 1, {"answer": "five six"})
+    assert [one.tokens_per_step for one in figures] == [2.0, 2.0] and figures[0].acceptance_rate == 0.25
+    assert {params.extra_args["group_id"] for _, params in engine.asked} == {"a", "b", "c"}
+
+
+def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(path, Plan(samples=4), Engine(fail_after=6))
+    engine = Engine()
+    figures, samples = run(path, Plan(samples=4), engine)
+    assert figures[0].resumed >= 4 and figures[0].resumed + figures[0].finished == 12
+    assert len(engine.asked) == figures[0].finished
+    assert len({sample.key for sample in samples}) == len(samples) == 12
+    assert run(path, Plan(samples=4), Engine(fail_after=0))[0][0].finished == 0
+
+
+def test_an_error_leaves_no_request_in_the_engine(tmp_path: Path) -> None:
+    engine = Engine(fail_after=2)
+    with pytest.raises(RuntimeError):
+        run(tmp_path / "r.jsonl", Plan(samples=4), engine)
+    assert not engine.open
+
+
+def test_the_engine_never_holds_more_than_it_can_use(tmp_path: Path) -> None:
+    engine = Engine(batch=2)
+    run(tmp_path / "r.jsonl", Plan(samples=50), engine, max_waiting=3)
+    assert engine.most_open == 5
+
+
+def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        return float(problem.fields["answer"] == sample.text)
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert [sample.reward for sample in samples] == [1.0, None, None]
+    assert samples[1].reward_error == "KeyError: 'answer'"
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 2)
+
+
+def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path) -> None:
+    calls = []
+
+    def update(llm: Any, epoch: int) -> str:
+        calls.append(epoch)
+        return f"step {epoch}"
+
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=1, epochs=1), update_weights=update)
+    engine = Engine()
+    _, samples = run(path, Plan(samples=1, epochs=3), engine, update_weights=update)
+    assert calls == [0, 1, 2]
+    assert [sample.weight_version for sample in samples] == [f"step {epoch}" for epoch in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+    assert engine.asked[0][1].extra_args["weight_version"] == "step 1"
+
+
+def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> None:
+    whole, half = Engine(), Engine()
+    run(tmp_path / "a.jsonl", Plan(samples=2, seed=1), whole)
+    with Journal(tmp_path / "b.jsonl") as journal:
+        list(RolloutGenerator(LLM(half), journal).run(PROBLEMS[1:], Plan(samples=2, seed=1)))
+    seeds = {name: params.seed for name, params in whole.asked}
+    assert len(set(seeds.values())) == 6
+    assert all(seeds[name] == params.seed for name, params in half.asked)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("word " * 9, "has 9 tokens, but the model takes 1 to 7"), ([{"role": "system"}], "the chat template refuses")],
+)
+def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
+    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="problem 'z': .*" + message):
+        list(RolloutGenerator(LLM(Engine()), journal).run([Problem("z", prompt)], Plan()))
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"epochs": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}])
+def test_a_wrong_plan_names_the_field(wrong: dict[str, Any]) -> None:
+    with pytest.raises(AgentSpecError, match=next(iter(wrong))):
+        Plan(**wrong)

@@ -1,0 +1,111 @@
+"""The file of samples: each exactly once, whatever happens to the process that writes it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentspec.errors import AgentSpecError
+from agentspec.rollout import Journal, Key, Sample
+
+WRITER = """
+import sys
+from pathlib import Path
+from agentspec.rollout import Journal, Key, Sample
+with Journal(Path(sys.argv[1])) as journal:
+    print(len(journal), flush=True)
+    for number in range(100_000):
+        if Key("p", 0, number) not in journal:
+            journal.write(Sample("p", 0, number, [1] * 50, [2] * 500, [-0.5] * 500, "text \\u00e9" * 100))
+"""
+
+
+def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
+    return Sample("p", epoch, number, [1, 2], [3, 4], [-0.1, -0.2], "text", **changes)  # type: ignore[arg-type]
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rollouts.jsonl"
+    wanted = [sample(0), sample(1, reward=0.5, fields={"answer": "é\u2028\ud800"}), sample(0, epoch=1)]
+    with Journal(path) as journal:
+        for one in wanted:
+            journal.write(one)
+        assert Key("p", 0, 1) in journal and Key("p", 0, 2) not in journal and len(journal) == 3
+    with Journal(path) as journal:
+        assert list(journal.samples()) == wanted
+        assert list(journal.samples(epoch=1)) == wanted[2:]
+
+
+def test_a_sample_is_written_once(tmp_path: Path) -> None:
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        journal.write(sample())
+        with pytest.raises(AgentSpecError, match="holds \\('p', 0, 0\\) already"):
+            journal.write(sample())
+
+
+@pytest.mark.parametrize("torn", ["{", '{"id": "p", "epoch"', json.dumps({"id": "p", "epoch": 0, "sample": 9})])
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn.encode())
+    with Journal(path) as journal:
+        assert len(journal) == 1
+        assert path.read_bytes() == whole
+        journal.write(sample(1))
+    path.write_bytes(torn.encode() * 20_000)  # longer than one look backwards
+    with Journal(path) as journal:
+        assert len(journal) == 0 and path.stat().st_size == 0
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(AgentSpecError, match=r"notes\.jsonl, line 1: not a sample of a rollout"):
+        Journal(path)
+    assert path.read_text() == '{"id": 1}\n'
+
+
+def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
+        Journal(path)
+    Journal(path).close()
+
+
+def test_kill_9_loses_no_finished_sample_and_repeats_none(tmp_path: Path) -> None:
+    path, random_ = tmp_path / "rollouts.jsonl", random.Random(5)
+    before = 0
+    for _ in range(5):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        resumed = int(writer.stdout.readline())
+        assert resumed >= before
+        before = resumed
+        time.sleep(0.02 + 0.1 * random_.random())
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+    with Journal(path) as journal:
+        keys = [one.key for one in journal.samples()]
+    assert len(keys) > 5 and keys == [Key("p", 0, number) for number in range(len(keys))]
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        whole, write = path.read_bytes(), os.write
+        monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+        with pytest.raises(OSError, match="disk is full"):
+            journal.write(sample(1))
+        monkeypatch.undo()
+        assert path.read_bytes() == whole
+        journal.write(sample(1))
+        assert len(list(journal.samples())) == 2

@@ -1,0 +1,76 @@
+"""Problem files: what is read, and which line and field an error names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import AgentSpecError
+from agentspec.rollout import read_problems
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    path = folder / "problems.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_prompt_is_a_text_a_chat_or_token_ids(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "prompt": "x", "answer": 4},
+        {"id": 7, "messages": CHAT},
+        "",
+        {"id": "c", "prompt_token_ids": [1, 2], "prompt": None},
+        {"id": "d", "prompt": CHAT, "reward_model": {"ground_truth": "4"}},  # as verl writes it
+    ]
+    text, chat, tokens, verl = read_problems(written(tmp_path, *rows))
+    assert (text.id, text.prompt, text.fields, text.is_chat) == ("a", "x", {"answer": 4}, False)
+    assert (chat.id, chat.prompt, chat.is_chat) == ("7", CHAT, True)
+    assert (tokens.prompt, tokens.is_chat) == ([1, 2], False)
+    assert verl.is_chat and verl.fields == {"reward_model": {"ground_truth": "4"}}
+
+
+def test_parquet_holds_the_same(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"id": "a", "prompt": "x", "answer": 4}, {"id": "b", "prompt": "y", "answer": 5}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "problems.parquet")
+    assert read_problems(tmp_path / "problems.parquet") == read_problems(written(tmp_path, *rows))
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(AgentSpecError, match=r"bad\.parquet: not a parquet file"):
+        read_problems(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "an object expected, got list"),
+        ({"prompt": "x"}, 'needs "id"'),
+        ({"id": 1.5, "prompt": "x"}, 'needs "id"'),
+        ({"id": True, "prompt": "x"}, 'needs "id"'),
+        ({"id": "a\nb", "prompt": "x"}, "id: control character"),
+        ({"id": "b"}, 'needs one of "prompt"'),
+        ({"id": "b", "prompt": "x", "messages": CHAT}, "has prompt, messages"),
+        ({"id": "b", "prompt": ""}, "or it is empty"),
+        ({"id": "b", "messages": "x"}, "neither a text"),
+        ({"id": "b", "messages": [{"content": "x"}]}, "neither a text"),
+        ({"id": "b", "prompt_token_ids": [1, -2]}, "neither a text"),
+        ({"id": "first", "prompt": "x"}, "stands there twice"),
+    ],
+)
+def test_an_error_names_the_line(tmp_path: Path, row: Any, message: str) -> None:
+    path = written(tmp_path, {"id": "first", "prompt": "x"}, row)
+    with pytest.raises(AgentSpecError, match=r"problems\.jsonl, line 2.*" + message):
+        read_problems(path)
+
+
+def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AgentSpecError, match="holds no problem"):
+        read_problems(written(tmp_path, ""))
+    with pytest.raises(AgentSpecError, match="no such file"):
+        read_problems(tmp_path / "missing.jsonl")
