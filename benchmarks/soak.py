@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,7 @@ from engines import Parser
 from report import ROOT, print_json, print_table, say
 
 from agentspec import AgentClient, AgentSpecError
-from agentspec.cache.store import (
-    RecordReader,
-    Store,
-    TurnRecord,
-    model_name,
-    namespace,
-    open_store,
-    tokenizer_fingerprint,
-)
+from agentspec.cache.store import RecordReader, Store, TurnRecord, open_store
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
@@ -419,8 +412,7 @@ def _held(store: Store) -> tuple[set[str | None], float]:
     """Return the sessions of all turns in the store, and when the oldest turn was made (epoch seconds)."""
     names: set[str | None] = set()
     oldest = time.time()
-    log = namespace(model_name(str(MODEL)), tokenizer_fingerprint(str(MODEL), None), None)
-    for _, record in RecordReader().read(store, log):
+    for _, record in chain.from_iterable(RecordReader().read(store, log) for log in store.namespaces()):
         if isinstance(record, TurnRecord):
             names.add(record.session_name)
             oldest = min(oldest, record.created)

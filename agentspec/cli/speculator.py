@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agentspec.cache.store import model_name, namespace, open_store, redact, tokenizer_fingerprint
+from agentspec.cache.store import LogNames, model_key, model_name, open_store, redact, tokenizer_fingerprint
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext.callers import server_secret
 from agentspec.server_ext.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -96,13 +97,14 @@ def _count(
 ) -> "tuple[TokenCounts, TokenCounts]":
     from agentspec.server_ext.speculator.vocabulary import count_tokens
 
-    key = namespace(model_name(model), tokenizer_fingerprint(tokenizer, revision), settings.tenant)
+    key = model_key(model_name(model), tokenizer_fingerprint(tokenizer, revision))
+    log = LogNames(key, server_secret(settings)).of(settings.tenant)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
     opened = open_store(settings.store)
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=None)
-            counts = count_tokens(opened, key, vocab_size, lambda turns: progress.update(task, completed=turns))
+            counts = count_tokens(opened, log, vocab_size, lambda turns: progress.update(task, completed=turns))
     finally:
         opened.close()
     if not any(each.responses.any() for each in counts):

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from agentspec.cache.store import NEW_SESSION, MessageRecord, NewEntry, RecordReader, Store, encode, namespace
+from agentspec.cache.store import NEW_SESSION, MessageRecord, NewEntry, RecordReader, Store, encode
 from agentspec.errors import InvalidInputError, SessionConflictError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = namespace(model="client-messages", tokenizer="text", tenant=None)
+NAMESPACE = "29ac143d2224796d1cd003a9efc0f20782e000ef"
 """Name of the log. Messages do not depend on the model that wrote them, so one log serves every server and model."""
 
 WAIT_S = 0.1

@@ -100,7 +100,7 @@ class DraftingEngine:
         self._persistence = persistence
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
-            fits = snapshot_identity(persistence.namespace, self.cache)
+            fits = snapshot_identity(persistence.logs.of(settings.tenant), self.cache)
             limit = settings.retention_bytes
             self._keeper = SnapshotKeeper(snapshot, self.cache, fits, note=self.step_cost.dump, max_bytes=limit)
         self._recorder = Recorder(settings.record, shares.figures // 2) if settings.record else None
@@ -121,7 +121,7 @@ class DraftingEngine:
         timeout = self.settings.preload_timeout
         if self._keeper is not None:
             self.step_cost.restore(self._keeper.wait_loaded(timeout))
-        restored = self._persistence.warm_up(self.cache, timeout)
+        restored = self._persistence.warm_up(self.cache, timeout, self.settings.tenant)
         if self._keeper is not None:
             self._keeper.start()
         return restored

@@ -2,22 +2,24 @@
 
 Only background threads touch the store. Everything here returns at once, except ``warm_up``, which is called before the
 engine serves. Load at start, return after eviction and what another process wrote are one operation: the store's
-records of a session or group are applied, and the cache ignores those that it holds.
+records of a session, a group or a tenant's corpus are applied, and the cache ignores those that it holds.
 """
 
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import (
     BackgroundLoader,
     BackgroundWriter,
-    JobResult,
+    Erasure,
     Loaded,
+    LogNames,
     Retention,
     Store,
     StoreJobs,
@@ -26,7 +28,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import InvalidInputError, StoreUnavailableError
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import MemoryShares
 
@@ -36,33 +38,40 @@ _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
 
 
-class Persistence:
-    """Move turns between an engine's cache and one namespace of the store.
+_MAX_CORPORA = 4096
+"""Tenants whose corpus counts as loaded."""
 
-    preload: number of newest turns to load at start. retention: limits of the store; None: this process leaves it as it
-    is. queue_bytes: limit of the records that wait to be written, and of those that wait to be applied. One thread, the
-    engine's, makes all calls but ``stats``.
+Result = TypeVar("Result")
+
+
+class Persistence:
+    """Move turns between an engine's cache and the logs of a model in the store, one for each tenant.
+
+    logs: their names. preload: how many of a tenant's newest turns to load into its corpus. retention: limits of the
+    store; None: this process leaves it as it is. queue_bytes: limit of the records that wait to be written, and of
+    those that wait to be applied. One thread, the engine's, makes all calls but ``stats``.
     """
 
     def __init__(
         self,
         store: Store,
-        namespace: str,
+        logs: LogNames,
         preload: int,
         retention: Retention | None = None,
         queue_bytes: int = MemoryShares.of(DEFAULT_MAX_BYTES).queue,
     ) -> None:
-        self.namespace = namespace
+        self.logs = logs
         self._preload = preload
         self._store = store
-        self._writer = BackgroundWriter(store, namespace, retention=retention, max_bytes=queue_bytes)
-        self._loader = BackgroundLoader(store, namespace, max_ready_bytes=queue_bytes)
+        self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
+        self._loader = BackgroundLoader(store, max_ready_bytes=queue_bytes)
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
         self._number = 0
         self._arrived: Loaded | None = None  # of its records, those from _applied on are to be applied
         self._applied = 0
-        self._erasures: dict[str, int] = {}  # sessions that are being erased, with the ticket of the job
+        self._erasures: dict[str, Future[Erasure]] = {}  # by session
+        self._corpora: OrderedDict[str | None, None] = OrderedDict()  # tenants whose corpus was requested
         self._restored = 0
         self._refused: Counter[str] = Counter()
 
@@ -74,6 +83,7 @@ class Persistence:
     def save(self, turn: FinishedTurn, identity: Identity) -> None:
         """Queue a finished turn for the store. turn: finished under a name from ``next_name``."""
         self._writer.put(
+            self.logs.of(turn.tenant),
             TurnRecord(
                 writer=turn.writer,
                 number=turn.number,
@@ -92,18 +102,21 @@ class Persistence:
                 group_name=identity.group_name,
                 scope=turn.scope,
                 weights=identity.weight_version,
-            )
+            ),
         )
 
     def request_load(self, cache: SuffixCache, identity: Identity) -> None:
-        """Request what the store holds of a request's session and group, unless the cache has it all."""
+        """Request what the store holds of a request's session, group and tenant, unless the cache has it all."""
         if identity.scope == "none":
             return
         tenant, session, group = identity.tenant, identity.session, identity.group
+        log = self.logs.of(tenant)
         if session is not None and session not in self._erasures and cache.needs_load(tenant, session):
-            self._loader.request(Wanted(tenant, session=session))
+            self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and cache.needs_load(tenant, group=group):
-            self._loader.request(Wanted(tenant, group=group))
+            self._loader.request(Wanted(log, tenant, group=group))
+        if identity.scope == "tenant":
+            self._request_corpus(tenant)
 
     def has_loaded(self) -> bool:
         """Return whether there may be something to do for ``apply_loaded``."""
@@ -115,7 +128,7 @@ class Persistence:
         At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget.
         """
         if self._erasures:
-            self._erasures = {session: ticket for session, ticket in self._erasures.items() if self._runs(ticket)}
+            self._erasures = {session: job for session, job in self._erasures.items() if not job.done()}
         count, until = 0, None
         while loaded := self._next_loaded():
             if until is None:
@@ -131,16 +144,14 @@ class Persistence:
                 cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group)
         return count
 
-    def warm_up(self, cache: SuffixCache, timeout: float) -> int:
-        """Load the newest stored turns before serving, in at most ``timeout`` seconds. Return their number."""
-        if self._preload == 0:
-            return 0
-        self._loader.preload(newest=self._preload)
+    def warm_up(self, cache: SuffixCache, timeout: float, tenant: str | None = None) -> int:
+        """Load a tenant's newest turns before serving, in at most ``timeout`` seconds. Return their number."""
+        corpus = self._request_corpus(tenant)
         deadline = time.monotonic() + timeout
         count, pending = 0, True
         while pending and time.monotonic() < deadline:
             time.sleep(0.002)
-            pending = self._loader.is_pending(Wanted())  # look before applying, so that this gets all of it
+            pending = self._loader.is_pending(corpus)  # look before applying, so that this gets all of it
             count += self.apply_loaded(cache, max(0.0, deadline - time.monotonic()))
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
@@ -149,27 +160,26 @@ class Persistence:
 
     def load_again(self, tenant: str | None, session: str) -> None:
         """Load what was added to a session in the store since it was loaded. Any thread may call it."""
-        self._loader.request(Wanted(tenant, session=session))
+        self._loader.request(Wanted(self.logs.of(tenant), tenant, session=session))
 
-    def erase(self, session: str, forget: Callable[[], None] = lambda: None) -> int:
-        """Erase a session from the queues and the store. Returns a ticket; its result is an ``Erasure``.
+    def erase(
+        self, session: str, tenants: Iterable[str | None], forget: Callable[[], None] = lambda: None
+    ) -> "Future[Erasure]":
+        """Erase a session from the queues and from these tenants' logs.
 
         session: its key; from now on nothing of it is loaded. forget: removes it from the cache and whatever else holds
         it, in the job's thread. Raises StoreUnavailableError if too many jobs wait.
         """
-        ticket = self._jobs.submit(lambda store: self._erase(store, session, forget))
-        self._erasures[session] = ticket
+        logs = {self.logs.of(tenant) for tenant in tenants}
+        job = self._jobs.submit(lambda store: self._erase(store, session, logs, forget))
+        self._erasures[session] = job
         self._writer.forget(session)
         self._loader.forget(session)
-        return ticket
+        return job
 
-    def submit(self, job: Callable[[Store], Any]) -> int:
-        """Run ``job(store)`` in a thread. Returns a ticket. Raises StoreUnavailableError if too many jobs wait."""
+    def submit(self, job: Callable[[Store], Result]) -> "Future[Result]":
+        """Run ``job(store)`` in a thread. Raises StoreUnavailableError if too many jobs wait."""
         return self._jobs.submit(job)
-
-    def result(self, ticket: int) -> JobResult | None:
-        """Return a job's result, None while it waits or runs. Raises InvalidInputError for an unknown ticket."""
-        return self._jobs.result(ticket)
 
     def stats(self) -> dict[str, Any]:
         """Return the state of the writer and the loader, as JSON. refused: turns that cannot be used, by kind."""
@@ -197,19 +207,23 @@ class Persistence:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
-    def _erase(self, store: Store, session: str, forget: Callable[[], None]) -> Any:
+    def _request_corpus(self, tenant: str | None) -> Wanted:
+        """Request the newest part of a tenant's log, unless that was done."""
+        wanted = Wanted(self.logs.of(tenant), tenant)
+        if self._preload and (tenant in self._corpora or self._loader.request(wanted, self._preload)):
+            self._corpora[tenant] = None
+            self._corpora.move_to_end(tenant)
+            if len(self._corpora) > _MAX_CORPORA:
+                self._corpora.popitem(last=False)
+        return wanted
+
+    def _erase(self, store: Store, session: str, logs: Iterable[str], forget: Callable[[], None]) -> Erasure:
         forget()
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
-        erasure = store.erase_session(self.namespace, session)
+        erased = [store.erase_session(log, session) for log in logs]
         self._loader.forget(session)
-        return erasure
-
-    def _runs(self, ticket: int) -> bool:
-        try:
-            return self._jobs.result(ticket) is None
-        except InvalidInputError:  # so many jobs ended since that its result is forgotten
-            return False
+        return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 
     def _restore(self, cache: SuffixCache, record: TurnRecord) -> int:
         if record.session in self._erasures:

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.store import Erasure, NewEntry, Store, TurnRecord, decode
-from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, StoreError
+from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRecord, decode
+from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, StoreError, StoreUnavailableError
 from agentspec.server_ext.metrics import Recorder
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.step import RequestState
@@ -46,9 +46,8 @@ class SessionAdmin:
         self._running = running
         self._recorder = recorder
         self._keeper = keeper
-        self._tickets: OrderedDict[str, int] = OrderedDict()  # by the job's name, which the asker chose
-        # by name of an erasure: when the step record is without the session
-        self._blanked: dict[str, Future[None]] = {}
+        # by the job's name, which the asker chose: its value, and what else has to end before that is told
+        self._jobs: OrderedDict[str, tuple[Future[Any], ...]] = OrderedDict()
 
     def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
@@ -58,11 +57,11 @@ class SessionAdmin:
         under which tenants it holds text. "erase", session, tenants: remove it everywhere.
         """
         try:
-            self._tickets[job] = self._submit(job, what, *args)
+            self._jobs[job] = self._submit(what, *args)
         except AgentSpecError as error:
             return _failure(error)
-        if len(self._tickets) > _KEPT_JOBS:
-            self._blanked.pop(self._tickets.popitem(last=False)[0], None)
+        if len(self._jobs) > _KEPT_JOBS:
+            self._jobs.popitem(last=False)
         return {}
 
     def poll(self, job: str, offset: int = 0) -> dict[str, Any]:
@@ -70,17 +69,17 @@ class SessionAdmin:
 
         offset: how many records of the job's value the asker has; "more" says whether others follow.
         """
-        try:
-            result = self._persistence.result(self._tickets.get(job, -1))
-        except InvalidInputError as error:
-            return _failure(error)
-        blanked = self._blanked.get(job)
-        if result is None or (blanked is not None and not blanked.done()):
+        futures = self._jobs.get(job)
+        if futures is None:
+            return _failure(InvalidInputError(f"job {job!r}: unknown, or its result was forgotten; begin it again"))
+        if not all(future.done() for future in futures):
             return {}
-        failed = result.error or (None if blanked is None else blanked.exception())
-        if failed is not None:
-            return _failure(failed)
-        value = result.value
+        for future in futures:
+            if future.cancelled():
+                return _failure(StoreUnavailableError("the store was closed before the job began"))
+            if (error := future.exception()) is not None:
+                return _failure(error)
+        value = futures[0].result()
         if isinstance(value, Erasure):
             return {"value": asdict(value), "more": False}
         if not (isinstance(value, list) and value and isinstance(value[0], bytes)):
@@ -92,24 +91,20 @@ class SessionAdmin:
             size += len(part[-1])
         return {"value": part, "more": offset + len(part) < len(value)}
 
-    def _submit(self, job: str, what: str, *args: Any) -> int:
-        namespace = self._persistence.namespace
+    def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
         if what == "erase":
-            return self._erase(job, *args)
+            return self._erase(*args)
         if what == "list":
-            principal, anybody, count = args
-            return self._persistence.submit(lambda store: _list(store, namespace, principal, anybody, count))
-        session = args[0]
+            return (self._persistence.submit(lambda store: _list(store, self._logs(store), *args)),)
         if what == "write":
-            return self._persistence.submit(lambda store: self._write(store, *args))
+            return (self._persistence.submit(lambda store: self._write(store, *args)),)
+        session = args[0]
         if what == "tenants":
             held = {state.identity.tenant for state in self._of(session)}
-            return self._persistence.submit(lambda store: _tenants(store, namespace, session, held))
-        return self._persistence.submit(
-            lambda store: [entry.payload for entry in store.read(namespace, session=session)]
-        )
+            return (self._persistence.submit(lambda store: [*held | _tenants(store, self._logs(store), session)]),)
+        return (self._persistence.submit(lambda store: _payloads(store, self._logs(store), session)),)
 
-    def _erase(self, job: str, session: str, tenants: Sequence[str | None]) -> int:
+    def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
         def forget() -> None:
             for tenant in tenants:
                 self._cache.remove_session(tenant, session)
@@ -118,49 +113,65 @@ class SessionAdmin:
 
         for state in self._of(session):  # the rest of their lines in the step record is without a session
             state.identity = replace(state.identity, session=None, session_name=None)
-        if self._recorder is not None:
-            self._blanked[job] = self._recorder.erase(session)
-        return self._persistence.erase(session, forget)
+        blanked = () if self._recorder is None else (self._recorder.erase(session),)
+        return self._persistence.erase(session, tenants, forget), *blanked
 
     def _of(self, session: str) -> list[RequestState]:
         return [state for state in self._running.values() if state.identity.session == session]
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes]) -> int:
-        namespace = self._persistence.namespace
-        held = {_name_of(record) for record in _turns(store, namespace, session)}
+        held = {_name_of(record) for log in self._logs(store) for record in _turns(store, log, session)}
         new = [payload for payload in payloads if _name_of(decode(payload)) not in held]
         if new:
-            store.append(namespace, [NewEntry(session, payload) for payload in new])
+            store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
         self._persistence.load_again(tenant, session)
         return len(new)
 
+    def _logs(self, store: Store) -> list[str]:
+        return store.namespaces(self._persistence.logs.prefix)
 
-def _list(store: Store, namespace: str, principal: str | None, anybody: bool, count: int) -> list[dict[str, Any]]:
+
+def _list(store: Store, logs: Sequence[str], principal: str | None, anybody: bool, count: int) -> list[dict[str, Any]]:
     """Return the sessions of a principal, or of anybody: the ``count`` that were used last."""
+    usages: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several tenants' logs
+    for log in logs:
+        for usage in store.sessions(log):
+            if usage.session:
+                usages.setdefault(usage.session, []).append((log, usage))
     found: list[dict[str, Any]] = []
-    for usage in sorted(store.sessions(namespace), key=lambda usage: -usage.used):
-        if not usage.session or len(found) >= count:
+    for session in sorted(usages, key=lambda session: -max(usage.used for _, usage in usages[session])):
+        if len(found) >= count:
+            break
+        held = sorted(usages[session], key=lambda each: each[1].used)
+        last = held[-1][0]
+        if not anybody and not any(turn.principal == principal for turn in _turns(store, last, session, newest=1)):
             continue
-        newest = next(iter(_turns(store, namespace, usage.session, newest=1)), None)
-        if newest is None or not (anybody or newest.principal == principal):
+        tokens, newest = 0, None
+        for log, _ in held:
+            for newest in _turns(store, log, session):
+                tokens += len(newest.prompt_tail) + len(newest.response)
+        if newest is None:
             continue
-        tokens = sum(len(turn.prompt_tail) + len(turn.response) for turn in _turns(store, namespace, usage.session))
         found.append(
             {
                 "id": newest.session_name,
-                "key": usage.session,
+                "key": session,
                 "tokens": tokens,
-                "turns": usage.records,
-                "bytes": usage.bytes,
-                "used": usage.used,
+                "turns": sum(usage.records for _, usage in held),
+                "bytes": sum(usage.bytes for _, usage in held),
+                "used": held[-1][1].used,
                 "group": newest.group_name,
             }
         )
     return found
 
 
-def _tenants(store: Store, namespace: str, session: str, held: set[str | None]) -> list[str | None]:
-    return [*held | {turn.tenant for turn in _turns(store, namespace, session)}]
+def _payloads(store: Store, logs: Sequence[str], session: str) -> list[bytes]:
+    return [entry.payload for log in logs for entry in store.read(log, session=session)]
+
+
+def _tenants(store: Store, logs: Sequence[str], session: str) -> set[str | None]:
+    return {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}
 
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:

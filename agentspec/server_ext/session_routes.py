@@ -28,7 +28,7 @@ from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.identity import SESSION_KEY, Identity
-from agentspec.server_ext.vllm_adapter import log_name
+from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.frontend import (
     ROUTES,
     ask_or_refuse,
@@ -68,7 +68,7 @@ class ExportedTurn(BaseModel):
 
 
 class ExportedSession(BaseModel):
-    """Hold an exported session. log: name of the log that its tokens belong to, by model and tokenizer."""
+    """Hold an exported session. log: key of the model and tokenizer that its tokens belong to."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -100,7 +100,7 @@ async def export_session(request: Request, session_id: str) -> JSONResponse:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
     payloads = await _run(engine, "read", _identity(engine, session_id).session)
-    log = await asyncio.to_thread(log_name, engine.vllm_config)
+    log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     session = await asyncio.to_thread(_export, session_id, log, payloads)
     if session is None:
         raise HTTPException(status_code=404, detail=f"no session {session_id!r}")
@@ -113,7 +113,7 @@ async def import_session(request: Request, session_id: str) -> dict[str, Any]:
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
     session = await asyncio.to_thread(_parse, await _body(request))
-    if session.log != await asyncio.to_thread(log_name, engine.vllm_config):
+    if session.log != await asyncio.to_thread(served_model_key, engine.vllm_config):
         raise _refused(
             "log: the session was exported from another model or tokenizer, whose tokens mean something else"
         )

@@ -16,11 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
-from agentspec.cache.store import Retention, default_store_url
+from agentspec.cache.store import QUEUE_BYTES, Retention, default_store_url
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
 
-_LARGEST_QUEUE = 64 << 20
 _LARGEST_FIGURES = 32 << 20
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -43,7 +42,7 @@ class MemoryShares:
     def of(cls, max_bytes: int) -> "MemoryShares":
         """Return the parts of ``max_bytes``: queues and figures have a small one, and never more than they can use."""
         part = max_bytes // 16
-        queue, figures = min(part, _LARGEST_QUEUE), min(part, _LARGEST_FIGURES)
+        queue, figures = min(part, QUEUE_BYTES), min(part, _LARGEST_FIGURES)
         return cls(max_bytes - 2 * queue - figures, queue, figures)
 
 

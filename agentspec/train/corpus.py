@@ -18,16 +18,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from agentspec.cache.store import (
+    LogNames,
     RecordReader,
     Store,
     TurnRecord,
+    model_key,
     model_name,
-    namespace,
     open_store,
     tokenizer_fingerprint,
 )
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError
+from agentspec.server_ext.callers import server_secret
+from agentspec.server_ext.settings import Settings
 from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
 
@@ -141,14 +144,13 @@ def from_calls(calls: Iterable[Call]) -> list[Conversation]:
     return joiner.conversations()
 
 
-def from_store(store: Store, namespace: str, newest: int | None, tenant: str | None = None) -> list[Conversation]:
-    """Return the conversations of one log that all callers of its tenant share.
+def from_store(store: Store, namespace: str, newest: int | None) -> list[Conversation]:
+    """Return the conversations of a tenant's log that all of its callers share.
 
-    tenant: the tenant that the operator named. Left out are turns of other tenants in the log (an API key's, a cache
-    salt's, a LoRA adapter's), turns under scope "session", and turns whose earlier context the log no longer holds.
+    Left out are turns under scope "session", and turns whose earlier context the log no longer holds.
     """
     joiner = Joiner()
-    for session, prompt, response in _stored_calls(store, namespace, newest, tenant):
+    for session, prompt, response in _stored_calls(store, namespace, newest):
         joiner.add(session, prompt, response)
     return joiner.conversations()
 
@@ -209,8 +211,9 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
     store = open_store(source.url)
     try:
-        key = namespace(model_name(name), tokenizer_fingerprint(name, None), source.tenant)
-        return from_store(store, key, source.newest, source.tenant)
+        key = model_key(model_name(name), tokenizer_fingerprint(name, None))
+        logs = LogNames(key, server_secret(Settings(store=source.url)))
+        return from_store(store, logs.of(source.tenant), source.newest)
     finally:
         store.close()
 
@@ -255,9 +258,7 @@ def _load(file: Path) -> list[Conversation]:
     ]
 
 
-def _stored_calls(
-    store: Store, namespace: str, newest: int | None, tenant: str | None
-) -> Iterator[tuple[str, Int32, Int32]]:
+def _stored_calls(store: Store, namespace: str, newest: int | None) -> Iterator[tuple[str, Int32, Int32]]:
     contexts: dict[str, SessionContexts] = {}
     for number, (entry, record) in enumerate(RecordReader().read(store, namespace, newest=newest)):
         if not isinstance(record, TurnRecord):
@@ -266,7 +267,7 @@ def _stored_calls(
         name = f"(none) {number}" if alone else entry.session
         context = SessionContexts() if alone else contexts.setdefault(entry.session, SessionContexts())
         prompt = context.add(record)
-        if prompt is not None and record.scope != "session" and record.tenant in (None, tenant):
+        if prompt is not None and record.scope != "session":
             yield name, prompt, record.response
 
 

@@ -30,11 +30,11 @@ import time
 from agentspec.cache.store import BackgroundWriter, open_store
 from tests.store.helpers import NS, turn
 
-writer = BackgroundWriter(open_store(sys.argv[1]), NS, batch_seconds=0.001)
+writer = BackgroundWriter(open_store(sys.argv[1]), batch_seconds=0.001)
 number = acknowledged = 0
 while True:
     for _ in range(50):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
         number += 1
     persisted = writer.stats().persisted
     if persisted != acknowledged:
@@ -44,7 +44,7 @@ while True:
 """
 
 
-S = Wanted(session="s")
+S = Wanted(NS, session="s")
 
 
 def stored(store: Store) -> list[int]:
@@ -138,14 +138,14 @@ def test_several_processes_on_one_file_survive_kill_9_in_a_loop(tmp_path: Path) 
 def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.LogCaptureFixture) -> None:
     with RedisServer() as server:
         store = open_store(server.url)
-        writer = BackgroundWriter(store, NS, breaker=quick())
+        writer = BackgroundWriter(store, breaker=quick())
         number = 0
 
         def put(count: int) -> None:
             nonlocal number
             begin = time.perf_counter()
             for _ in range(count):
-                writer.put(turn("s", number))
+                writer.put(NS, turn("s", number))
                 number += 1
             # a call that waited for the dead server would take its socket timeout, 250 ms, each
             assert time.perf_counter() - begin < 0.05 * count
@@ -178,9 +178,9 @@ def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.Log
 def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> None:
     with RedisServer({"appendfsync": "always"}) as server:
         store = open_store(server.url)
-        writer = BackgroundWriter(store, NS, batch_entries=16, batch_seconds=0.001, breaker=quick())
+        writer = BackgroundWriter(store, batch_entries=16, batch_seconds=0.001, breaker=quick())
         for number in range(3000):
-            writer.put(turn("s", number))
+            writer.put(NS, turn("s", number))
         for persisted in (500, 1500):
             while writer.stats().persisted < persisted:
                 time.sleep(0.001)
@@ -202,10 +202,10 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
         stop = subprocess.run(["kill", "-STOP", str(server.process_id)], check=True)
         assert stop.returncode == 0
         try:
-            writer = BackgroundWriter(store, NS, breaker=quick())
-            loader = BackgroundLoader(store, NS, breaker=quick())
+            writer = BackgroundWriter(store, breaker=quick())
+            loader = BackgroundLoader(store, breaker=quick())
             begin = time.perf_counter()
-            writer.put(turn("s", 1))
+            writer.put(NS, turn("s", 1))
             loader.request(S)
             assert loader.take() is None
             assert time.perf_counter() - begin < 0.2
@@ -225,7 +225,7 @@ def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
         store = open_store(server.url)
         store.append(NS, [NewEntry("s", b"")])
         server.kill()
-        loader = BackgroundLoader(store, NS, breaker=quick())
+        loader = BackgroundLoader(store, breaker=quick())
         loader.request(S)
         wait_until(lambda: loader.stats().state != "closed")
         assert loader.is_pending(S)
@@ -241,9 +241,9 @@ def test_queued_records_are_written_when_the_program_ends_without_close(tmp_path
     program = (
         "from agentspec.cache.store import BackgroundWriter, open_store\n"
         "from tests.store.helpers import NS, turn\n"
-        f"writer = BackgroundWriter(open_store('sqlite:///{path}'), NS, batch_seconds=60)\n"
+        f"writer = BackgroundWriter(open_store('sqlite:///{path}'), batch_seconds=60)\n"
         "for number in range(100):\n"
-        "    writer.put(turn('s', number))\n"
+        "    writer.put(NS, turn('s', number))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert stored(SQLiteStore(path)) == list(range(100))

@@ -21,6 +21,7 @@ from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.step_cost import StepCost
+from tests.store.helpers import LOGS
 
 
 def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
@@ -173,7 +174,7 @@ class TestProposer:
     def run(self, model: SureModel | None, **settings: Any) -> tuple[list[list[list[int]]], DraftingEngine]:
         given = Settings(store="memory://", verify_cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
-        proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", 0), 1000, 128, limits)
+        proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 128, limits)
         proposer.step_cost.row_seconds = lambda rows: 1.0  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)

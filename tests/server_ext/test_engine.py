@@ -19,6 +19,7 @@ from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.step_cost import StepCost
+from tests.store.helpers import LOGS
 
 TEXT = list(range(100, 160))
 NONE = np.zeros(0, dtype=np.int32)
@@ -37,7 +38,7 @@ class Engine:
     ) -> None:
         settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
         self.store = open_store(url)
-        self.proposer = DraftingEngine(settings, Persistence(self.store, "ns", 100), 1000, 16, snapshot=snapshot)
+        self.proposer = DraftingEngine(settings, Persistence(self.store, LOGS, 100), 1000, 16, snapshot=snapshot)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -199,7 +200,7 @@ def test_a_request_that_cannot_start_leaves_the_others_alone() -> None:
 def test_switched_off_never_drafts() -> None:
     settings = Settings(store="memory://", enabled=False)
     store = open_store("memory://")
-    proposer = DraftingEngine(settings, Persistence(store, "ns", 0), 1000, 16)
+    proposer = DraftingEngine(settings, Persistence(store, LOGS, 0), 1000, 16)
     step = Step(
         Batch(("x",), np.zeros(1, np.int32)),
         [],
@@ -235,7 +236,7 @@ class Rows:
 
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", 0), 1000, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 16)
         self.tokens = np.zeros((3, 400), dtype=np.int32)
         self.lengths = np.zeros(3, dtype=np.int32)
         self.costs: list[float | None] = []
@@ -434,13 +435,13 @@ def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
     turns = [FinishedTurn("t", "s", 0, NONE, NONE, "p"), FinishedTurn("t", None, 0, NONE, NONE, None)]
     store = open_store("memory://")
     for turn in turns:
-        persistence = Persistence(store, "ns", 100)
+        persistence = Persistence(store, LOGS, 100)
         writer, number = persistence.next_name()
         persistence.save(replace(turn, writer=writer, number=number), Identity(tenant="t"))
         persistence._writer.close()
     cache = SuffixCache()
     cache.restore = restored.append  # type: ignore[method-assign,assignment]
-    Persistence(store, "ns", 100).warm_up(cache, 5.0)
+    Persistence(store, LOGS, 100).warm_up(cache, 5.0, "t")
     assert [(turn.session, turn.group) for turn in restored] == [("s", "p"), (None, None)]
 
 

@@ -11,7 +11,6 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.store import (
     Entry,
     Erasure,
-    JobResult,
     MemoryStore,
     NewEntry,
     RecordReader,
@@ -21,13 +20,13 @@ from agentspec.cache.store import (
     encode,
 )
 from agentspec.cache.store.contexts import SessionContexts
-from agentspec.errors import InvalidInputError, StoreUnavailableError
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
-from tests.store.helpers import FlakyStore, unwritable, wait_until
+from tests.store.helpers import LOGS, FlakyStore, unwritable, wait_until
 
-NS = "ns"
 TENANT = "t"
+NS = LOGS.of(TENANT)
 
 
 class Engine:
@@ -35,7 +34,7 @@ class Engine:
 
     def __init__(self, store: Store, **cache: Any) -> None:
         self.cache = SuffixCache(**cache)
-        self.persistence = Persistence(store, NS, preload=0)
+        self.persistence = Persistence(store, LOGS, preload=0)
         self.count = 0
 
     def start(self, prompt: list[int], session: str | None = "s", group: str | None = None) -> str:
@@ -271,8 +270,7 @@ def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore
     other.say([7, 8], text(200), session="kept")
     other.cache.abort(name)
     other.cache.remove_session(TENANT, "s")
-    ticket = other.persistence.erase("s")
-    assert wait_for(other.persistence, ticket) == JobResult(Erasure(1, complete=True))
+    assert other.persistence.erase("s", [TENANT]).result(20) == Erasure(1, complete=True)
     assert other.load() == 0
     name = other.start([7, 8, 100, 101, 102])
     assert other.load() == 0
@@ -288,11 +286,11 @@ def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyS
     again = Engine(store)
     release = gate(again.persistence)
     again.cache.remove_session(TENANT, "s")
-    ticket = again.persistence.erase("s")
+    erasure = again.persistence.erase("s", [TENANT])
     again.cache.abort(again.start([1, 2, 3]))
     assert again.persistence.stats()["loader"]["pending"] == 0
     release()
-    assert wait_for(again.persistence, ticket) == JobResult(Erasure(1, complete=True))
+    assert erasure.result(20) == Erasure(1, complete=True)
     assert again.load() == 0
     again.cache.abort(again.start([1, 2, 3]))
     assert again.load() == 0
@@ -305,9 +303,8 @@ def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypa
     store.gate.clear()
     engine.say([1, 2, 3], text(100))
     wait_until(lambda: engine.persistence._writer._in_flight)
-    result = wait_for(engine.persistence, engine.persistence.erase("s"))
-    assert isinstance(result.error, StoreUnavailableError)
-    assert "try again" in str(result.error)
+    with pytest.raises(StoreUnavailableError, match="try again"):
+        engine.persistence.erase("s", [TENANT]).result(20)
     store.gate.set()
 
 
@@ -318,50 +315,40 @@ def gate(persistence: Persistence) -> Callable[[], None]:
     return held.clear
 
 
-def wait_for(persistence: Persistence, ticket: int) -> JobResult:
-    wait_until(lambda: persistence.result(ticket))
-    result = persistence.result(ticket)
-    assert result is not None
-    return result
-
-
 def test_jobs_run_one_by_one_and_tell_their_results(store: FlakyStore) -> None:
-    persistence = Persistence(store, NS, preload=0)
+    persistence = Persistence(store, LOGS, preload=0)
     store.append(NS, [NewEntry("s", b"x")])
     release = gate(persistence)
-    tickets = [
-        persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)]),
-        persistence.submit(lambda store: 1 // 0),
-    ]
-    assert [persistence.result(ticket) for ticket in tickets] == [None, None]
+    listed = persistence.submit(lambda store: [usage.session for usage in store.sessions(NS)])
+    failing = persistence.submit(lambda store: 1 // 0)
+    assert not (listed.done() or failing.done())
     assert persistence.stats()["jobs"] == 3
     release()
-    assert wait_for(persistence, tickets[0]) == JobResult(["s"])
-    assert isinstance(wait_for(persistence, tickets[1]).error, ZeroDivisionError)
-    with pytest.raises(InvalidInputError, match="ticket 77"):
-        persistence.result(77)
+    assert listed.result(20) == ["s"]
+    with pytest.raises(ZeroDivisionError):
+        failing.result(20)
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
     persistence.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        persistence.submit(lambda store: None)
+    assert persistence.stats()["jobs"] == 0
 
 
-def test_jobs_are_bounded_and_old_results_are_forgotten(store: FlakyStore) -> None:
-    persistence = Persistence(store, NS, preload=0)
+def test_jobs_that_wait_are_bounded(store: FlakyStore) -> None:
+    persistence = Persistence(store, LOGS, preload=0)
     release = gate(persistence)
-    tickets = [persistence.submit(lambda store: None) for _ in range(63)]
+    jobs = [persistence.submit(lambda store: None) for _ in range(63)]
     with pytest.raises(StoreUnavailableError, match="try again later"):
         persistence.submit(lambda store: None)
     release()
-    for _ in range(10):
-        wait_for(persistence, tickets[-1])
-        tickets += [persistence.submit(lambda store: None) for _ in range(60)]
-    wait_for(persistence, tickets[-1])
-    with pytest.raises(InvalidInputError, match="forgotten"):
-        persistence.result(tickets[0])
-    assert persistence.result(tickets[-200]) == JobResult(None)
+    assert jobs[-1].result(20) is None
+    wait_until(lambda: persistence.stats()["jobs"] == 0)
+    persistence.submit(lambda store: None).result(20)
     persistence.close()
 
 
 def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
-    persistence = Persistence(store, NS, preload=0)
+    persistence = Persistence(store, LOGS, preload=0)
     store.gate.clear()
     engine = Engine(store)
     engine.persistence = persistence
@@ -374,7 +361,7 @@ def test_queues_are_counted_in_bytes(store: FlakyStore) -> None:
 
 
 def test_the_store_is_kept_within_its_retention_and_what_is_left_is_used(store: FlakyStore) -> None:
-    persistence = Persistence(store, NS, preload=0, retention=Retention(records=10))
+    persistence = Persistence(store, LOGS, preload=0, retention=Retention(records=10))
     engine = Engine(store)
     engine.persistence = persistence
     history: list[int] = [1]
@@ -406,9 +393,9 @@ def test_warm_up_reads_the_newest_and_a_slow_store_delays_the_start_only_so_long
     for number in range(150):
         writer.say([number, 2, 3], text(1000 * number + 5000, 30), session=f"s{number}")
     writer.flush()
-    cache, persistence = SuffixCache(), Persistence(store, NS, preload=140)
+    cache, persistence = SuffixCache(), Persistence(store, LOGS, preload=140)
     begin = time.monotonic()
-    count = persistence.warm_up(cache, 0.8)
+    count = persistence.warm_up(cache, 0.8, TENANT)
     assert 0.7 < time.monotonic() - begin < 3
     assert 0 < count < 140
     wait_until(lambda: (persistence.apply_loaded(cache), persistence.stats()["restored"] == 140)[1])
@@ -416,8 +403,8 @@ def test_warm_up_reads_the_newest_and_a_slow_store_delays_the_start_only_so_long
 
 
 def test_a_record_that_cannot_be_stored_costs_itself_only(store: FlakyStore) -> None:
-    persistence = Persistence(store, NS, preload=0)
-    persistence._writer.put(unwritable("s"))
+    persistence = Persistence(store, LOGS, preload=0)
+    persistence._writer.put(NS, unwritable("s"))
     assert persistence._writer.flush(10)
     assert persistence.stats()["writer"]["refused"] == 1
     persistence.close()

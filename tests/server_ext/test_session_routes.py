@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from agentspec.cache.store import open_store
+from agentspec.cache.store import LogNames, open_store
 from agentspec.server_ext import session_routes, vllm_adapter
 from agentspec.server_ext.callers import Callers, Presented
 from agentspec.server_ext.endpoints import AgentSpecEndpoints, is_loopback
@@ -23,7 +23,7 @@ from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter import log_name
+from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 from tests.server_ext.fuzz import fuzz
 
@@ -51,9 +51,9 @@ class Server:
         self.input_processor = SimpleNamespace(agentspec=self.tagger)
         self.engine_core = self
         self.core_engines = list(range(engines))
-        name = log_name(self.vllm_config)
+        logs = LogNames(served_model_key(self.vllm_config), b"secret of the tests")
         self.engines = [
-            DraftingEngine(given, Persistence(open_store(url), name, 100), VOCABULARY, 16) for _ in self.core_engines
+            DraftingEngine(given, Persistence(open_store(url), logs, 100), VOCABULARY, 16) for _ in self.core_engines
         ]
         self.asked = 0
         self.slowest = 0.0
@@ -302,7 +302,7 @@ class TestExportAndImport:
             (lambda body: "{", "body"),
             (lambda body: "", "body"),
             (lambda body: body | {"version": 2}, "version"),
-            (lambda body: body | {"log": "0" * 40}, "log"),
+            (lambda body: body | {"log": "0" * 16}, "log"),
             (lambda body: body | {"turns": 5}, "turns"),
             (lambda body: body | {"more": 1}, "more"),
             (lambda body: {name: body[name] for name in body if name != "turns"}, "turns"),

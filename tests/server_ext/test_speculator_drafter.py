@@ -22,6 +22,7 @@ from agentspec.server_ext.vllm_adapter import draft_models, runner
 from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
 from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+from tests.store.helpers import LOGS
 
 HIDDEN, VOCABULARY = 16, 64
 
@@ -103,7 +104,7 @@ class Server:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.drafter = drafter(folder)
         given = Settings(store="memory://", speculator=str(folder), verify_cost=0.02, **settings)
-        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), "ns", 0), VOCABULARY, 16)
+        self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), VOCABULARY, 16)
         self.states = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def text(self, length: int) -> list[int]:

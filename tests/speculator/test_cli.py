@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache.store import NewEntry, TurnRecord, encode, model_name, namespace, open_store, tokenizer_fingerprint
+from agentspec.cache.store import (
+    LogNames,
+    NewEntry,
+    TurnRecord,
+    encode,
+    model_key,
+    model_name,
+    open_store,
+    tokenizer_fingerprint,
+)
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
@@ -21,8 +30,8 @@ def store(tmp_path: Path) -> str:
     """Forty turns of twenty sessions of tenant acme, that say the tokens 100 to 139, and one of another tenant."""
     url = f"sqlite:///{tmp_path / 'store.db'}"
     opened = open_store(url)
+    logs = LogNames(model_key(model_name(MODEL), tokenizer_fingerprint(MODEL, None)), opened.secret().hex().encode())
     for tenant, first, turns in (("acme", 100, 40), ("other", 900, 1)):
-        key = namespace(model_name(MODEL), tokenizer_fingerprint(MODEL, None), tenant)
         records = [
             TurnRecord(
                 writer="0" * 16,
@@ -35,7 +44,7 @@ def store(tmp_path: Path) -> str:
             )
             for i in range(turns)
         ]
-        opened.append(key, [NewEntry(record.session, encode(record)) for record in records])
+        opened.append(logs.of(tenant), [NewEntry(record.session, encode(record)) for record in records])
     opened.close()
     return url
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from agentspec.cache.store import Entry, MemoryStore, NewEntry, TurnRecord, encode
+from agentspec.cache.store import Entry, LogNames, MemoryStore, NewEntry, TurnRecord, encode
 from agentspec.cache.store.records import _checksum
 from agentspec.cache.store.sqlite_file import FRONT
 from agentspec.cache.types import Int32Array
 from agentspec.errors import StoreUnavailableError
 
 NS = "0123abcd"
+LOGS = LogNames("0123456789abcdef", b"secret of the tests")
 
 
 def tokens(*values: int) -> Int32Array:

@@ -19,7 +19,7 @@ from agentspec.cache.store import (
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
 
-LOG = Wanted()
+CORPUS = Wanted(NS, "tenant")
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def store() -> Iterator[FlakyStore]:
 @pytest.fixture
 def loader(store: FlakyStore) -> Iterator[BackgroundLoader]:
     breaker = CircuitBreaker(first_pause=0.02, max_pause=0.05, retry_delay=0.001)
-    started = BackgroundLoader(store, NS, breaker=breaker)
+    started = BackgroundLoader(store, breaker=breaker)
     yield started
     started.close()
 
 
 def session(name: str) -> Wanted:
-    return Wanted("tenant", session=name)
+    return Wanted(NS, "tenant", session=name)
 
 
 def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
@@ -80,8 +80,8 @@ def test_of_a_session_without_end_the_newest_records_come(store: FlakyStore, loa
 
 def test_a_group_comes_across_its_sessions(store: FlakyStore, loader: BackgroundLoader) -> None:
     fill(store, 90)
-    loader.request(Wanted("tenant", group="g1"))
-    assert [number_of(record) for record in gather(loader, Wanted("tenant", group="g1"))] == list(range(1, 90, 2))
+    loader.request(Wanted(NS, "tenant", group="g1"))
+    assert [number_of(record) for record in gather(loader, Wanted(NS, "tenant", group="g1"))] == list(range(1, 90, 2))
 
 
 def test_the_end_of_a_session_is_told(store: FlakyStore, loader: BackgroundLoader) -> None:
@@ -118,31 +118,31 @@ def test_the_preload_gives_the_newest_in_log_order(store: FlakyStore, loader: Ba
     for number in range(500):
         store.append(NS, [entry_of(turn(f"s{number % 7}", number))])
     store.erase_session(NS, "s3")  # its tombstone counts as an entry
-    loader.preload(201)
-    assert loader.is_pending(LOG)
+    loader.request(CORPUS, 201)
+    assert loader.is_pending(CORPUS)
     expected = [number for number in range(500) if number % 7 != 3][-200:]
-    assert [number_of(record) for record in gather(loader, LOG)] == expected
-    assert not loader.is_pending(LOG)
+    assert [number_of(record) for record in gather(loader, CORPUS)] == expected
+    assert not loader.is_pending(CORPUS)
 
 
 def test_the_preload_of_an_empty_log_is_soon_done(loader: BackgroundLoader) -> None:
-    loader.preload(10)
-    assert gather(loader, LOG) == []
+    loader.request(CORPUS, 10)
+    assert gather(loader, CORPUS) == []
 
 
 def test_a_request_is_served_before_the_rest_of_a_preload(store: FlakyStore) -> None:
     # room for one batch only, so the preload cannot run ahead
-    loader = BackgroundLoader(store, NS, max_ready_bytes=1)
+    loader = BackgroundLoader(store, max_ready_bytes=1)
     for number in range(2000):
         store.append(NS, [entry_of(turn("bulk", number))])
     store.append(NS, [entry_of(turn("live", 2000))])
-    loader.preload(2001)
+    loader.request(CORPUS, 2001)
     wait_until(lambda: loader._ready)
     loader.request(session("live"))
     records = gather(loader, session("live"))
     assert 2000 in map(number_of, records)
     assert len(records) < 1000
-    rest = gather(loader, LOG)
+    rest = gather(loader, CORPUS)
     assert sorted(number_of(record) for record in records + rest) == [*range(2001), 2000]
     loader.close()
 
@@ -151,7 +151,7 @@ def test_the_records_that_wait_are_bounded_and_counted(store: FlakyStore) -> Non
     limit = 1 << 20
     for number in range(10 * limit // 8_500):
         store.append(NS, [entry_of(turn("s", number, prompt=2000))])
-    loader = BackgroundLoader(store, NS, max_ready_bytes=limit)
+    loader = BackgroundLoader(store, max_ready_bytes=limit)
     loader.request(session("s"))
     wait_until(lambda: loader.stats().ready_bytes >= limit)
     time.sleep(0.1)
@@ -162,12 +162,12 @@ def test_the_records_that_wait_are_bounded_and_counted(store: FlakyStore) -> Non
 
 
 def test_records_of_an_erased_session_are_dropped_wherever_they_are(store: FlakyStore) -> None:
-    loader = BackgroundLoader(store, NS, max_ready_bytes=1)
+    loader = BackgroundLoader(store, max_ready_bytes=1)
     fill(store, 300, sessions=2)
-    loader.preload(300)
+    loader.request(CORPUS, 300)
     wait_until(lambda: loader._ready)
     loader.forget("s0")  # some of its records are ready, some are read, some are to be read from the page
-    assert {record.session for record in gather(loader, LOG)} == {"s1"}
+    assert {record.session for record in gather(loader, CORPUS)} == {"s1"}
     loader.request(session("s0"))  # what the store still has of it counts again
     assert len(gather(loader, session("s0"))) == 150
     loader.close()
@@ -179,12 +179,12 @@ def test_a_store_that_is_away_costs_waiting_only(
     fill(store, 9)
     store.error = StoreUnavailableError("away")
     loader.request(session("s0"))
-    loader.preload(100)
+    loader.request(CORPUS, 100)
     wait_until(lambda: loader.stats().failed > 9)
     assert loader.is_pending(session("s0"))
     assert loader.take() is None
     store.error = None
-    assert sorted(number_of(record) for record in gather(loader, session("s0"), LOG)) == sorted([*range(9), 0, 3, 6])
+    assert sorted(number_of(record) for record in gather(loader, session("s0"), CORPUS)) == sorted([*range(9), 0, 3, 6])
     assert loader.stats().given_up == 0
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
@@ -199,10 +199,10 @@ def test_a_read_that_breaks_off_goes_on_behind_what_it_gave(
     fill(store, 300, sessions=1)
     store.fail_read_after = 100
     if whole_log:
-        loader.preload(300)
+        loader.request(CORPUS, 300)
     else:
         loader.request(session("s0"))
-    records = gather(loader, LOG if whole_log else session("s0"))
+    records = gather(loader, CORPUS if whole_log else session("s0"))
     assert [number_of(record) for record in records] == list(range(300))
     assert loader.stats().failed == 1
 
@@ -222,7 +222,7 @@ def test_a_session_that_always_times_out_blocks_no_other_and_is_given_up(caplog:
     store = SlowSession()
     for name in ("slow", "a", "b", "c"):
         store.append(NS, [entry_of(turn(name, 1))])
-    loader = BackgroundLoader(store, NS)  # with the pauses that a server has
+    loader = BackgroundLoader(store)  # with the pauses that a server has
     begin = time.monotonic()
     for name in ("slow", "a", "b", "c"):
         loader.request(session(name))
@@ -242,8 +242,8 @@ def test_a_read_that_can_never_work_is_given_up(store: FlakyStore, loader: Backg
     fill(store, 9)
     store.error = error
     loader.request(session("s0"))
-    loader.preload(5)
-    assert gather(loader, session("s0"), LOG) == []
+    loader.request(CORPUS, 5)
+    assert gather(loader, session("s0"), CORPUS) == []
     assert (loader.stats().failed, loader.stats().given_up) == (2, 2)
     store.error = None
     loader.request(session("s0"))
@@ -266,7 +266,7 @@ def test_unusable_records_are_skipped_counted_and_warned_of_once(
 def test_too_many_requests_are_turned_away_counted_and_taken_later(store: FlakyStore) -> None:
     store.gate.clear()
     fill_store = [entry_of(turn(name, 1)) for name in "abcd"]
-    loader = BackgroundLoader(store, NS, max_pending=2)
+    loader = BackgroundLoader(store, max_pending=2)
     assert [loader.request(session(name)) for name in "abcd"] == [True, True, False, False]
     assert [loader.is_pending(session(name)) for name in "abcd"] == [True, True, False, False]
     assert loader.stats().refused == 2
@@ -280,8 +280,8 @@ def test_too_many_requests_are_turned_away_counted_and_taken_later(store: FlakyS
 
 def test_close_ends_the_thread_even_if_nobody_takes(store: FlakyStore) -> None:
     fill(store, 600)
-    loader = BackgroundLoader(store, NS, max_ready_bytes=1)
-    loader.preload(600)
+    loader = BackgroundLoader(store, max_ready_bytes=1)
+    loader.request(CORPUS, 600)
     wait_until(lambda: loader._ready)
     loader.close()
     assert not loader._thread.is_alive()

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
-from agentspec.cache.store import namespace
-from agentspec.cache.store.base import check_namespace, frame
-from agentspec.errors import ConfigurationError, InvalidSessionError
+from agentspec.cache.store import LogNames, frame, model_key
+from agentspec.cache.store.base import check_namespace
+from agentspec.errors import InvalidSessionError
 
 PARTS = st.lists(st.none() | st.text(st.sampled_from("ab\x00\x01\x02é"), max_size=4), max_size=4)
 
@@ -26,29 +26,28 @@ NAMES = st.text(st.sampled_from("ab/"), min_size=1, max_size=3)
 def test_each_model_tokenizer_and_tenant_has_its_own_log(
     left: tuple[str, str, str | None], right: tuple[str, str, str | None]
 ) -> None:
-    assert (namespace(*left) == namespace(*right)) == (left == right)
+    names = [LogNames(model_key(model, tokenizer), b"secret").of(tenant) for model, tokenizer, tenant in (left, right)]
+    assert (names[0] == names[1]) == (left == right)
 
 
-def test_a_namespace_is_stable_and_fits_every_store() -> None:
-    # a change of this value orphans every stored log: raise SCHEMA on purpose, never by accident
-    assert namespace("model", "tokenizer", "tenant") == "26d807b29e6e50ca62623f97d5bf5c2d5a90e1f5"
-    assert check_namespace(namespace("m\x00/é", "t", None))
+def test_a_logs_name_is_stable_and_fits_every_store() -> None:
+    # a change of these values orphans every stored log: raise SCHEMA on purpose, never by accident
+    assert model_key("model", "tokenizer") == "c9234a41f7e424b1"
+    logs = LogNames(model_key("model", "tokenizer"), b"secret")
+    assert logs.of("tenant") == "c9234a41f7e424b1.e24edf785af13e98ab4ca3c2"
+    assert logs.of("tenant").startswith(logs.prefix)
+    assert check_namespace(LogNames(model_key("m\x00/é", "t"), b"").of("a\x00b"))
+
+
+def test_a_logs_name_tells_nothing_without_the_secret() -> None:
+    names = {LogNames("0" * 16, secret).of("acme") for secret in (b"one", b"other")}
+    assert len(names) == 2 and not any("acme" in name for name in names)
+    assert "secret" not in repr(LogNames("0" * 16, b"secret of the server"))
 
 
 def test_the_unnamed_tenant_is_no_named_one() -> None:
-    names = [None, "None", "null", "-"]
-    assert len({namespace("m", "t", name) for name in names}) == len(names)
-
-
-@pytest.mark.parametrize(("model", "tokenizer", "field"), [("", "t", "model"), ("m", "", "tokenizer")])
-def test_empty_parts_are_refused_by_name(model: str, tokenizer: str, field: str) -> None:
-    with pytest.raises(ConfigurationError, match=field):
-        namespace(model, tokenizer, None)
-
-
-def test_an_unusable_tenant_is_refused() -> None:
-    with pytest.raises(InvalidSessionError, match="tenant"):
-        namespace("m", "t", "a\x00b")
+    names = [None, "", "None", "null", "-"]
+    assert len({LogNames("0" * 16, b"secret").of(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("value", ["fix-42", "a", "x" * MAX_ID_LENGTH, "日本語", "a b/c:{d}", "🙂", "👩‍💻"])

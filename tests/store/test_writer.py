@@ -37,9 +37,9 @@ def stored(store: FlakyStore) -> list[int]:
 
 
 def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS)
+    writer = BackgroundWriter(store)
     for number in range(1000):
-        writer.put(turn(f"s{number % 3}", number))
+        writer.put(NS, turn(f"s{number % 3}", number))
     assert writer.flush(20)
     assert stored(store) == list(range(1000))
     assert all(len(batch) <= 64 for batch in store.appended)
@@ -51,25 +51,25 @@ def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
 
 
 def test_turns_and_messages_go_alike(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS)
+    writer = BackgroundWriter(store)
     records: list[Record] = [turn("s", 1, group="g"), MessageRecord("s", {"role": "user", "content": "hi"}, 2.0)]
     for record in records:
-        writer.put(record)
+        writer.put(NS, record)
     writer.close()
     assert [decode(entry.payload) for entry in store.read(NS, session="s")] == records
 
 
 def test_a_lone_record_is_written_soon_without_a_flush(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS, batch_seconds=0.02)
-    writer.put(turn("s", 1))
+    writer = BackgroundWriter(store, batch_seconds=0.02)
+    writer.put(NS, turn("s", 1))
     wait_until(lambda: writer.stats().persisted == 1, 2)
     writer.close()
 
 
 def test_persisted_counts_only_what_the_store_acknowledged(store: FlakyStore) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, NS)
-    writer.put(turn("s", 1))
+    writer = BackgroundWriter(store)
+    writer.put(NS, turn("s", 1))
     wait_until(lambda: store.calls == 1)
     assert not writer.flush(0.05)
     stats = writer.stats()
@@ -84,11 +84,11 @@ def test_put_returns_at_once_while_the_store_hangs_and_the_oldest_go(
     store: FlakyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, NS, max_entries=100)
-    writer.put(turn("s", 0))
+    writer = BackgroundWriter(store, max_entries=100)
+    writer.put(NS, turn("s", 0))
     wait_until(lambda: store.calls == 1)
     for number in range(1, 1001):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     assert not store.gate.is_set()  # the store hung all the time, and the puts are through
     stats = writer.stats()
     assert (stats.queued, stats.dropped) == (100, 901)
@@ -101,15 +101,15 @@ def test_put_returns_at_once_while_the_store_hangs_and_the_oldest_go(
 
 def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, NS, max_bytes=100_000, breaker=CircuitBreaker(first_pause=60))
+    writer = BackgroundWriter(store, max_bytes=100_000, breaker=CircuitBreaker(first_pause=60))
     for number in range(100):
-        writer.put(turn("s", number, prompt=1000))  # about 4 kB each
+        writer.put(NS, turn("s", number, prompt=1000))  # about 4 kB each
         assert writer.stats().queued_bytes <= 100_000
     stats = writer.stats()
     assert 15 < stats.queued < 25
     assert stats.queued + stats.dropped == 100
     wait_until(lambda: writer.stats().state == "open")  # nothing is on its way
-    writer.put(turn("s", 100, prompt=1_000_000))  # larger than all of it
+    writer.put(NS, turn("s", 100, prompt=1_000_000))  # larger than all of it
     assert writer.stats().queued == 0
     assert writer.stats().dropped == 101
     writer.close(0)
@@ -118,10 +118,10 @@ def test_the_queue_is_bounded_in_bytes_too(store: FlakyStore) -> None:
 def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
     store: FlakyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer = BackgroundWriter(store, breaker=quick())
     store.error = StoreUnavailableError("gone fishing")
     for number in range(10):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     wait_until(lambda: writer.stats().failed > 8)
     assert writer.stats().state in ("open", "half-open")
     store.error = None
@@ -139,12 +139,12 @@ def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
 def test_an_open_breaker_leaves_the_store_alone(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
     breaker = CircuitBreaker(first_pause=60, retry_delay=0.001)
-    writer = BackgroundWriter(store, NS, breaker=breaker)
-    writer.put(turn("s", 0))
+    writer = BackgroundWriter(store, breaker=breaker)
+    writer.put(NS, turn("s", 0))
     wait_until(lambda: writer.stats().state == "open")
     calls = store.calls
     for number in range(1, 200):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     time.sleep(0.1)
     assert store.calls == calls == 5
     writer.close(0)
@@ -157,15 +157,15 @@ def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
 
     def failing_twice(namespace: str, entries: list[NewEntry]) -> None:
         sent.append(entries)
-        writer.put(turn("s", 100 + len(sent)))
+        writer.put(NS, turn("s", 100 + len(sent)))
         if len(sent) <= 2:
             raise StoreUnavailableError("timeout")
         original(namespace, entries)
 
     store.append = failing_twice  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer = BackgroundWriter(store, breaker=quick())
     for number in range(3):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     wait_until(lambda: len(sent) >= 4)
     assert sent[0] == sent[1] == sent[2]
     assert stored(store)[:3] == [0, 1, 2]
@@ -173,10 +173,10 @@ def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
 
 
 def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
-    writer = BackgroundWriter(store, NS)
+    writer = BackgroundWriter(store)
     for number in range(3):
-        writer.put(turn("s", number))
-        writer.put(unwritable("s"))
+        writer.put(NS, turn("s", number))
+        writer.put(NS, unwritable("s"))
     writer.close()
     assert stored(store) == [0, 1, 2]
     stats = writer.stats()
@@ -195,9 +195,9 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyS
         original(namespace, entries)
 
     store.append = picky  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer = BackgroundWriter(store, breaker=quick())
     for number in range(40):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     assert writer.flush(10)
     assert stored(store) == [number for number in range(40) if number != 13]
     assert writer.stats().refused == 1
@@ -206,12 +206,12 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyS
 
 def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer = BackgroundWriter(store, breaker=quick())
     for number, session in enumerate("abab"):
-        writer.put(turn(session, number))
+        writer.put(NS, turn(session, number))
     wait_until(lambda: writer.stats().failed > 2)
     assert writer.forget("a", 10)
-    writer.put(turn("a", 4))  # said after the erasure
+    writer.put(NS, turn("a", 4))  # said after the erasure
     store.error = None
     assert writer.flush(20)
     assert stored(store) == [1, 3, 4]
@@ -222,11 +222,11 @@ def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None
 
 def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStore) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, NS, breaker=quick())
-    writer.put(turn("a", 0))
-    writer.put(turn("b", 1))
+    writer = BackgroundWriter(store, breaker=quick())
+    writer.put(NS, turn("a", 0))
+    writer.put(NS, turn("b", 1))
     wait_until(lambda: store.calls == 1)
-    writer.put(turn("a", 2))
+    writer.put(NS, turn("a", 2))
     assert not writer.forget("a", 0.05)
     assert writer.forget("b") is False
     assert writer.stats().erased == 1  # what was still queued
@@ -238,9 +238,9 @@ def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStor
 
 def test_records_that_were_on_their_way_in_vain_are_not_sent_again_once_forgotten(store: FlakyStore) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, NS, breaker=quick())
-    writer.put(turn("a", 0))
-    writer.put(turn("b", 1))
+    writer = BackgroundWriter(store, breaker=quick())
+    writer.put(NS, turn("a", 0))
+    writer.put(NS, turn("b", 1))
     wait_until(lambda: store.calls == 1)
     writer.forget("a")
     store.error = StoreUnavailableError("away")
@@ -255,14 +255,14 @@ def test_records_that_were_on_their_way_in_vain_are_not_sent_again_once_forgotte
 def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> None:
     for number in range(1000):
         store.append(NS, [entry_of(turn("old", number))])
-    writer = BackgroundWriter(store, NS, retention=Retention(records=100, bytes=1 << 30))
+    writer = BackgroundWriter(store, retention=Retention(records=100, bytes=1 << 30))
     wait_until(lambda: store.usage().records == 100)
     assert writer.stats().trimmed == 900
     writer.close()
     limit = 4 << 20
-    writer = BackgroundWriter(store, NS, retention=Retention(bytes=limit))
+    writer = BackgroundWriter(store, retention=Retention(bytes=limit))
     for number in range(10 * limit // 9000):
-        writer.put(turn("new", number, prompt=2000))
+        writer.put(NS, turn("new", number, prompt=2000))
         if number % 100 == 0:
             assert writer.flush(20)
     assert writer.flush(20)
@@ -279,9 +279,9 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
 
     monkeypatch.setattr(store, "trim", broken)
     monkeypatch.setattr("agentspec.cache.store.writer._TRIM_SECONDS", 0.01)
-    writer = BackgroundWriter(store, NS, retention=Retention(days=1))
+    writer = BackgroundWriter(store, retention=Retention(days=1))
     wait_until(lambda: writer.stats().trim_failed > 3)
-    writer.put(turn("s", 1))
+    writer.put(NS, turn("s", 1))
     assert writer.flush(20)
     assert stored(store) == [1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -289,14 +289,14 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
 
 
 def test_close_writes_what_is_queued_and_later_puts_are_counted(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS, batch_seconds=30)
+    writer = BackgroundWriter(store, batch_seconds=30)
     for number in range(5):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     begin = time.monotonic()
     writer.close(5)
     assert time.monotonic() - begin < 2
     assert stored(store) == [0, 1, 2, 3, 4]
-    writer.put(turn("s", 5))
+    writer.put(NS, turn("s", 5))
     writer.close(5)
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.queued) == (5, 1, 0)
@@ -305,8 +305,8 @@ def test_close_writes_what_is_queued_and_later_puts_are_counted(store: FlakyStor
 
 def test_close_tries_an_open_store_once_more(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, NS, breaker=CircuitBreaker(first_pause=60, retry_delay=0.001))
-    writer.put(turn("s", 1))
+    writer = BackgroundWriter(store, breaker=CircuitBreaker(first_pause=60, retry_delay=0.001))
+    writer.put(NS, turn("s", 1))
     wait_until(lambda: writer.stats().state == "open")
     store.error = None
     writer.close(2)
@@ -315,9 +315,9 @@ def test_close_tries_an_open_store_once_more(store: FlakyStore) -> None:
 
 def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog: pytest.LogCaptureFixture) -> None:
     store.error = StoreUnavailableError("away")
-    writer = BackgroundWriter(store, NS, breaker=quick())
+    writer = BackgroundWriter(store, breaker=quick())
     for number in range(7):
-        writer.put(turn("s", number))
+        writer.put(NS, turn("s", number))
     begin = time.monotonic()
     writer.close(0.3)
     assert time.monotonic() - begin < 1
@@ -327,11 +327,11 @@ def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog:
 
 
 def test_threads_may_put_at_once(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, NS)
+    writer = BackgroundWriter(store)
 
     def work(start: int) -> None:
         for number in range(start, start + 500):
-            writer.put(turn("s", number))
+            writer.put(NS, turn("s", number))
 
     threads = [threading.Thread(target=work, args=(start,)) for start in (0, 500, 1000, 1500)]
     for thread in threads:
@@ -349,11 +349,11 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
     """Python takes the interpreter from a thread only after 5 ms, which a decode step must not wait for."""
     monkeypatch.setattr(store, "append", lambda namespace, entries: ["" for _ in entries])
     before, turns = sys.getswitchinterval(), 0
-    writer = BackgroundWriter(store, NS, batch_seconds=0.2)
+    writer = BackgroundWriter(store, batch_seconds=0.2)
     sys.setswitchinterval(30)  # so a thread keeps the interpreter until it lets go
     try:
         for number in range(3000):
-            writer.put(turn("s", number, prompt=300))
+            writer.put(NS, turn("s", number, prompt=300))
         while writer.stats().persisted < 3000:
             turns += bool(writer._in_flight)
             time.sleep(0)

@@ -1,7 +1,7 @@
 """Keep finished turns and messages as records in a store, from which suffix indexes and sessions are restored.
 
 ``open_store(url)``          a Store: SQLite, Redis or memory
-``namespace(...)``           the name of a log, from model, tokenizer and tenant
+``LogNames``                 the names of a model's logs, one for each tenant
 ``encode``, ``decode``       records as checksummed, versioned bytes
 ``RecordReader``             records from a log
 ``BackgroundWriter``, ``BackgroundLoader``, ``StoreJobs``  use a store in threads, so that no decode path waits for it
@@ -9,6 +9,7 @@
 
 from agentspec.cache.store.base import (
     NEW_SESSION,
+    QUEUE_BYTES,
     Entry,
     Erasure,
     NewEntry,
@@ -17,16 +18,12 @@ from agentspec.cache.store.base import (
     Store,
     Trimmed,
     Usage,
-    frame,
-    mac,
-    model_name,
-    namespace,
-    tokenizer_fingerprint,
     trim_sessions,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
-from agentspec.cache.store.jobs import JobResult, StoreJobs
+from agentspec.cache.store.jobs import StoreJobs
 from agentspec.cache.store.loader import BackgroundLoader, Loaded, LoaderStats, RecordReader, Wanted
+from agentspec.cache.store.naming import LogNames, frame, mac, model_key, model_name, tokenizer_fingerprint
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
@@ -35,15 +32,16 @@ from agentspec.cache.store.writer import BackgroundWriter, WriterStats
 
 __all__ = [
     "NEW_SESSION",
+    "QUEUE_BYTES",
     "BackgroundLoader",
     "BackgroundWriter",
     "CircuitBreaker",
     "Entry",
     "EraseRecord",
     "Erasure",
-    "JobResult",
     "Loaded",
     "LoaderStats",
+    "LogNames",
     "MemoryStore",
     "MessageRecord",
     "NewEntry",
@@ -65,8 +63,8 @@ __all__ = [
     "encode",
     "frame",
     "mac",
+    "model_key",
     "model_name",
-    "namespace",
     "open_store",
     "redact",
     "snapshot_path",

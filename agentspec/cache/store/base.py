@@ -1,23 +1,19 @@
-"""Define the interface of every store, and make the names and keys in it."""
+"""Define the interface of every store."""
 
 import dataclasses
-import hashlib
-import hmac
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from agentspec.cache.identifiers import check_ids
-from agentspec.errors import ConfigurationError, InvalidInputError, SessionConflictError
-
-SCHEMA = "agentspec-log-1"
-"""Part of every namespace. It stays when records get a new version, so that an old log is found and refused by name."""
+from agentspec.errors import InvalidInputError, SessionConflictError
 
 NEW_SESSION = ""
 """``expect`` of an append to a session that must have no entries yet."""
+
+QUEUE_BYTES = 64 << 20
+"""Most bytes of records that wait between a store and the program, unless told otherwise."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -205,66 +201,12 @@ def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
     return erased
 
 
-def mac(secret: bytes, kind: str, *parts: str | None) -> str:
-    """Return a MAC of 32 hexadecimal digits over these parts. kind: what it stands for, so that no two kinds mix.
-
-    The keys of sessions and groups are such MACs, so that a store's keys tell nothing about names.
-    """
-    return hmac.digest(secret, frame([kind, *parts]), "sha256")[:16].hex()
-
-
-def namespace(model: str, tokenizer: str, tenant: str | None) -> str:
-    """Return the name of a log: 40 hexadecimal digits for a model, a tokenizer and the tenant of a server.
-
-    model: a result of ``model_name``. tokenizer: a result of ``tokenizer_fingerprint``, which identifies the
-    vocabulary, so that nobody drafts from another tokenizer's tokens. tenant: None differs from every named tenant;
-    each record then names its tenant (``TurnRecord.tenant``).
-
-    Raises ConfigurationError for an empty model or tokenizer, InvalidSessionError for an unusable tenant.
-    """
-    for field, value in (("model", model), ("tokenizer", tokenizer)):
-        if not value:
-            raise ConfigurationError(f"{field}: must not be empty; it keeps the logs of different models apart")
-    check_ids(tenant=tenant)
-    return hashlib.blake2b(frame([SCHEMA, model, tokenizer, tenant]), digest_size=20).hexdigest()
-
-
-def model_name(name: str) -> str:
-    """Return a model's hub id, or the absolute path of its folder, so that two spellings of one folder share a log."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def tokenizer_fingerprint(name: str, revision: str | None) -> str:
-    """Return a digest of a tokenizer's files where they are local, else its name and revision."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return f"{name}@{revision or 'default'}"
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith(("tokenizer", "vocab", "merges", "tekken", "special_tokens", "added_tokens")):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def frame(parts: Sequence[str | None]) -> bytes:
-    """Encode ``parts`` unambiguously as bytes: presence, length and UTF-8 of each."""
-    framed = bytearray()
-    for part in parts:
-        if part is None:
-            framed += b"\x00"
-            continue
-        raw = part.encode("utf-8", "surrogatepass")
-        framed += b"\x01" + len(raw).to_bytes(8, "big") + raw
-    return bytes(framed)
-
-
 def check_namespace(namespace: str) -> str:
     """Return ``namespace`` if it can be part of a key. Raises InvalidInputError."""
     if not _NAMESPACE.fullmatch(namespace):
         raise InvalidInputError(
             f"namespace: 1 to 128 of letters, digits and . _ : - expected, got {namespace[:140]!r}; "
-            "make one with agentspec.cache.store.namespace()"
+            "make one with agentspec.cache.store.LogNames"
         )
     return namespace
 

@@ -20,7 +20,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from agentspec.cache.store.base import NewEntry, Store, check_namespace, mac
+from agentspec.cache.store.base import NewEntry, Store, check_namespace
+from agentspec.cache.store.naming import mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore

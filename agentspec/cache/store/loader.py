@@ -1,4 +1,4 @@
-"""Read stored records, and load sessions, groups and the newest part of a log in the background of a running server."""
+"""Read stored records, and load sessions, groups and tenants' corpora in the background of a running server."""
 
 import logging
 import threading
@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from agentspec.cache.store.base import Entry, Store, check_namespace, check_read
+from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 64  # records in a batch, and entries that the preload reads before it looks for requests
+_SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
 _BATCH_BYTES = 1 << 20
 _MAX_RECORDS = 2048  # newest ones of a session or group that a request delivers
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
@@ -67,11 +67,20 @@ class RecordReader:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Name what to load: a session or a group of a tenant, by its key; neither: the newest part of the log."""
+    """Name what to load of a tenant's log: a session or a group, by its key; neither: the tenant's corpus.
 
+    namespace: the log.
+    """
+
+    namespace: str
     tenant: str | None = None
     session: str | None = None
     group: str | None = None
+
+    @property
+    def is_corpus(self) -> bool:
+        """Return whether it is the tenant's corpus."""
+        return self.session is None and self.group is None
 
 
 @dataclass(slots=True)
@@ -89,9 +98,10 @@ class LoaderStats:
     """Count what the loader has done since the start.
 
     delivered: records that ``take`` returned. damaged, unknown: records that RecordReader skipped. failed: reads that
-    failed; the loader retries them if that may help. given_up: sessions and groups whose reads failed for good; the
-    next request tries again. refused: requests rejected because too many were waiting; likewise. pending: sessions and
-    groups requested and not yet read. ready_bytes: memory of the records that wait. state: the breaker's.
+    failed; the loader retries them if that may help. given_up: requests whose reads failed for good; the next request
+    tries again. refused: requests rejected because too many were waiting; likewise. pending: sessions and groups
+    requested and not yet read. corpora: tenants whose corpus was requested and not yet taken. ready_bytes: memory of
+    the records that wait. state: the breaker's.
     """
 
     delivered: int = 0
@@ -101,8 +111,8 @@ class LoaderStats:
     given_up: int = 0
     refused: int = 0
     pending: int = 0
+    corpora: int = 0
     ready_bytes: int = 0
-    preloading: bool = False
     state: State = "closed"
 
     def as_dict(self) -> dict[str, int | str]:
@@ -126,36 +136,31 @@ class _Job:
     forgotten: set[str] = field(default_factory=set)
 
 
-_PRELOAD = Wanted()
-
-
 class BackgroundLoader:
-    """Read sessions, groups and the newest part of a log from a store in a thread.
+    """Read sessions, groups and tenants' corpora from a store in a thread.
 
-    No call blocks or raises because of the store. Each request delivers the store's records of a session or group, in
-    log order: who applies the records knows which of them it has. Of long ones it delivers the newest 2,048 records,
-    so that a session that goes on for ever does not push out all others each time it comes back. A read that fails
-    while the store answers is put off behind the others, and given up after some tries. Close the loader before the
-    store.
+    No call blocks or raises because of the store. Each request delivers the newest of the store's records, in log
+    order: who applies the records knows which of them it has. A limit on them keeps a session that goes on for ever
+    from pushing out all others each time it comes back. Sessions and groups go before corpora. A read that fails while
+    the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
     """
 
     def __init__(
         self,
         store: Store,
-        namespace: str,
         *,
         max_pending: int = 4096,
-        max_ready_bytes: int = 64 << 20,
+        max_ready_bytes: int = QUEUE_BYTES,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store
-        self._namespace = check_namespace(namespace)
         self._max_pending, self._max_ready_bytes = max_pending, max_ready_bytes
         self._breaker = breaker or CircuitBreaker()
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
-        self._waiting: set[Wanted] = set()  # what the requests want
-        self._preload: _Job | None = None
+        self._corpora: deque[_Job] = deque()
+        # what the requests want: sessions and groups until they are read, corpora until they were taken
+        self._waiting: set[Wanted] = set()
         self._current: _Job | None = None
         self._ready: deque[Loaded] = deque()
         self._ready_bytes = 0
@@ -165,31 +170,23 @@ class BackgroundLoader:
         self._thread = threading.Thread(target=self._run, name="agentspec-store-loader", daemon=True)
         self._thread.start()
 
-    def request(self, wanted: Wanted) -> bool:
-        """Request the records of a session or group. Returns whether they will come; False if too many wait.
+    def request(self, wanted: Wanted, newest: int = _MAX_RECORDS) -> bool:
+        """Request the newest records of a session, group or corpus. Returns whether they will come.
 
-        Repeating a request does nothing until it is being read, because the read may miss what was stored since.
+        They won't if too many requests wait. Repeating a request for a session or group does nothing until it is being
+        read, because the read may miss what was stored since. A corpus is not read again until all of it was taken.
         """
         with self._wake:
             if self._closed:
                 return False
             if wanted in self._waiting:
                 return True
-            if len(self._requests) >= self._max_pending:
+            if len(self._queue_of(wanted)) >= self._max_pending:
                 self._counts.refused += 1
                 return False
-            self._queue(_Job(wanted, _MAX_RECORDS))
+            self._counts.corpora += wanted.is_corpus
+            self._queue(_Job(wanted, newest))
             return True
-
-    def preload(self, newest: int) -> None:
-        """Request the ``newest`` records of the log. Call once, at start."""
-        check_read(None, None, newest)
-        with self._wake:
-            if self._counts.preloading or self._closed:
-                return
-            self._counts.preloading = True
-            self._preload = _Job(_PRELOAD, newest)
-            self._wake.notify()
 
     def has_ready(self) -> bool:
         """Return whether ``take`` has something to return."""
@@ -205,15 +202,13 @@ class BackgroundLoader:
             loaded = self._ready.popleft()
             self._ready_bytes -= loaded.size
             self._counts.delivered += len(loaded.records)
-            if loaded.complete and loaded.wanted == _PRELOAD:
-                self._counts.preloading = False
+            if loaded.complete and loaded.wanted.is_corpus:
+                self._end_corpus(loaded.wanted)
             self._wake.notify()  # wake the thread if it waits for room
             return loaded
 
     def is_pending(self, wanted: Wanted) -> bool:
-        """Return whether ``take`` may still return records of a session or group; of the preload for ``Wanted()``."""
-        if wanted == _PRELOAD:
-            return self._counts.preloading
+        """Return whether ``take`` may still return records of a session, group or corpus."""
         with self._wake:
             read = self._current is not None and self._current.wanted == wanted
             return read or wanted in self._waiting or any(loaded.wanted == wanted for loaded in self._ready)
@@ -221,8 +216,8 @@ class BackgroundLoader:
     def forget(self, session: str) -> None:
         """Drop the records of an erased session that were read already. Call it again when the store has erased it."""
         with self._wake:
-            for job in (self._current, self._preload):
-                if job is not None:
+            for job in filter(None, (self._current, *self._corpora)):
+                if job.entries is not None:
                     job.forgotten.add(session)
             for loaded in self._ready:
                 _drop(loaded, {session})
@@ -242,7 +237,7 @@ class BackgroundLoader:
                 self._counts,
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
-                pending=len(self._requests) + (self._current is not None and self._current.wanted != _PRELOAD),
+                pending=len(self._requests) + (self._current is not None and not self._current.wanted.is_corpus),
                 ready_bytes=self._ready_bytes,
                 state=self._breaker.state,
             )
@@ -258,33 +253,36 @@ class BackgroundLoader:
                 logger.warning("agentspec: the store can be read again")
             if finished:
                 self._publish(job, Loaded(job.wanted, complete=True))
+            else:
                 with self._wake:
-                    self._preload = None if job is self._preload else self._preload
+                    self._corpora.appendleft(job)
 
     def _next_job(self) -> _Job | None:
-        """Wait for a job and for the breaker. Requests go before the preload. Returns None when closed."""
+        """Wait for a job and for the breaker. Returns None when closed."""
         with self._wake:
             self._current = None
             while not self._closed:
-                if not (self._requests or self._preload):
+                if not (self._requests or self._corpora):
                     self._wake.wait()
                 elif (pause := self._breaker.wait()) > 0 or not self._breaker.allow():
                     self._wake.wait(pause)
+                elif self._requests:
+                    self._current = self._requests.popleft()
+                    self._waiting.discard(self._current.wanted)
+                    return self._current
                 else:
-                    self._current = self._requests.popleft() if self._requests else self._preload
-                    if self._current is not None:
-                        self._waiting.discard(self._current.wanted)
+                    self._current = self._corpora.popleft()
                     return self._current
             return None
 
     def _load(self, job: _Job) -> bool:
-        """Deliver a session or group, or one slice of the preload. Returns whether the job is done."""
+        """Deliver a session or group, or one slice of a corpus. Returns whether the job is done."""
         if job.entries is None:
             wanted = job.wanted
             job.forgotten.clear()
             job.entries = self._reader.read(
                 self._store,
-                self._namespace,
+                wanted.namespace,
                 session=wanted.session,
                 group=wanted.group,
                 after=job.after,
@@ -302,7 +300,7 @@ class BackgroundLoader:
                 if len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES:
                     self._publish(job, loaded)
                     loaded = Loaded(job.wanted)
-                if job.wanted == _PRELOAD and seen >= _SLICE:
+                if job.wanted.is_corpus and seen >= _SLICE:
                     return False
                 courtesy.pause()
         finally:
@@ -319,10 +317,17 @@ class BackgroundLoader:
             self._ready.append(loaded)
             self._ready_bytes += loaded.size
 
+    def _queue_of(self, wanted: Wanted) -> deque[_Job]:
+        return self._corpora if wanted.is_corpus else self._requests
+
     def _queue(self, job: _Job) -> None:
         self._waiting.add(job.wanted)
-        self._requests.append(job)
+        self._queue_of(job.wanted).append(job)
         self._wake.notify()
+
+    def _end_corpus(self, wanted: Wanted) -> None:
+        self._waiting.discard(wanted)
+        self._counts.corpora -= 1
 
     def _put_off(self, job: _Job, error: Exception) -> None:
         """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry seen."""
@@ -335,9 +340,9 @@ class BackgroundLoader:
             self._counts.failed += 1
             if given_up:
                 self._counts.given_up += 1
-                if job is self._preload:
-                    self._preload, self._counts.preloading = None, False
-            elif job is not self._preload and job.wanted not in self._waiting:
+                if job.wanted.is_corpus:
+                    self._end_corpus(job.wanted)
+            elif job.wanted.is_corpus or job.wanted not in self._waiting:
                 self._queue(job)
         if not answers and self._breaker.failure():
             logger.warning("agentspec: stored turns cannot be read: %s", error)

@@ -53,7 +53,7 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
     """
     if url == "memory://":
         return None
-    name = f"{namespace[:16]}-{number}.snapshot"
+    name = f"{namespace}-{number}.snapshot"
     if url.lower().startswith("sqlite:"):
         path = sqlite_path(url)
         return path.with_name(f"{path.name}-{name}")

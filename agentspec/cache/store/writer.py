@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 
-from agentspec.cache.store.base import NewEntry, Retention, Store, check_namespace
+from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
@@ -49,32 +49,32 @@ class WriterStats:
 @dataclass(frozen=True, slots=True)
 class _Item:
     number: int
+    namespace: str
     record: Record
     size: int  # in bytes; computed once
 
 
 class BackgroundWriter:
-    """Append records to a store in a thread.
+    """Append records to the logs of a store in a thread.
 
-    ``put`` never blocks and never raises. While the store is unavailable, records wait, up to ``max_entries`` and
-    ``max_bytes``; beyond that the oldest are dropped and counted. An outage and its end are logged once each. Between
-    appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
+    Each log gets its records in the order of ``put``, which never blocks and never raises. While the store is
+    unavailable, records wait, up to ``max_entries`` and ``max_bytes``; beyond that the oldest are dropped and counted.
+    An outage and its end are logged once each. Between appends the thread removes what exceeds ``retention``, a slice
+    at a time. Close the writer before the store.
     """
 
     def __init__(
         self,
         store: Store,
-        namespace: str,
         *,
         retention: Retention | None = None,
-        max_bytes: int = 64 << 20,
+        max_bytes: int = QUEUE_BYTES,
         max_entries: int = 16_384,
         batch_entries: int = 64,
         batch_seconds: float = 0.02,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store
-        self._namespace = check_namespace(namespace)
         self._retention = retention
         self._trim_at = time.monotonic()
         self._untrimmed = 0  # bytes appended since the store was last within its limits
@@ -96,15 +96,15 @@ class BackgroundWriter:
         self._thread.start()
         atexit.register(self.close)
 
-    def put(self, record: Record) -> None:
-        """Queue ``record``. Its arrays must not change afterwards."""
+    def put(self, namespace: str, record: Record) -> None:
+        """Queue ``record`` for a log. Its arrays must not change afterwards."""
         size = record.size
         with self._work:
             self._number += 1
             if self._closing():
                 self._counts.dropped += 1
                 return
-            self._queue.append(_Item(self._number, record, size))
+            self._queue.append(_Item(self._number, namespace, record, size))
             self._bytes += size
             self._shorten()
             if len(self._queue) in (1, self._batch_entries):
@@ -186,28 +186,40 @@ class BackgroundWriter:
             return list(self._in_flight)
 
     def _write(self, batch: list[_Item]) -> None:
-        try:
-            entries, courtesy = [], Courtesy()
-            for item in batch:
-                entry = self._encode(item.record)
-                if entry is not None:
-                    entries.append(entry)
-                courtesy.pause()
-            if entries:
-                self._store.append(self._namespace, entries)
-            else:
-                self._store.ping()  # only the result of a call closes the breaker
-        except Exception as error:  # a store may raise anything, and the thread must survive it
-            self._keep(batch, error)
-            return
+        """Append the batch log by log. If one append fails, its records and those behind it are queued again."""
+        logs: dict[str, list[_Item]] = {}
+        for item in batch:
+            logs.setdefault(item.namespace, []).append(item)
+        for namespace, items in logs.items():
+            try:
+                entries = self._encode_all(items)
+                if entries:
+                    self._store.append(namespace, entries)
+                else:
+                    self._store.ping()  # only the result of a call closes the breaker
+            except Exception as error:  # a store may raise anything, and the thread must survive it
+                self._keep(items, error)
+                return
+            self._note_written(items, entries)
+
+    def _encode_all(self, items: list[_Item]) -> list[NewEntry]:
+        entries, courtesy = [], Courtesy()
+        for item in items:
+            entry = self._encode(item.record)
+            if entry is not None:
+                entries.append(entry)
+            courtesy.pause()
+        return entries
+
+    def _note_written(self, items: list[_Item], entries: list[NewEntry]) -> None:
         recovered = self._breaker.success()
         with self._work:
             self._counts.persisted += len(entries)
-            self._counts.refused += len(batch) - len(entries)
+            self._counts.refused += len(items) - len(entries)
             self._limit = self._batch_entries
             self._untrimmed += sum(len(entry.payload) for entry in entries)
-            self._leave(batch)
-            left, dropped = len(self._queue), self._counts.dropped
+            self._leave(items)
+            left, dropped = len(self._queue) + len(self._in_flight), self._counts.dropped
         if recovered:
             logger.warning(
                 "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
@@ -223,22 +235,26 @@ class BackgroundWriter:
                 logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
             return None
 
-    def _keep(self, batch: list[_Item], error: Exception) -> None:
-        """Queue a failed batch again. If the store will never accept it, halve it until the bad record is alone."""
+    def _keep(self, items: list[_Item], error: Exception) -> None:
+        """Queue what is left of a batch again, of which the append of ``items``, its first ones of a log, failed.
+
+        If the store will never accept them, try half of them, until the bad record is alone.
+        """
         passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._counts.failed += 1
-            if len(batch) == 1 and not passing:
+            if len(items) == 1 and not passing:
                 self._counts.refused += 1
-                self._leave(batch)
+                self._leave(items)
             else:
-                # The retry sends the same records, so that a store can recognise a batch that it already has.
-                self._limit = len(batch) if passing else len(batch) // 2
-                kept = [item for item in batch if item.record.session not in self._forgotten]
-                self._count_erased([item for item in batch if item.record.session in self._forgotten])
-                self._queue.extendleft(reversed(kept))
-                self._end_flight()
-                self._shorten()
+                # The retry sends the same records, so that a store can recognise an append that it already has.
+                self._limit = len(self._in_flight) if passing else len(items) // 2
+            self._count_erased([item for item in self._in_flight if item.record.session in self._forgotten])
+            kept = [item for item in self._in_flight if item.record.session not in self._forgotten]
+            self._queue.extendleft(reversed(kept))
+            self._in_flight.clear()
+            self._end_flight()
+            self._shorten()
             queued, closing = len(self._queue), self._closing()
         if self._breaker.failure():
             logger.warning(
@@ -247,15 +263,18 @@ class BackgroundWriter:
         if closing:
             time.sleep(_CLOSING_DELAY)
 
-    def _leave(self, batch: list[_Item]) -> None:
-        self._bytes -= sum(item.size for item in batch)
+    def _leave(self, items: list[_Item]) -> None:
+        """Take records that were written or refused out of the batch."""
+        self._bytes -= sum(item.size for item in items)
+        gone = {item.number for item in items}
+        self._in_flight = [item for item in self._in_flight if item.number not in gone]
         self._end_flight()
-        if not self._queue:
-            self._hurry = self._overflowing = False
 
     def _end_flight(self) -> None:
-        self._in_flight.clear()
-        self._forgotten.clear()
+        if not self._in_flight:
+            self._forgotten.clear()
+        if not (self._queue or self._in_flight):
+            self._hurry = self._overflowing = False
         self._settled.notify_all()
 
     def _trim_due(self) -> bool:

@@ -25,7 +25,7 @@ from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, runner
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
-from agentspec.server_ext.vllm_adapter.runner import log_name, worker_rpc
+from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
 
 __all__ = [
     "PATCHES",
@@ -37,8 +37,8 @@ __all__ = [
     "check_version",
     "current_patches",
     "install",
-    "log_name",
     "register",
+    "served_model_key",
     "uses_agentspec",
     "worker_rpc",
 ]

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentspec.cache.store import model_name, namespace, open_store, snapshot_path, tokenizer_fingerprint
+from agentspec.cache.store import LogNames, model_key, model_name, open_store, snapshot_path, tokenizer_fingerprint
 from agentspec.errors import SpeculatorError
+from agentspec.server_ext.callers import server_secret
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.persistence import Persistence
@@ -214,22 +215,21 @@ def _is_first_rank() -> bool:
 
 
 def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
-    """Return the engine of this model and tenant, on the store of the settings."""
-    model = vllm_config.model_config
-    key = log_name(vllm_config, settings.tenant)
+    """Return the engine of this model, on the store of the settings."""
+    logs = LogNames(served_model_key(vllm_config), server_secret(settings))
     queue = MemoryShares.of(settings.max_bytes).queue
     store, retention = open_store(settings.store), settings.retention()
-    persistence = Persistence(store, key, settings.preload_records, retention, queue)
-    snapshot = snapshot_path(settings.store, key, vllm_config.parallel_config.data_parallel_index)
-    limits = engine_limits(vllm_config)
-    return DraftingEngine(settings, persistence, model.get_vocab_size(), max_draft, limits, snapshot)
+    persistence = Persistence(store, logs, settings.preload_records, retention, queue)
+    number = vllm_config.parallel_config.data_parallel_index
+    snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
+    vocabulary = vllm_config.model_config.get_vocab_size()
+    return DraftingEngine(settings, persistence, vocabulary, max_draft, engine_limits(vllm_config), snapshot)
 
 
-def log_name(vllm_config: Any, tenant: str | None = None) -> str:
-    """Return the name of the log of this model, its tokenizer and a server's tenant (`namespace`)."""
+def served_model_key(vllm_config: Any) -> str:
+    """Return the key of the served model and its tokenizer (`model_key`)."""
     model = vllm_config.model_config
-    tokenizer = tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision)
-    return namespace(model_name(model.model), tokenizer, tenant)
+    return model_key(model_name(model.model), tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision))
 
 
 def engine_limits(vllm_config: Any) -> EngineLimits:
