@@ -295,14 +295,14 @@ NB_MODULE(_native, module) {
           "restore",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, std::size_t kept,
              std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail, const Vector& response,
-             std::uint64_t record) {
+             std::uint64_t record, bool held_only) {
             const Names names{pointer(session), pointer(group), pointer(tenant), shared};
             std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
             tokens.insert(tokens.end(), view(response).begin(), view(response).end());
-            cache.restore(names, {kept, parent, block, std::move(tokens), prompt_tail.size(), record});
+            cache.restore(names, {kept, parent, block, std::move(tokens), prompt_tail.size(), record}, held_only);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "parent"_a, "block"_a,
-          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, Released())
+          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {
@@ -312,16 +312,18 @@ NB_MODULE(_native, module) {
       .def("has_session", &Cache::has_session, "session"_a, Released())
       .def(
           "needs_load",
-          [](Cache& cache, const Name& session, const Name& group) {
-            return cache.needs_load(pointer(session), pointer(group));
+          [](Cache& cache, const Name& session, const Name& group, const std::string& tenant) {
+            return cache.needs_load({pointer(session), pointer(group), &tenant, true});
           },
-          "session"_a.none(), "group"_a.none(), Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a, Released())
       .def(
           "mark_loaded",
-          [](Cache& cache, const Name& session, const Name& group) {
-            cache.mark_loaded(pointer(session), pointer(group));
+          [](Cache& cache, const Name& session, const Name& group, const std::string& tenant) {
+            cache.mark_loaded({pointer(session), pointer(group), &tenant, true});
           },
-          "session"_a.none(), "group"_a.none(), Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a, Released())
+      .def("tenants", [](Cache& cache) { return without_gil([&] { return cache.tenants(); }); })
+      .def("forget_tenant", &Cache::forget_tenant, "tenant"_a, Released())
       .def(
           "catch_up",
           [](Cache& cache, std::size_t budget, double seconds) { return cache.catch_up(WorkBudget(budget, seconds)); },

@@ -7,8 +7,8 @@
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
-thread makes the calls for requests. Meanwhile other threads may call stats, has_session, remove_session, catch_up,
-resize and save.
+thread makes the calls for requests. Meanwhile other threads may call stats, tenants, has_session, remove_session,
+forget_tenant, catch_up, resize and save.
 """
 
 from collections.abc import Sequence
@@ -306,9 +306,12 @@ class SuffixCache:
         self._core.abort(self._request(request_id).slot)
         self._release(request_id)
 
-    def restore(self, turn: FinishedTurn) -> None:
+    def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
         """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
 
+        held_only: add it only to what the cache holds of its session, named group and tenant, and count none of them as
+        used. A turn that another process has just stored is restored so: what is not held is loaded when a request
+        names it.
         Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds a
         turn without a name as far as its text is new, and group and tenant if any of that was. Turns may come in any
         order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
@@ -327,7 +330,7 @@ class SuffixCache:
         tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
         names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
-        self._core.restore(*names.keys(), turn.kept, turn.parent, turn.block, tail, response, turn.record)
+        self._core.restore(*names.keys(), turn.kept, turn.parent, turn.block, tail, response, turn.record, held_only)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.
@@ -347,18 +350,31 @@ class SuffixCache:
         return self._core.has_session(key)
 
     def needs_load(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> bool:
-        """Return whether the store may hold turns of a session, or of a named group, that were not restored yet.
+        """Return whether the store may hold turns of a session or of a named group that were not restored yet.
 
-        That is so until `mark_loaded` says otherwise, and again when the session or group was evicted. Name one.
+        Name one of them, or neither for the tenant's corpus. That is so until `mark_loaded` says otherwise, and again
+        when the session, the group or all of the corpus was evicted.
         """
         return self._core.needs_load(*self._keys_of(tenant, session, group))
 
     def mark_loaded(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> None:
-        """Note that all that the store holds of a session, or of a named group, was restored. Name one of them.
+        """Note that all that the store holds of a session or of a named group was restored, or of the tenant's corpus.
 
-        Does nothing where the cache holds neither text nor a running request of it.
+        Name as in `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
         """
         self._core.mark_loaded(*self._keys_of(tenant, session, group))
+
+    def tenants(self) -> list[str | None]:
+        """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
+        return [tenant or None for tenant in self._core.tenants()]
+
+    def forget_tenant(self, tenant: str | None) -> bool:
+        """Forget a tenant with its corpus, sessions and groups. Returns False where it has running requests: it stays.
+
+        Steps may run meanwhile. The following ones give the memory back.
+        """
+        check_ids(tenant=tenant)
+        return self._core.forget_tenant(tenant or _UNNAMED)
 
     def catch_up(self, budget: int | None = None, *, seconds: float | None = None) -> int:
         """Index pending text, evict what exceeds the budgets, remove evicted text and give its memory back.
@@ -457,11 +473,13 @@ class SuffixCache:
             raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
         return cost
 
-    def _keys_of(self, tenant: str | None, session: str | None, group: str | None) -> tuple[str | None, str | None]:
+    def _keys_of(
+        self, tenant: str | None, session: str | None, group: str | None
+    ) -> tuple[str | None, str | None, str]:
         check_ids(session=session, group=group, tenant=tenant)
-        if (session is None) == (group is None):
-            raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them")
-        return key_of(tenant, session), key_of(tenant, group)
+        if session is not None and group is not None:
+            raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them, or neither")
+        return key_of(tenant, session), key_of(tenant, group), tenant or _UNNAMED
 
     def _request(self, request_id: str) -> "_Running":
         running = self._running.get(request_id)

@@ -136,7 +136,7 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
   if (current.session ? !current.session->gone : current.shared) {
     turn = turn_of(current, output_limit);
     turn->record = record;
-    keep(current, *turn, false);
+    keep(current, current.session ? &current.session->key : nullptr, *turn, Origin::kFinished);
   }
   release(slot);
   if (turn) entries_.evict(tenant.get());
@@ -179,29 +179,50 @@ void Cache::release(std::size_t slot) {
   entries_.bury(std::move(ended->index));
 }
 
-void Cache::restore(Names names, Turn turn) {
+// Finds what is held of what is named. Returns false if nothing is.
+bool Cache::find_held(Names names, Request& to) {
+  if (!names.tenant) return false;
+  to.tenant = entries_.tenants().find(*names.tenant);
+  if (!to.tenant) return false;
+  if (names.session) to.session = entries_.find_session(*names.session);
+  if (!names.shared) return to.session != nullptr;
+  if (names.group) {
+    to.group = entries_.find_group(*names.group);
+  } else if (to.session) {  // its own group comes with it
+    to.group = entries_.find_own_group(*names.session);
+    if (!to.group) to.group = entries_.group(names, to.tenant);
+  }
+  return true;
+}
+
+void Cache::restore(Names names, Turn turn, bool held_only) {
   std::lock_guard lock(mutex_);
   Request to;
-  to.tenant = entries_.tenant(names.tenant);
-  to.session = entries_.session(names.session, to.tenant);
-  to.group = entries_.group(names, to.tenant);
+  if (held_only) {
+    if (!find_held(names, to)) return;
+  } else {
+    to.tenant = entries_.tenant(names.tenant);
+    to.session = entries_.session(names.session, to.tenant);
+    to.group = entries_.group(names, to.tenant);
+  }
   to.shared = to.tenant && names.shared;
   if (to.session) to.session->find_parent(turn);
-  keep(to, turn, true);
+  const std::string session = names.session ? "s" + *names.session : std::string();
+  keep(to, names.session ? &session : nullptr, turn, held_only ? Origin::kFollowed : Origin::kStored);
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
   entries_.evict(to.tenant.get());
 }
 
-// Adds a finished or restored turn to the session, group and tenant of a request.
-void Cache::keep(const Request& of, const Turn& turn, bool restored) {
+// Adds a turn to the session, group and tenant of a request. `session`: key of its session, which may not be held.
+void Cache::keep(const Request& of, const std::string* session, const Turn& turn, Origin origin) {
   bool wanted = true;  // by the group and the tenant: a restored turn without a record must bring something new
   std::vector<Token> context;
   if (of.session && !turn.tokens.empty()) {
     context = of.session->context_of(turn);
     if (!of.session->holds(turn.record)) {
       const bool is_new = of.session->append(turn);
-      wanted = is_new || turn.record != 0 || !restored;
+      wanted = is_new || turn.record != 0 || origin == Origin::kFinished;
       entries_.trim(*of.session);
     }
   }
@@ -209,16 +230,15 @@ void Cache::keep(const Request& of, const Turn& turn, bool restored) {
     const auto tail = last_of(std::span(turn.tokens).first(turn.prompt_tail), kOverlap);
     context.insert(context.end(), tail.begin(), tail.end());
     const auto kept_context = last_of(context, drafter_->kept_context());
-    const std::string* session = of.session ? &of.session->key : nullptr;
     for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
       group->corpus.add(session, turn.record, kept_context, turn.response());
-      entries_.touch(*group);
+      if (origin != Origin::kFollowed) entries_.touch(*group);
       entries_.count(*group);
     }
   }
   if (of.session && !turn.tokens.empty()) {
-    entries_.touch(*of.session);
+    if (origin != Origin::kFollowed) entries_.touch(*of.session);
     entries_.count(*of.session);
   }
 }
@@ -252,20 +272,38 @@ bool Cache::has_session(const std::string& key) {
   return session && session->tokens() > 0;
 }
 
-std::shared_ptr<CacheEntry> Cache::find(const std::string* session, const std::string* group) const {
-  if (session) return entries_.find_session(*session);
-  return entries_.find_group(*group);
+std::shared_ptr<CacheEntry> Cache::find(Names names) const {
+  if (names.session) return entries_.find_session(*names.session);
+  if (names.group) return entries_.find_group(*names.group);
+  return entries_.tenants().find(*names.tenant);
 }
 
-bool Cache::needs_load(const std::string* session, const std::string* group) {
+bool Cache::needs_load(Names names) {
   std::lock_guard lock(mutex_);
-  const auto entry = find(session, group);
+  const auto entry = find(names);
   return !entry || !entry->loaded;
 }
 
-void Cache::mark_loaded(const std::string* session, const std::string* group) {
+void Cache::mark_loaded(Names names) {
   std::lock_guard lock(mutex_);
-  if (const auto entry = find(session, group)) entry->loaded = true;
+  if (const auto entry = find(names)) entry->loaded = true;
+}
+
+std::vector<std::string> Cache::tenants() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::string> keys;
+  for (const auto& [tick, tenant] : entries_.tenants().by_use) keys.push_back(tenant->key);
+  return keys;
+}
+
+bool Cache::forget_tenant(const std::string& tenant) {
+  for (;;) {  // in slices, so that a step can run in between
+    std::lock_guard lock(mutex_);
+    const auto found = entries_.tenants().find(tenant);
+    if (!found) return true;
+    if (found->running > 0) return false;
+    if (entries_.forget_tenant(*found)) return true;
+  }
 }
 
 std::size_t Cache::catch_up(WorkBudget budget) {

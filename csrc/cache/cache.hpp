@@ -84,14 +84,19 @@ class Cache {
   // Ends a request. Returns what it adds, null if nothing. `record` names that in the store; 0: it has no name.
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);
   void abort(std::size_t slot);
-  // Adds a stored turn where its record isn't held yet; a turn without a record if its text isn't.
-  void restore(Names names, Turn turn);
+  // Adds a stored turn where its record isn't held yet; a turn without a record if its text isn't. `held_only`: only to
+  // what is there, which doesn't count as used.
+  void restore(Names names, Turn turn, bool held_only);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
-  // Tell and note whether what the store holds of a session, or else of a named group, was restored. Evicting forgets.
-  bool needs_load(const std::string* session, const std::string* group);
-  void mark_loaded(const std::string* session, const std::string* group);
+  // Tell and note whether what the store holds of a session, or else of a named group, or else of a tenant's corpus was
+  // restored. Evicting forgets.
+  bool needs_load(Names names);
+  void mark_loaded(Names names);
+  std::vector<std::string> tenants();  // their keys, least recently used first
+  // Forgets a tenant with its corpus, sessions and groups. Returns false where it has running requests: then it stays.
+  bool forget_tenant(const std::string& tenant);
   // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
   std::size_t catch_up(WorkBudget budget);
   void resize(Limits limits);
@@ -139,8 +144,11 @@ class Cache {
   void count(Request& request);
   void release(std::size_t slot);
   static Turn turn_of(const Request& request, std::optional<std::size_t> output_limit);
-  void keep(const Request& of, const Turn& turn, bool restored);
-  std::shared_ptr<CacheEntry> find(const std::string* session, const std::string* group) const;
+  // Where a turn comes from. A followed one, which another process has just stored, marks nothing as used.
+  enum class Origin { kFinished, kStored, kFollowed };
+  void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
+  bool find_held(Names names, Request& to);
+  std::shared_ptr<CacheEntry> find(Names names) const;
   void begin_text(Request& request, std::span<const Token> prompt);
   void rewind(Request& request, std::span<const Token> row);
   void advance(Request& request, WorkBudget& budget);

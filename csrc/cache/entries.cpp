@@ -79,7 +79,13 @@ std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) cons
   return std::static_pointer_cast<Session>(entries_.find("s" + key));
 }
 
-std::shared_ptr<CacheEntry> CacheEntries::find_group(const std::string& key) const { return entries_.find("g" + key); }
+std::shared_ptr<Group> CacheEntries::find_group(const std::string& key) const {
+  return std::static_pointer_cast<Group>(entries_.find("g" + key));
+}
+
+std::shared_ptr<Group> CacheEntries::find_own_group(const std::string& session) const {
+  return std::static_pointer_cast<Group>(entries_.find("o" + session));
+}
 
 void CacheEntries::touch(CacheEntry& entry) { use(entry, ++tick_); }
 
@@ -255,6 +261,7 @@ bool CacheEntries::evict_text(Tenant* only) {
   if (shared == 0) return false;
   Tenant& oldest = only ? *only : *with_texts_.begin()->second;
   oldest.corpus.drop_oldest();
+  if (oldest.corpus.empty()) oldest.loaded = false;
   count(oldest);
   return true;
 }
@@ -280,10 +287,25 @@ bool CacheEntries::evict_tenant() {
   const auto idle = std::ranges::find_if(tenants_.by_use, [](const auto& used) { return used.second->running == 0; });
   if (idle == tenants_.by_use.end() || std::next(idle) == tenants_.by_use.end()) return false;
   Tenant& tenant = *idle->second;
-  if (!tenant.entries.empty()) {
+  if (tenant.entries.empty()) {
+    drop_tenant(tenant);
+  } else {
     drop(**tenant.entries.begin());
-    return true;
   }
+  return true;
+}
+
+bool CacheEntries::forget_tenant(Tenant& tenant) {
+  for (std::size_t done = 0; !tenant.entries.empty(); ++done) {
+    if (done == kEvictPerCall) return false;
+    drop(**tenant.entries.begin());
+  }
+  drop_tenant(tenant);
+  return true;
+}
+
+// Drops a tenant without entries.
+void CacheEntries::drop_tenant(Tenant& tenant) {
   held_ -= tenant.counted;
   corpora_ -= tenant.counted;
   beside_ -= tenant.beside;
@@ -291,7 +313,6 @@ bool CacheEntries::evict_tenant() {
   set_waiting(tenant, false);
   bury(tenant.take_index());
   tenants_.erase(tenant);
-  return true;
 }
 
 std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
@@ -303,7 +324,7 @@ std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::stri
   const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};
-  if (const auto own = entries_.find("o" + key)) sharing.push_back(std::static_pointer_cast<Group>(own));
+  if (const auto own = find_own_group(key)) sharing.push_back(own);
   for (const Group* group : tenant->groups) {
     sharing.push_back(std::static_pointer_cast<Group>(entries_.find(group->key)));
   }

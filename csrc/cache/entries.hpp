@@ -83,7 +83,8 @@ class CacheEntries {
   std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Session> find_session(const std::string& key) const;
-  std::shared_ptr<CacheEntry> find_group(const std::string& key) const;  // a named one
+  std::shared_ptr<Group> find_group(const std::string& key) const;      // a named one
+  std::shared_ptr<Group> find_own_group(const std::string& session) const;
 
   std::shared_ptr<Learned> learned_of(CacheEntry& entry);
 
@@ -102,6 +103,9 @@ class CacheEntries {
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
+  // Drops a tenant without running requests with all that it holds, at most kEvictPerCall entries. Returns whether it is
+  // gone.
+  bool forget_tenant(Tenant& tenant);
   // Takes over an index that is not used any more. Its memory is given back little by little.
   void bury(SuffixIndex index);
   bool has_work() const { return !waiting_.empty() || !waiting_tenants_.empty() || !buried_.empty(); }
@@ -140,6 +144,7 @@ class CacheEntries {
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);
   bool evict_tenant();
+  void drop_tenant(Tenant& tenant);
   bool evict_text(Tenant* only);
   bool evict_running(Tenant* only);
 

@@ -55,7 +55,7 @@ struct CacheEntry {
   std::uint64_t used = 0;             // tick of its last use
   std::size_t running = 0;            // requests that draft from it; while there are any, it is not evicted
   bool gone = false;                  // erased or evicted; running requests may still know it
-  bool loaded = false;                // a session or named group: what the store holds of it was restored
+  bool loaded = false;                // what the store holds of it was restored
   bool waiting = false;               // in the list of those with work
   Size counted;                       // its part of the sums over all entries
   std::shared_ptr<Learned> learned;   // by a tenant's requests, or a session's unshared ones; null: nothing yet

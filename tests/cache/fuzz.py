@@ -197,17 +197,19 @@ class Fuzzer:
                 turn = replace(turn, parent=0)
             elif change == "cut":
                 turn = replace(turn, prompt_tail=turn.prompt_tail[: rng.randrange(len(turn.prompt_tail) + 1)])
-        self.pair.restore(turn)
+        self.pair.restore(turn, held_only=rng.random() < 0.4)
         self.pair.check_stats()
 
     def load(self) -> None:
         rng = self.rng
-        named = rng.random() < 0.3
-        session, group = (None, rng.choice(["g", "h"])) if named else (rng.choice(["a", "b", "c"]), None)
-        self.pair.check_loaded(rng.choice(TENANTS), session, group)
+        names = ((rng.choice(["a", "b", "c"]), None), (None, rng.choice(["g", "h"])), (None, None))
+        self.pair.check_loaded(rng.choice(TENANTS), *rng.choices(names, [6, 3, 3])[0])
 
     def remove(self) -> None:
-        self.pair.remove_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))
+        if self.rng.random() < 0.9:
+            self.pair.remove_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))
+        else:
+            self.pair.forget_tenant(self.rng.choice(TENANTS))
         self.pair.check_stats()
 
     def evict(self) -> None:

@@ -147,11 +147,14 @@ class Pair:
         self.core.abort(request)
         self.oracle.abort(request)
 
-    def restore(self, turn: FinishedTurn) -> None:
-        self.core.restore(turn)
-        self.oracle.restore(turn)
+    def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
+        self.core.restore(turn, held_only=held_only)
+        self.oracle.restore(turn, held_only)
 
-    def check_loaded(self, tenant: str | None, session: str | None, group: str | None = None) -> bool:
+    def forget_tenant(self, tenant: str | None) -> None:
+        assert self.core.forget_tenant(tenant) == self.oracle.forget_tenant(tenant)
+
+    def check_loaded(self, tenant: str | None, session: str | None = None, group: str | None = None) -> bool:
         """Return whether a load is needed, and mark it as done."""
         needed = self.core.needs_load(tenant, session, group=group)
         assert needed == self.oracle.needs_load(tenant, session, group)
@@ -180,6 +183,7 @@ class Pair:
         self.oracle.reload()
 
     def check_stats(self) -> None:
+        assert self.core.tenants() == self.oracle.tenants()
         ours = self.core.stats()
         for name, expected in self.oracle.stats().items():
             assert getattr(ours, name) == expected, name

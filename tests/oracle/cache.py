@@ -6,6 +6,7 @@ saves nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, Scope
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
-from tests.oracle.entries import CacheEntries, CacheEntry, Group, Limits, Session, Tenant, work_on
+from tests.oracle.entries import CacheEntries, CacheEntry, Group, Key, Limits, Session, Tenant, work_on
 from tests.oracle.index import OVERLAP, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
@@ -102,6 +103,8 @@ class Oracle:
         request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
         for entry in request.entries():
             entry.running += 1
+        if of_tenant:
+            of_tenant.running += 1
         request.state.ends = frozenset(end_tokens)
         self._begin_text(request, [self._as_held(token) for token in prompt])
         self._requests[request_id] = request
@@ -199,7 +202,8 @@ class Oracle:
             )
         else:
             turn = Turn(0, 0, 0, prompt[-OVERLAP:], response, record)
-        self._keep(session, request.group, tenant, request.shared, turn, restored=False)
+        key = session.key if session else None
+        self._keep(session, request.group, tenant, key, request.shared, turn, "finished")
         self.abort(request_id)
         self._held.evict(tenant)
         return turn
@@ -208,22 +212,36 @@ class Oracle:
         slot = self._slots.index(request_id)
         self._slots[slot] = None
         self._free.append(slot)
-        for entry in self._requests.pop(request_id).entries():
+        request = self._requests.pop(request_id)
+        if request.tenant:
+            request.tenant.running -= 1
+        for entry in request.entries():
             entry.running -= 1
             self._held.forget_if_empty(entry)
 
-    def restore(self, stored: FinishedTurn) -> None:
-        tenant, session, group = self._names(stored.session, stored.group, stored.tenant, stored.scope)
+    def restore(self, stored: FinishedTurn, held_only: bool = False) -> None:
+        shared = stored.scope == "tenant"
+        names = (stored.session, stored.group, stored.tenant)
+        if not held_only:
+            tenant, session, group = self._names(*names, stored.scope)
+        elif stored.scope == "none":
+            return
+        else:
+            tenant, session, group = self._held.find_held(*names, shared)
         tail = [self._as_held(token) for token in stored.prompt_tail.tolist()]
         response = stored.response.tolist()
         turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
         if session:
             turn = session.turns.find_parent(turn)
-        self._keep(session, group, tenant, stored.scope == "tenant", turn, restored=True)
+        key = session.key if session else None
+        if tenant and stored.session is not None:
+            key = ("session", tenant.name, stored.session)
+        self._keep(session, group, tenant, key, shared, turn, "followed" if held_only else "stored")
         for entry in (session, group):
             if entry:
                 self._held.forget_if_empty(entry)
-        self._held.evict(tenant)
+        if tenant or not held_only:
+            self._held.evict(tenant)
 
     def needs_load(self, tenant: str | None, session: str | None, group: str | None) -> bool:
         entry = self._held.find(tenant, session, group)
@@ -233,6 +251,12 @@ class Oracle:
         entry = self._held.find(tenant, session, group)
         if entry is not None:
             entry.loaded = True
+
+    def tenants(self) -> list[str | None]:
+        return [tenant.name or None for tenant in sorted(self._held.tenants.values(), key=lambda tenant: tenant.used)]
+
+    def forget_tenant(self, tenant: str | None) -> bool:
+        return self._held.forget_tenant(tenant)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self._held.remove_session(tenant, session)
@@ -343,13 +367,15 @@ class Oracle:
         session: Session | None,
         group: Group | None,
         tenant: Tenant | None,
+        key: Key | None,
         shared: bool,
         turn: Turn,
-        restored: bool,
+        origin: Literal["finished", "stored", "followed"],
     ) -> None:
-        """Add a turn where its record isn't held yet.
+        """Add a turn where its record isn't held yet. key: its session's, which may not be held.
 
-        Group and tenant add a restored turn without a record only if it brings its session something new.
+        Group and tenant add a restored turn without a record only if it brings its session something new. A followed
+        turn marks nothing as used.
         """
         wanted, context = True, []
         has_text = turn.prompt_tail or turn.response
@@ -357,19 +383,20 @@ class Oracle:
             context = session.turns.context_of(turn)
             if turn.record not in session.turns.records:
                 is_new = session.turns.append(turn)
-                wanted = is_new or turn.record != 0 or not restored
+                wanted = is_new or turn.record != 0 or origin == "finished"
                 self._held.trim(session)
         if tenant and shared and turn.response and wanted:
             context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
-            key = session.key if session else None
             if group and not group.gone and not group.corpus.holds(turn.record):
                 group.corpus.add(key, turn.record, context, turn.response)
-                self._held.touch(group)
+                if origin != "followed":
+                    self._held.touch(group)
             if not tenant.corpus.holds(turn.record):
                 tenant.corpus.add(key, turn.record, context, turn.response)
-                tenant.used = self._held.next_tick()
-        if session and has_text:
+                if origin != "followed":
+                    tenant.used = self._held.next_tick()
+        if session and has_text and origin != "followed":
             self._held.touch(session)
 
 

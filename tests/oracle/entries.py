@@ -106,7 +106,9 @@ class Tenant:
     name: str
     learned: Learned | None = None
     used: int = 0
+    running: int = 0
     corpus: Corpus = field(default_factory=Corpus)
+    loaded: bool = False  # what the store holds of its corpus was restored
 
 
 @dataclass(slots=True, eq=False)
@@ -236,10 +238,41 @@ class CacheEntries:
         self.touch(group)
         return group
 
-    def find(self, tenant: str | None, session: str | None, group: str | None) -> CacheEntry | None:
+    def find(self, tenant: str | None, session: str | None, group: str | None) -> CacheEntry | Tenant | None:
         if session is not None:
             return self.held.get(("session", tenant or "", session))
-        return self.held.get(("group", tenant or "", group or ""))
+        if group is not None:
+            return self.held.get(("group", tenant or "", group))
+        return self.tenants.get(tenant or "")
+
+    def find_held(
+        self, session: str | None, group: str | None, tenant: str | None, shared: bool
+    ) -> tuple[Tenant | None, Session | None, Group | None]:
+        """Return what is held of what a turn names, and mark nothing as used. A session's own group comes with it."""
+        of_tenant = self.tenants.get(tenant or "")
+        if of_tenant is None:
+            return None, None, None
+        of_session = self.held.get(("session", of_tenant.name, session or ""))
+        assert of_session is None or isinstance(of_session, Session)
+        of_group = None
+        if shared and group is not None:
+            of_group = self.held.get(("group", of_tenant.name, group))
+        elif shared and session is not None and of_session is not None:
+            of_group = self.held.get(("own group", of_tenant.name, session)) or self.group(None, session, of_tenant)
+        assert of_group is None or isinstance(of_group, Group)
+        return of_tenant, of_session, of_group
+
+    def forget_tenant(self, name: str | None) -> bool:
+        """Forget a tenant with all that it holds. Return False if requests run: then it stays."""
+        tenant = self.tenants.get(name or "")
+        if tenant is None:
+            return True
+        if tenant.running:
+            return False
+        for entry in [entry for entry in self.held.values() if entry.tenant is tenant]:
+            self._drop(entry)
+        del self.tenants[tenant.name]
+        return True
 
     def learned(self, of: Tenant | Session) -> Learned:
         """Return what the tenant's requests learned, or the session's requests that share nothing."""
@@ -306,7 +339,7 @@ class CacheEntries:
 
     def reload(self) -> None:
         """Do as saving and loading do: what the store holds may have changed meanwhile."""
-        for entry in self.held.values():
+        for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
 
     def size(self, tenant: Tenant | None) -> int:
@@ -336,7 +369,9 @@ class CacheEntries:
                         self.held["session", of_tenant, name].loaded = False  # it comes back with its session
                     return True
         if shared:
-            min(shared, key=lambda tenant: tenant.used).corpus.drop_oldest()
+            idlest = min(shared, key=lambda tenant: tenant.used)
+            idlest.corpus.drop_oldest()
+            idlest.loaded = idlest.loaded and bool(idlest.corpus.documents)
         elif entries:
             oldest = entries[0]
             if isinstance(oldest, Session):
