@@ -425,19 +425,18 @@ def test_an_append_elsewhere_ends_a_wait(store: Store, request: pytest.FixtureRe
 
 def test_tombstones_are_listed_in_order_and_behind_a_cursor(store: Store) -> None:
     store.append(NS, [NewEntry(name, b"x") for name in ("a", "b", "c")])
-    assert store.tombstones(NS) == []
-    for name in ("c", "a", "nobody"):
-        store.erase_session(NS, name)
+    assert store.tombstones(NS) == {}
+    marks = {name: store.erase_session(NS, name).tombstone for name in ("c", "a", "nobody")}
     end = store.newest(NS)
     store.append(NS, [NewEntry("a", b"again")])
-    assert store.tombstones(NS) == ["c", "a", "nobody"]
-    assert store.tombstones("other") == []
-    assert store.tombstones(NS, after=end) == []
+    assert list(store.tombstones(NS).items()) == list(marks.items())
+    assert store.tombstones("other") == {}
+    assert store.tombstones(NS, after=end) == {}
     store.erase_session(NS, "c")
-    assert store.tombstones(NS, after=end) == []
-    store.erase_session(NS, "a")
-    assert store.tombstones(NS, after=end) == ["a"]
-    assert store.tombstones(NS) == ["c", "nobody", "a"]
+    assert store.tombstones(NS, after=end) == {}
+    again = store.erase_session(NS, "a").tombstone
+    assert store.tombstones(NS, after=end) == {"a": again}
+    assert list(store.tombstones(NS).items()) == [("c", marks["c"]), ("nobody", marks["nobody"]), ("a", again)]
 
 
 def test_logs_are_listed_by_prefix(store: Store) -> None:

@@ -135,8 +135,8 @@ class Store(Protocol):
         """
         ...
 
-    def tombstones(self, namespace: str, *, after: str | None = None) -> list[str]:
-        """Return the keys of the sessions with a tombstone in the log, in the order of their erasure.
+    def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
+        """Return the cursors of the tombstones in the log by their session's key, in the order of the erasures.
 
         after: only those with a tombstone behind this cursor. A session that was used again after its erasure still
         has its tombstone.

@@ -181,11 +181,11 @@ class RedisStore:
                 return found
             time.sleep(min(left, _POLL_SECONDS))
 
-    def tombstones(self, namespace: str, *, after: str | None = None) -> list[str]:
+    def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
         low = _cursor(_stream_id("after", after)) if after else ""
         found: dict[bytes, bytes] = self.command("HGETALL", f"{self._tag(namespace)}tombstones")
         marked = sorted((_cursor(number), session.decode()) for session, number in found.items())
-        return [session for number, session in marked if number > low]
+        return {session: number for number, session in marked if number > low}
 
     def namespaces(self, prefix: str = "") -> list[str]:
         return [name for name in self._namespaces() if name.startswith(prefix)]

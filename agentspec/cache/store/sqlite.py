@@ -133,11 +133,14 @@ class _Database:
                 return [name for (name,) in found]
             time.sleep(min(left, _POLL_SECONDS))
 
-    def tombstones(self, namespace: str, *, after: str | None = None) -> list[str]:
-        query = "SELECT session FROM entries WHERE namespace = ? AND sequence > ? AND erased = 1 ORDER BY sequence"
+    def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
+        query = (
+            "SELECT session, sequence FROM entries WHERE namespace = ? AND sequence > ? AND erased = 1"
+            " ORDER BY sequence"
+        )
         with self._read() as connection:
             rows = connection.execute(query, (check_namespace(namespace), _parse_cursor("after", after)))
-            return [session for (session,) in rows]
+            return {session: _cursor(sequence) for session, sequence in rows}
 
     def namespaces(self, prefix: str = "") -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
