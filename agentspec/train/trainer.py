@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
+from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
 from agentspec.train.corpus import whole
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
@@ -145,7 +146,7 @@ def worth(accepted: Tensor) -> Tensor:
 def speculator_config(model: Model, target: TargetShape) -> SpeculatorConfig:
     """Return the speculator's shape for ``model`` and its target. Raises SpeculatorError for an impossible one."""
     return SpeculatorConfig(
-        kind="lstm" if model.method == "sum_lstm" else "mlp",
+        kind=METHODS[model.method],
         hidden_size=target.hidden_size,
         inner_size=model.speculator_width,
         n_predict=model.n_speculator_heads,

@@ -69,7 +69,7 @@ struct Request {
   DraftRequest for_drafter();
   // Returns a candidate's source as users see it: a session's own group counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
-    return own_group && candidate.source == kGroup ? kSession : candidate.source;
+    return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
   }
 };
 

@@ -73,6 +73,7 @@ def test_lost_and_erased_sessions_are_found_in_the_store(monkeypatch: pytest.Mon
 
 
 @pytest.mark.engine
+@pytest.mark.store
 def test_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     soak.main(["--minutes", "3", "--max-bytes", "1000000", "--times", "2", "--json"])
     broken = {row["check"]: row["value"] for row in json.loads(capsys.readouterr().out) if not row["met"]}

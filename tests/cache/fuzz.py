@@ -51,6 +51,9 @@ class Fuzzer:
         return rng.choice(
             [
                 DraftPolicy(cost=rng.choice([0.0, 0.01, 0.1, 0.5])),
+                DraftPolicy(
+                    cost=0.01, max_draft=rng.choice([0, 1, 7]), prior_weight=rng.choice([1.0, 8.0]), memory=3.0
+                ),
                 DraftPolicy(cost=0.01, min_match=2),
                 DraftPolicy(cost=0.02, rerank=False, memory=5.0),
                 DraftPolicy.fixed(max_depth=depth, max_spec_factor=factor),

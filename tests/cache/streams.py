@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
 from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
 from agentspec.cache.tokens import MAX_VOCAB, as_prompt
@@ -23,26 +22,6 @@ def fibonacci(length: int, a: int = 0, b: int = 1) -> list[int]:
     while len(current) < length:
         previous, current = current, current + previous
     return current[:length]
-
-
-tokens = st.one_of(
-    st.lists(st.integers(0, 2), max_size=40),
-    st.lists(st.integers(0, LARGEST), max_size=12),
-    st.lists(st.sampled_from([0, 1, LARGEST]), max_size=40),
-    st.builds(lambda token, n: [token] * n, st.sampled_from([0, 5, LARGEST]), st.integers(0, 300)),
-    st.builds(fibonacci, st.integers(0, 200), st.sampled_from([0, 7]), st.sampled_from([1, LARGEST])),
-    st.builds(lambda part, n: part * n, st.lists(st.integers(0, 9), min_size=1, max_size=45), st.integers(1, 6)),
-)
-"""Runs of one token, Fibonacci words, repeats, small alphabets, the smallest and the largest token id."""
-
-policies = st.builds(
-    DraftPolicy,
-    cost=st.sampled_from([0.0, 0.01, 0.05, 0.5]),
-    max_draft=st.sampled_from([0, 1, 7, 32, 128]),
-    min_match=st.sampled_from([1, 1, 3]),
-    prior_weight=st.sampled_from([1.0, 8.0]),
-    memory=st.sampled_from([3.0, 200.0]),
-)
 
 
 class Pair:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from agentspec.cache import SOURCES, Draft, DraftPolicy, Drafts, SuffixCache
+from agentspec.cache._native import draft_value
 from agentspec.errors import AgentSpecError, InvalidInputError, InvalidTokenError, UnknownRequestError
+from tests.oracle.drafting import CAUTION, DraftValue
 
 TURN = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 REQUEST, MODEL = SOURCES.index("request"), SOURCES.index("model")
@@ -225,3 +227,16 @@ def test_bad_offers_change_nothing(bad: dict[str, Any], error: type[AgentSpecErr
     assert cache.merge_drafts(**good).lists() == [[5, 6]]
     cache.extend("r", [5])
     assert cache.candidates("r") == []
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.02, 0.3])
+def test_draft_value_is_what_drafts_are_cut_by(cost: float) -> None:
+    value = DraftValue(CAUTION * cost)
+    for probability in (0.9, 0.5, 0.8, 0.1):
+        value.add(probability)
+        assert draft_value(value.expected - 1.0, value.length, cost) == pytest.approx(value.value, rel=1e-15)
+    assert draft_value(0.0, 0, cost) == 1.0
+
+
+def test_a_draft_is_worth_more_the_more_it_promises_and_less_the_dearer_it_is() -> None:
+    assert draft_value(2.0, 4, 0.02) > draft_value(1.5, 4, 0.02) > draft_value(1.5, 8, 0.02) > draft_value(1.5, 8, 0.1)

@@ -55,6 +55,7 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
     assert other["accepted_by_source"]["session"] == 0
 
 
+@pytest.mark.store
 def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
     prompt = code(902, 12)
     with RedisServer() as redis:

@@ -10,5 +10,5 @@ Read in this order:
 ``entries``             what is kept of finished requests, and what is evicted
 ``cache``               the calls
 
-tests/cache/fuzz.py and tests/cache/test_equivalence.py compare the core with it, answer by answer.
+tests/cache/test_fuzz.py compares the core with it, answer by answer.
 """

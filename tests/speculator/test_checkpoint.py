@@ -159,7 +159,7 @@ def test_a_saved_mlp_has_the_names_that_arctic_inference_takes(tmp_path: Path) -
         ({"n_predict": 0}, "n_predict: at least 1"),
         ({"vocab_size": V + 1}, r"tensor forget_emb.0.weight has shape \[50, 16\], by config.json it is \[51, 16\]"),
         ({"input_hidden_dim": H + 1}, r"tensor forget_proj.0.weight has shape \[16, 24\]"),
-        ({"tie_weights": False}, "tie_weights: an LSTM speculator"),
+        ({"tie_weights": False}, r"an LSTM speculator \(sum_lstm\) needs tie_weights: true"),
         ({"tie_weights": "yes"}, "tie_weights: true or false"),
     ],
 )

@@ -254,7 +254,7 @@ def _plain_name(stored: str, config: SpeculatorConfig) -> str:
 
 def _layout(config: SpeculatorConfig) -> Layout:
     """Return the published names of every parameter of a speculator with this config."""
-    names = _lstm_layout(config) if config.kind == "lstm" else _mlp_layout(config)
+    names = {"mlp": _mlp_layout, "lstm": _lstm_layout}[config.kind](config)
     for at, positions in _shared(config, config.weight_sets):
         names[f"heads.{at}.weight"] = (tuple(f"head.{k}.weight" for k in positions),)
     return names

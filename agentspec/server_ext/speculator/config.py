@@ -14,7 +14,8 @@ from agentspec.errors import SpeculatorError
 
 Kind = Literal["mlp", "lstm"]
 
-_METHODS: dict[str, Kind] = {"sum_rnn": "mlp", "sum_lstm": "lstm"}
+METHODS: dict[str, Kind] = {"sum_rnn": "mlp", "sum_lstm": "lstm"}
+"""The kind that each ``method`` of ArcticTraining makes."""
 _ARCHITECTURES = {
     "MLPSpeculatorPreTrainedModel",
     "ArcticMLPSpeculatorPreTrainedModel",
@@ -130,7 +131,7 @@ class SpeculatorConfig:
             emb_size=_equal(emb, "emb_dim"),
             proj_size=_equal(proj, "proj_dim"),
             tie_weights=_flag(values, "tie_weights"),
-            tie_lstm_embs=_flag(values, "tie_lstm_embs") if kind == "lstm" else True,
+            tie_lstm_embs=_flag(values, "tie_lstm_embs"),
             scale_input=_flag(values, "scale_input"),
             emb_layers=len(emb),
             proj_layers=len(proj),
@@ -157,8 +158,8 @@ class SpeculatorConfig:
             "vocab_size": self.vocab_size,
         }
         if deep:
-            values["method"] = "sum_lstm" if self.kind == "lstm" else "sum_rnn"
-            values["tie_lstm_embs"] = self.tie_lstm_embs if self.kind == "lstm" else False
+            values["method"] = next(method for method, kind in METHODS.items() if kind == self.kind)
+            values["tie_lstm_embs"] = self.tie_lstm_embs
             values["emb_dim"] = ".".join([str(self.emb_size)] * self.emb_layers)
             values["proj_dim"] = ".".join([str(self.proj_size)] * self.proj_layers)
             values["inner_dim"] = ".".join(map(str, self.inner_sizes))
@@ -181,10 +182,11 @@ class SpeculatorConfig:
                 )
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise SpeculatorError(f"draft_vocab_size: 0 to {self.vocab_size} (vocab_size), got {self.draft_vocab_size}")
-        if self.kind == "lstm" and not self.tie_weights:
-            raise SpeculatorError("tie_weights: an LSTM speculator (sum_lstm) needs true")
-        if self.kind == "lstm" and not self.flat:
-            raise SpeculatorError("inner_dim, emb_dim, proj_dim: an LSTM speculator has one layer each, no dots")
+        if self.kind == "lstm" and not (self.tie_weights and self.flat):
+            raise SpeculatorError(
+                "an LSTM speculator (sum_lstm) needs tie_weights: true, and one layer each, without dots in inner_dim, "
+                "emb_dim and proj_dim"
+            )
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
@@ -208,9 +210,9 @@ def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
                 "give the folder or hub id of an MLP or LSTM speculator"
             )
         return "mlp"
-    if method not in _METHODS:
-        raise SpeculatorError(f"method: {' or '.join(_METHODS)} expected, got {method!r}")
-    return _METHODS[method]
+    if method not in METHODS:
+        raise SpeculatorError(f"method: {' or '.join(METHODS)} expected, got {method!r}")
+    return METHODS[method]
 
 
 def _sizes(values: Mapping[str, Any], field: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentspec.server_ext.speculator.config import SpeculatorConfig
+from agentspec.server_ext.speculator.config import Kind, SpeculatorConfig
 
 EPSILON = 1e-6
 
@@ -188,7 +188,8 @@ class LSTMSpeculator(Speculator):
 
 def build_speculator(config: SpeculatorConfig) -> Speculator:
     """Return a speculator with random weights, on torch's default device and in its default dtype."""
-    return LSTMSpeculator(config) if config.kind == "lstm" else MLPSpeculator(config)
+    kinds: dict[Kind, type[Speculator]] = {"mlp": MLPSpeculator, "lstm": LSTMSpeculator}
+    return kinds[config.kind](config)
 
 
 def _stack(first: nn.Module, size: int, layers: int) -> nn.Sequential:
