@@ -275,11 +275,13 @@ NB_MODULE(_native, module) {
       .def(
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
-             const Name& tenant, bool shared, const Vector& ends) {
-            cache.start(slot, view(prompt), {pointer(session), pointer(group), pointer(tenant), shared}, view(ends));
+             const Name& tenant, bool shared, const Name& owner, const Name& tenant_owner, const Vector& ends) {
+            const Names names{pointer(session), pointer(group), pointer(tenant),
+                              shared,           pointer(owner), pointer(tenant_owner)};
+            cache.start(slot, view(prompt), names, view(ends));
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
-          "ends"_a.noconvert(), Released())
+          "owner"_a.none(), "tenant_owner"_a.none(), "ends"_a.noconvert(), Released())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
@@ -293,16 +295,16 @@ NB_MODULE(_native, module) {
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, std::size_t kept,
-             std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail, const Vector& response,
-             std::uint64_t record, bool held_only) {
-            const Names names{pointer(session), pointer(group), pointer(tenant), shared};
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& owner,
+             std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
+             const Vector& response, std::uint64_t record, bool held_only) {
+            const Names names{pointer(session), pointer(group), pointer(tenant), shared, pointer(owner)};
             std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
             tokens.insert(tokens.end(), view(response).begin(), view(response).end());
             cache.restore(names, {kept, parent, block, std::move(tokens), prompt_tail.size(), record}, held_only);
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "kept"_a, "parent"_a, "block"_a,
-          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "owner"_a.none(), "kept"_a, "parent"_a,
+          "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {

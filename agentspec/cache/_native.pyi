@@ -25,6 +25,8 @@ class Core:
         group: str | None,
         tenant: str | None,
         shared: bool,
+        owner: str | None,
+        tenant_owner: str | None,
         ends: Int32Array,
     ) -> None: ...
     def extend(self, slot: int, tokens: Int32Array) -> None: ...
@@ -62,6 +64,7 @@ class Core:
         group: str | None,
         tenant: str | None,
         shared: bool,
+        owner: str | None,
         kept: int,
         parent: int,
         block: int,

@@ -99,9 +99,9 @@ class SuffixCache:
     max_bytes: budget for all memory: texts, indexes, what was learned, sessions, groups, tenants and running requests
     (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
     per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
-    of a tenant's index are evicted first. Of what a running request drafts from, the older half goes where nothing else
-    is left. A session over its own budget keeps its newest part. vocab_size: token ids must be below it (None: below
-    2**31).
+    of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
+    hold on average. Of what a running request drafts from, the older half goes where nothing else is left. A session
+    over its own budget keeps its newest part. vocab_size: token ids must be below it (None: below 2**31).
     Raises ConfigurationError for a value out of range.
     """
 
@@ -137,6 +137,8 @@ class SuffixCache:
         tenant: str | None = None,
         scope: Scope = "tenant",
         end_tokens: TokenIds = (),
+        owner: str | None = None,
+        tenant_owner: str | None = None,
     ) -> None:
         """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
         placeholders of images, are context like others and never drafted.
@@ -145,17 +147,19 @@ class SuffixCache:
         group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
         one are one tenant. scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only
         the session and ignores the group; "none" uses only the request's own text. end_tokens: int32 [E], tokens that
-        end the response; no draft goes on behind one (ArcticInference's rule ignores them). Raises InvalidTokenError,
+        end the response; no draft goes on behind one (ArcticInference's rule ignores them). owner: whom session and
+        group count for when memory is scarce, e.g. the caller; tenant_owner: whom the tenant does, e.g. the caller if
+        it is one caller's. None: as before, at first the tenant itself. Raises InvalidTokenError,
         InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes nothing.
         """
         if request_id in self._running:
             raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
         tokens = as_prompt(prompt, "prompt", self._vocab_size)
-        check_ids(session=session, group=group, tenant=tenant)
+        check_ids(session=session, group=group, tenant=tenant, owner=owner, tenant_owner=tenant_owner)
         names = _Names(session, group, tenant, _checked(scope))
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
         slot = self._free.pop() if self._free else len(self._running)
-        self._core.start(slot, tokens, *names.keys(), ends)
+        self._core.start(slot, tokens, *names.keys(), owner, tenant_owner, ends)
         self._running[request_id] = _Running(slot, names)
 
     def batch(self, request_ids: Sequence[str]) -> "BatchHandle":
@@ -317,7 +321,7 @@ class SuffixCache:
         order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
         for a turn that cannot be right, and then changes nothing.
         """
-        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
+        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant, owner=turn.owner)
         for field, value, limit in (
             ("kept", turn.kept, 2**32),
             ("parent", turn.parent, 2**64),
@@ -330,7 +334,8 @@ class SuffixCache:
         tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
         response = as_tokens(turn.response, "response", self._vocab_size)
         names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
-        self._core.restore(*names.keys(), turn.kept, turn.parent, turn.block, tail, response, turn.record, held_only)
+        name = (turn.kept, turn.parent, turn.block)
+        self._core.restore(*names.keys(), turn.owner, *name, tail, response, turn.record, held_only)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.

@@ -159,7 +159,8 @@ class FinishedTurn:
     with `kept` but without `parent` goes on behind the session's newest turn if that has `kept` tokens, and else stands
     alone.
     writer, number: name the turn in the store. A cache that holds a turn of this name ignores it. `writer` is empty for
-    a turn without a name.
+    a turn without a name. owner: whom its session and group count for (`SuffixCache.start`); None: as before, at first
+    the tenant.
     """
 
     tenant: str | None
@@ -173,6 +174,7 @@ class FinishedTurn:
     block: int = 0
     writer: str = ""
     number: int = 0
+    owner: str | None = None
 
     @property
     def record(self) -> int:

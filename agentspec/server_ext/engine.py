@@ -314,6 +314,8 @@ class DraftingEngine:
                 tenant=identity.tenant,
                 scope=identity.scope,
                 end_tokens=new.end_tokens,
+                owner=identity.owner,
+                tenant_owner=identity.tenant_owner,
             )
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._count_error("start", error)

@@ -36,6 +36,7 @@ IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
 
 _MAX_ROOTS = 16_384
+_ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
 
@@ -52,6 +53,7 @@ class Identity:
     family: the session at the root of this one's parents, itself if it has none; a family's sessions draft from each
     other. final: whether the session ends with this request, so that its memory can be freed.
     weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
+    named_tenant: the tenant that the operator or a gateway named; None: neither did.
     """
 
     tenant: str | None = None
@@ -67,6 +69,17 @@ class Identity:
     caller: str | None = None
     weight_version: str | None = None
     ignored_ids: int = 0
+    named_tenant: str | None = None
+
+    @property
+    def owner(self) -> str:
+        """Return whom its session and group count for when memory is scarce: the caller, with whatever salts."""
+        return self.caller or _ALL_CALLERS
+
+    @property
+    def tenant_owner(self) -> str:
+        """Return whom its tenant counts for: the named one, which callers share, or the caller."""
+        return self.named_tenant or self.owner
 
 
 _TYPES = tuple(field.type for field in fields(Identity))
@@ -146,6 +159,7 @@ class RequestTagger:
             caller=caller.principal,
             weight_version=names.get(WEIGHTS_KEY),
             ignored_ids=len(unusable),
+            named_tenant=caller.tenant,
         )
 
     def _root(self, session: str, parent: str | None) -> str:

@@ -242,6 +242,7 @@ class Persistence:
                     block=record.block,
                     writer=record.writer,
                     number=record.number,
+                    owner=record.principal,
                 )
             )
         except Exception as error:  # e.g. a token that this model does not have

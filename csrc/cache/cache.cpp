@@ -90,8 +90,8 @@ void Cache::count(Request& request) {
 void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
-  fresh->tenant = entries_.tenant(names.tenant);
-  fresh->session = entries_.session(names.session, fresh->tenant);
+  fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
+  fresh->session = entries_.session(names, fresh->tenant);
   fresh->group = entries_.group(names, fresh->tenant);
   fresh->shared = fresh->tenant && names.shared;
   fresh->own_group = !names.group;
@@ -190,6 +190,7 @@ bool Cache::find_held(Names names, Request& to) {
     to.group = entries_.find_group(*names.group);
   } else if (to.session) {  // its own group comes with it
     to.group = entries_.find_own_group(*names.session);
+    names.owner = &to.session->owner->name;
     if (!to.group) to.group = entries_.group(names, to.tenant);
   }
   return true;
@@ -201,8 +202,10 @@ void Cache::restore(Names names, Turn turn, bool held_only) {
   if (held_only) {
     if (!find_held(names, to)) return;
   } else {
-    to.tenant = entries_.tenant(names.tenant);
-    to.session = entries_.session(names.session, to.tenant);
+    to.tenant = entries_.tenant(names.tenant, nullptr);
+    names.stored = true;
+    if (to.tenant && to.tenant->owner->name != to.tenant->key) names.owner = &to.tenant->owner->name;
+    to.session = entries_.session(names, to.tenant);
     to.group = entries_.group(names, to.tenant);
   }
   to.shared = to.tenant && names.shared;
@@ -291,8 +294,11 @@ void Cache::mark_loaded(Names names) {
 
 std::vector<std::string> Cache::tenants() {
   std::lock_guard lock(mutex_);
+  std::vector<const Tenant*> all;
+  for (const auto& [key, tenant] : entries_.tenants().by_key) all.push_back(tenant.get());
+  std::ranges::sort(all, {}, &Tenant::used);
   std::vector<std::string> keys;
-  for (const auto& [tick, tenant] : entries_.tenants().by_use) keys.push_back(tenant->key);
+  for (const Tenant* tenant : all) keys.push_back(tenant->key);
   return keys;
 }
 

@@ -11,9 +11,16 @@ constexpr std::size_t kLightly = std::size_t{64} << 10;  // bytes that are given
 constexpr std::size_t kDug = std::size_t{1} << 20;       // bytes that are given back in one go
 constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session without a budget of its own: cutting it copies
 
-// What the maps that find an entry take for it: a node each by key and by use, one in its tenant's set, and the
-// reference count beside it.
-constexpr std::size_t kInMaps = heap_bytes(64) + heap_bytes(48) + heap_bytes(16) + 8 + 32;
+// What the maps that find an entry take for it: a node by key and two by use, and the reference count beside it.
+constexpr std::size_t kInMaps = heap_bytes(64) + 2 * heap_bytes(48) + 8 + 32;
+
+constexpr std::size_t kEntryWeight = 64;  // tokens that a session or group weighs beside its own, however short it is
+
+// Returns what an owner takes: itself, a node by name and, in each of three orders, one.
+std::size_t bytes_of(const Owner& owner) {
+  return heap_bytes(sizeof(Owner) + 16) + heap_bytes(64) + 3 * heap_bytes(48) +
+         (owner.name.capacity() > 15 ? heap_bytes(owner.name.capacity() + 1) : 0);
+}
 
 }  // namespace
 
@@ -35,44 +42,50 @@ std::size_t Group::advance(std::size_t budget) {
   return budget - left;
 }
 
-std::shared_ptr<Tenant> CacheEntries::tenant(const std::string* key) {
+std::shared_ptr<Tenant> CacheEntries::tenant(const std::string* key, const std::string* tenant_owner) {
   if (!key) return nullptr;
   auto found = tenants_.find(*key);
   if (!found) {
     found = std::make_shared<Tenant>();
     found->key = *key;
     tenants_.add(found);
+    set_owner(*found, tenant_owner ? *tenant_owner : *key);
     count(*found);
+  } else if (tenant_owner) {
+    set_owner(*found, *tenant_owner);
   }
   touch(*found);
   return found;
 }
 
 template <class Entry>
-std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::shared_ptr<Tenant>& tenant) {
+std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::shared_ptr<Tenant>& tenant,
+                                           Names names) {
   auto found = entries_.find(key);
   if (!found) {
     found = std::make_shared<Entry>();
     found->key = key;
     found->tenant = tenant;
-    tenant->entries.insert(found.get());
     if (key.front() == 'g') tenant->groups.insert(static_cast<Group*>(found.get()));
     entries_.add(found);
+    set_owner(*found, names.owner ? *names.owner : tenant->key);
     count(*found);
+  } else if (names.owner && !names.stored) {
+    set_owner(*found, *names.owner);
   }
   touch(*found);
   return std::static_pointer_cast<Entry>(found);
 }
 
-std::shared_ptr<Session> CacheEntries::session(const std::string* key, const std::shared_ptr<Tenant>& tenant) {
-  return key ? entry<Session>("s" + *key, tenant) : nullptr;
+std::shared_ptr<Session> CacheEntries::session(Names names, const std::shared_ptr<Tenant>& tenant) {
+  return names.session ? entry<Session>("s" + *names.session, tenant, names) : nullptr;
 }
 
 // Returns the named group or the session's own: its responses alone, without what its prompts quote, draft better.
 std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Tenant>& tenant) {
   if (!tenant || !names.shared) return nullptr;
-  if (names.group) return entry<Group>("g" + *names.group, tenant);
-  return names.session ? entry<Group>("o" + *names.session, tenant) : nullptr;
+  if (names.group) return entry<Group>("g" + *names.group, tenant, names);
+  return names.session ? entry<Group>("o" + *names.session, tenant, names) : nullptr;
 }
 
 std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) const {
@@ -92,15 +105,74 @@ void CacheEntries::touch(CacheEntry& entry) { use(entry, ++tick_); }
 void CacheEntries::use(CacheEntry& entry, std::uint64_t tick) {
   const bool waiting = entry.waiting;
   set_waiting(entry, false);
-  if (entry.tenant) {
-    entries_.use(entry, tick);
-  } else {
-    auto& tenant = static_cast<Tenant&>(entry);
-    const bool with_text = with_texts_.erase(tenant.used) > 0;
-    tenants_.use(tenant, tick);
-    if (with_text) with_texts_[tick] = &tenant;
-  }
+  unfile(entry);
+  entry.used = tick;
+  file(entry);
   set_waiting(entry, waiting);
+}
+
+void CacheEntries::file(CacheEntry& entry) {
+  if (entry.tenant) {
+    entry.tenant->entries[entry.used] = &entry;
+    texts_.add(entry.owner->texts, entry.used, entry);
+    return;
+  }
+  auto& tenant = static_cast<Tenant&>(entry);
+  newest_tenant_ = std::max(newest_tenant_, tenant.used);
+  tenant_order_.add(tenant.owner->tenants, tenant.used, tenant);
+  if (tenant.counted.tokens > 0) corpus_order_.add(tenant.owner->corpora, tenant.used, tenant);
+}
+
+void CacheEntries::unfile(CacheEntry& entry) {
+  if (entry.tenant) {
+    entry.tenant->entries.erase(entry.used);
+    texts_.remove(entry.owner->texts, entry.used);
+    return;
+  }
+  tenant_order_.remove(entry.owner->tenants, entry.used);
+  if (entry.counted.tokens > 0) corpus_order_.remove(entry.owner->corpora, entry.used);
+}
+
+CacheEntries::Weight CacheEntries::weight_of(const CacheEntry& entry) {
+  const std::size_t tokens = entry.counted.tokens;
+  if (entry.tenant) return {tokens == 0 ? 0 : tokens + kEntryWeight, 0};
+  return {tokens, static_cast<const Tenant&>(entry).beside};
+}
+
+// Changes what an entry adds to its owner's weight.
+void CacheEntries::weigh(CacheEntry& entry, Weight before, Weight now) {
+  Owner& owner = *entry.owner;
+  if (entry.tenant) return texts_.weigh(owner.texts, before.tokens, now.tokens);
+  tenant_order_.weigh(owner.tenants, before.beside, now.beside);
+  corpus_order_.weigh(owner.corpora, before.tokens, now.tokens);
+}
+
+void CacheEntries::set_owner(CacheEntry& entry, const std::string& name) {
+  if (entry.owner && entry.owner->name == name) return;
+  auto found = owners_.find(name);
+  if (found == owners_.end()) {
+    const auto owner = std::make_shared<Owner>();
+    owner->name = name;
+    held_.bytes += bytes_of(*owner);
+    found = owners_.emplace(owner->name, owner).first;
+  }
+  ++found->second->entries;
+  if (entry.owner) {
+    leave_owner(entry);
+  } else {
+    entry.used = ++tick_;
+  }
+  entry.owner = found->second;
+  file(entry);
+  weigh(entry, {}, weight_of(entry));
+}
+
+void CacheEntries::leave_owner(CacheEntry& entry) {
+  unfile(entry);
+  weigh(entry, weight_of(entry), {});
+  if (--entry.owner->entries > 0) return;
+  held_.bytes -= bytes_of(*entry.owner);
+  owners_.erase(entry.owner->name);
 }
 
 void CacheEntries::set_waiting(CacheEntry& entry, bool waiting) {
@@ -131,25 +203,27 @@ std::shared_ptr<Learned> CacheEntries::learned_of(CacheEntry& entry) {
 }
 
 void CacheEntries::count(CacheEntry& entry) {
+  const Weight weight = weight_of(entry);
   const Size before = std::exchange(entry.counted, entry.size());
   Tenant& tenant = entry.tenant ? *entry.tenant : static_cast<Tenant&>(entry);
   for (Size* sum : {&held_, &tenant.held}) (*sum += entry.counted) -= before;
   set_waiting(entry, entry.has_work());
-  if (entry.tenant) return;
-  (corpora_ += entry.counted) -= before;
-  beside_ -= std::exchange(tenant.beside, tenant.counted.bytes - tenant.corpus.bytes());
-  beside_ += tenant.beside;
-  if (tenant.corpus.empty()) {
-    with_texts_.erase(tenant.used);
-  } else {
-    with_texts_[tenant.used] = &tenant;
+  if (!entry.tenant) {
+    (corpora_ += entry.counted) -= before;
+    beside_ -= std::exchange(tenant.beside, tenant.counted.bytes - tenant.corpus.bytes());
+    beside_ += tenant.beside;
+    const std::size_t now = tenant.counted.tokens;
+    if (before.tokens == 0 && now > 0) corpus_order_.add(tenant.owner->corpora, tenant.used, tenant);
+    if (before.tokens > 0 && now == 0) corpus_order_.remove(tenant.owner->corpora, tenant.used);
   }
+  weigh(entry, weight, weight_of(entry));
 }
 
 Size CacheEntries::recount() const {
   Size sum;
   for (const auto& [key, tenant] : tenants_.by_key) sum += tenant->size();
   for (const auto& [key, entry] : entries_.by_key) sum += entry->size();
+  for (const auto& [name, owner] : owners_) sum.bytes += bytes_of(*owner);
   for (const SuffixIndex& index : buried_) {
     sum.bytes += index.bytes();
     sum.leaving += index.bytes();
@@ -205,9 +279,9 @@ bool CacheEntries::dig() {
 void CacheEntries::drop(CacheEntry& entry) {
   const auto kept = entries_.find(entry.key);  // keeps the entry alive until this returns
   set_waiting(entry, false);
+  leave_owner(entry);
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
-  entry.tenant->entries.erase(&entry);
   if (entry.key.front() == 'g') entry.tenant->groups.erase(static_cast<Group*>(&entry));
   entry.counted = {};
   entry.gone = true;
@@ -244,13 +318,21 @@ bool CacheEntries::evict_one(Tenant* only) {
   return evict_text(only) || evict_running(only) || (!only && evict_tenant());
 }
 
+// Returns the session or group that was used longest ago, of a tenant or else of owners who hold more than their share.
+template <class Fits>
+CacheEntry* CacheEntries::oldest_text(const Tenant* only, Fits fits) const {
+  if (!only) return texts_.oldest(fits);
+  const auto found = std::ranges::find_if(only->entries, [&](const auto& used) { return fits(*used.second); });
+  return found == only->entries.end() ? nullptr : found->second;
+}
+
 // If tenants' corpora are more than half of what is held, drops the oldest document of the least recently used tenant.
 // Otherwise drops the least recently used session or group that no running request drafts from.
 bool CacheEntries::evict_text(Tenant* only) {
   const std::size_t shared = (only ? only->counted : corpora_).tokens, all = (only ? only->held : held_).tokens;
   if (shared == 0 || 2 * shared <= all) {
-    for (const auto& [tick, entry] : entries_.by_use) {
-      if (entry->running > 0 || entry->counted.tokens == 0 || (only && entry->tenant.get() != only)) continue;
+    const auto idle = [](const CacheEntry& entry) { return entry.running == 0 && entry.counted.tokens > 0; };
+    if (CacheEntry* const entry = oldest_text(only, idle)) {
       if (entry->key.front() == 'o') {  // it comes back with its session
         if (const auto session = entries_.find("s" + entry->key.substr(1))) session->loaded = false;
       }
@@ -259,7 +341,7 @@ bool CacheEntries::evict_text(Tenant* only) {
     }
   }
   if (shared == 0) return false;
-  Tenant& oldest = only ? *only : *with_texts_.begin()->second;
+  Tenant& oldest = only ? *only : *corpus_order_.oldest([](const Tenant&) { return true; });
   oldest.corpus.drop_oldest();
   if (oldest.corpus.empty()) oldest.loaded = false;
   count(oldest);
@@ -268,29 +350,27 @@ bool CacheEntries::evict_text(Tenant* only) {
 
 // Drops the older half of the least recently used session or group that running requests draft from.
 bool CacheEntries::evict_running(Tenant* only) {
-  for (const auto& [tick, entry] : entries_.by_use) {
-    if (entry->counted.tokens == 0 || (only && entry->tenant.get() != only)) continue;
-    if (entry->is_session()) {
-      static_cast<Session&>(*entry).trim(entry->counted.tokens / 2);
-    } else {
-      static_cast<Group&>(*entry).corpus.drop_older_half();
-    }
-    count(*entry);
-    return true;
+  CacheEntry* const entry = oldest_text(only, [](const CacheEntry& entry) { return entry.counted.tokens > 0; });
+  if (!entry) return false;
+  if (entry->is_session()) {
+    static_cast<Session&>(*entry).trim(entry->counted.tokens / 2);
+  } else {
+    static_cast<Group&>(*entry).corpus.drop_older_half();
   }
-  return false;
+  count(*entry);
+  return true;
 }
 
 // Drops a session or group of the least recently used tenant without running requests, or the tenant if it has none.
 // Returns false if there is no such tenant but the newest.
 bool CacheEntries::evict_tenant() {
-  const auto idle = std::ranges::find_if(tenants_.by_use, [](const auto& used) { return used.second->running == 0; });
-  if (idle == tenants_.by_use.end() || std::next(idle) == tenants_.by_use.end()) return false;
-  Tenant& tenant = *idle->second;
-  if (tenant.entries.empty()) {
-    drop_tenant(tenant);
+  Tenant* const found = tenant_order_.oldest(
+      [&](const Tenant& tenant) { return tenant.running == 0 && tenant.used != newest_tenant_; });
+  if (!found) return false;
+  if (found->entries.empty()) {
+    drop_tenant(*found);
   } else {
-    drop(**tenant.entries.begin());
+    drop(*found->entries.begin()->second);
   }
   return true;
 }
@@ -298,7 +378,7 @@ bool CacheEntries::evict_tenant() {
 bool CacheEntries::forget_tenant(Tenant& tenant) {
   for (std::size_t done = 0; !tenant.entries.empty(); ++done) {
     if (done == kEvictPerCall) return false;
-    drop(**tenant.entries.begin());
+    drop(*tenant.entries.begin()->second);
   }
   drop_tenant(tenant);
   return true;
@@ -306,10 +386,10 @@ bool CacheEntries::forget_tenant(Tenant& tenant) {
 
 // Drops a tenant without entries.
 void CacheEntries::drop_tenant(Tenant& tenant) {
+  leave_owner(tenant);
   held_ -= tenant.counted;
   corpora_ -= tenant.counted;
   beside_ -= tenant.beside;
-  with_texts_.erase(tenant.used);
   set_waiting(tenant, false);
   bury(tenant.take_index());
   tenants_.erase(tenant);
@@ -372,6 +452,7 @@ bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer,
     writer.number(entry.tenant ? kOfEntry : kOfTenant);
     writer.string(entry.key);
     if (entry.tenant) writer.string(entry.tenant->key);
+    writer.string(entry.owner->name);
     writer.number(entry.used);
     writer.defer(large);
     describe(writer, entry.learned, settings_, learned_bits(entry));
@@ -408,18 +489,20 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
   for (std::uint64_t kind = reader.number(); kind != kEndOfEntries; kind = reader.number()) {
     if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
     const std::string key = reader.string();
-    const std::string owner = kind == kOfEntry ? reader.string() : std::string();
+    const std::string of_tenant = kind == kOfEntry ? reader.string() : std::string();
+    const std::string owner = reader.string();
     std::shared_ptr<CacheEntry> loaded;
     if (kind == kOfTenant) {
       if (tenants_.find(key)) reader.damaged("a tenant is there twice");
-      loaded = tenant(&key);
+      loaded = tenant(&key, &owner);
     } else {
       if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
-      const auto tenant = this->tenant(&owner);
+      const auto tenant = this->tenant(&of_tenant, nullptr);
+      const Names names{nullptr, nullptr, nullptr, true, &owner};
       if (key.front() == 's') {
-        loaded = entry<Session>(key, tenant);
+        loaded = entry<Session>(key, tenant, names);
       } else {
-        loaded = entry<Group>(key, tenant);
+        loaded = entry<Group>(key, tenant, names);
       }
     }
     const std::uint64_t used = reader.number();

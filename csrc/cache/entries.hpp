@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cache/corpus.hpp"
+#include "cache/fair_order.hpp"
 #include "cache/session.hpp"
 #include "drafting/draft.hpp"
 #include "index/stopwatch.hpp"
@@ -45,32 +46,31 @@ struct Group : CacheEntry {
 struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
   std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
-  std::unordered_set<CacheEntry*> entries;
-  std::unordered_set<Group*> groups;  // the named ones among them
+  std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
+  std::unordered_set<Group*> groups;             // the named ones among them
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
 };
 
-// Finds entries by key and by last use. The keys are the entries' own.
+// Stands for whom sessions, groups and tenants count for, so that nobody's push out everybody else's.
+struct Owner {
+  std::string name;
+  std::size_t entries = 0;                 // sessions, groups and tenants that count for it
+  FairOrder<CacheEntry>::Line texts;       // sessions and groups
+  FairOrder<Tenant>::Line tenants, corpora;  // tenants, by what they take beside their texts; those with texts
+};
+
+// Finds entries by key. The keys are the entries' own.
 template <class Entry>
 struct EntryMap {
   std::map<std::string_view, std::shared_ptr<Entry>> by_key;
-  std::map<std::uint64_t, Entry*> by_use;  // least recently used first
 
   void add(const std::shared_ptr<Entry>& entry) { by_key.emplace(entry->key, entry); }
   std::shared_ptr<Entry> find(std::string_view key) const {
     const auto found = by_key.find(key);
     return found == by_key.end() ? nullptr : found->second;
   }
-  void use(Entry& entry, std::uint64_t tick) {
-    by_use.erase(entry.used);
-    entry.used = tick;
-    by_use[tick] = &entry;
-  }
-  void erase(const Entry& entry) {
-    by_use.erase(entry.used);
-    by_key.erase(by_key.find(entry.key));
-  }
+  void erase(const Entry& entry) { by_key.erase(by_key.find(entry.key)); }
 };
 
 // Holds all sessions, groups and tenants with the sums of their sizes, and evicts what exceeds the budgets.
@@ -79,8 +79,8 @@ class CacheEntries {
   CacheEntries(const PolicySettings& settings, Limits limits) : limits(limits), settings_(settings) {}
 
   // Each returns the named entry, made if there is none, and marks it as used. Null where none is named.
-  std::shared_ptr<Tenant> tenant(const std::string* key);
-  std::shared_ptr<Session> session(const std::string* key, const std::shared_ptr<Tenant>& tenant);
+  std::shared_ptr<Tenant> tenant(const std::string* key, const std::string* tenant_owner);
+  std::shared_ptr<Session> session(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Session> find_session(const std::string& key) const;
   std::shared_ptr<Group> find_group(const std::string& key) const;      // a named one
@@ -134,7 +134,16 @@ class CacheEntries {
 
  private:
   template <class Entry>
-  std::shared_ptr<Entry> entry(const std::string& key, const std::shared_ptr<Tenant>& tenant);
+  std::shared_ptr<Entry> entry(const std::string& key, const std::shared_ptr<Tenant>& tenant, Names names);
+  void set_owner(CacheEntry& entry, const std::string& name);
+  void leave_owner(CacheEntry& entry);
+  void file(CacheEntry& entry);  // into the orders by last use
+  void unfile(CacheEntry& entry);
+  struct Weight {
+    std::size_t tokens = 0, beside = 0;
+  };
+  static Weight weight_of(const CacheEntry& entry);
+  void weigh(CacheEntry& entry, Weight before, Weight now);
   unsigned learned_bits(const CacheEntry& entry) const;
   void use(CacheEntry& entry, std::uint64_t tick);
   void set_waiting(CacheEntry& entry, bool waiting);
@@ -143,6 +152,8 @@ class CacheEntries {
   bool dig();
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);
+  template <class Fits>
+  CacheEntry* oldest_text(const Tenant* only, Fits fits) const;
   bool evict_tenant();
   void drop_tenant(Tenant& tenant);
   bool evict_text(Tenant* only);
@@ -155,8 +166,11 @@ class CacheEntries {
   Size corpora_;            // the tenants themselves together
   std::size_t beside_ = 0;  // sum of the tenants' `beside`
   EntryMap<Tenant> tenants_;
-  std::map<std::uint64_t, Tenant*> with_texts_;  // by last use
   EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and sessions' own groups (o)
+  std::map<std::string_view, std::shared_ptr<Owner>> owners_;
+  FairOrder<CacheEntry> texts_;
+  FairOrder<Tenant> tenant_order_, corpus_order_;
+  std::uint64_t newest_tenant_ = 0;  // tick of the last use of any
   std::map<std::uint64_t, CacheEntry*> waiting_, waiting_tenants_;  // with work to do, by last use
   std::vector<SuffixIndex> buried_;  // whose memory is to be given back
 };

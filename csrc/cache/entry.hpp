@@ -40,18 +40,24 @@ struct Size {
   bool over(Budget most) const { return over_tokens(most) || over_bytes(most); }
 };
 
-// Names what a request belongs to; null: nothing. `shared`: it drafts from its group and tenant and adds to them.
+// Names what a request or a stored turn belongs to; null: nothing. `shared`: it uses its group and tenant.
 struct Names {
   const std::string *session, *group, *tenant;
   bool shared;
+  // Whom session and group count for when memory is scarce, and whom the tenant does. Null: whom they counted for
+  // before; at first, the tenant.
+  const std::string *owner = nullptr, *tenant_owner = nullptr;
+  bool stored = false;  // a stored turn's: `owner` is for what is new
 };
 
 struct Tenant;
+struct Owner;
 
 // The base of sessions, groups and tenants.
 struct CacheEntry {
   std::string key;
-  std::shared_ptr<Tenant> tenant;     // owner of the session or group; null for a tenant
+  std::shared_ptr<Tenant> tenant;     // of the session or group; null for a tenant
+  std::shared_ptr<Owner> owner;       // who it counts for when memory is scarce
   std::uint64_t used = 0;             // tick of its last use
   std::size_t running = 0;            // requests that draft from it; while there are any, it is not evicted
   bool gone = false;                  // erased or evicted; running requests may still know it

@@ -21,6 +21,7 @@ from tests.cache.streams import LARGEST, Pair, fibonacci
 TENANTS = (None, "t", "t", "u")
 SESSIONS = (None, "a", "a", "b", "c")
 GROUPS = (None, None, "g", "h")
+OWNERS = (None, "t", "x", "y", "y")
 CHANCES = (0.0, 1.0, 1.0, 0.999, 0.999, 0.9, 0.4)
 ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the oracle is slow
 ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
@@ -122,7 +123,8 @@ class Fuzzer:
         names = (rng.choice(SESSIONS), rng.choice(GROUPS), rng.choice(TENANTS))
         scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
         ends = rng.choices(self.alphabet, k=rng.randrange(3))
-        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends)
+        owners = (rng.choice(OWNERS), rng.choice(OWNERS))
+        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends, *owners)
         self.texts[f"r{self.number}"] = prompt
 
     def extend(self) -> None:
@@ -191,11 +193,13 @@ class Fuzzer:
         if not self.turns:
             return
         turn = rng.choice(self.turns)
-        for change in rng.choices(("none", "session", "name", "hand-made", "cut"), [6, 2, 2, 1, 1], k=2):
+        for change in rng.choices(("none", "session", "name", "owner", "hand-made", "cut"), [6, 2, 2, 2, 1, 1], k=2):
             if change == "session":
                 turn = replace(turn, session=rng.choice(SESSIONS), tenant=rng.choice(TENANTS))
             elif change == "name":
                 turn = replace(turn, writer=rng.choice(["", "w", "x"]), number=rng.randrange(40))
+            elif change == "owner":
+                turn = replace(turn, owner=rng.choice(OWNERS))
             elif change == "hand-made":
                 turn = replace(turn, parent=0)
             elif change == "cut":

@@ -49,8 +49,11 @@ class Pair:
         group: str | None = None,
         scope: Scope = "tenant",
         end_tokens: Sequence[int] = (),
+        owner: str | None = None,
+        tenant_owner: str | None = None,
     ) -> None:
         names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
+        names |= {"owner": owner, "tenant_owner": tenant_owner}
         self.core.start(request, prompt, **names, end_tokens=end_tokens)
         self.oracle.start(request, prompt, **names, end_tokens=end_tokens)
 

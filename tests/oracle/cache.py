@@ -95,8 +95,10 @@ class Oracle:
         tenant: str | None = None,
         scope: Scope = "tenant",
         end_tokens: Sequence[int] = (),
+        owner: str | None = None,
+        tenant_owner: str | None = None,
     ) -> None:
-        of_tenant, of_session, of_group = self._names(session, group, tenant, scope)
+        of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner)
         shared = scope == "tenant"
         teacher = of_tenant if shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
@@ -223,7 +225,7 @@ class Oracle:
         shared = stored.scope == "tenant"
         names = (stored.session, stored.group, stored.tenant)
         if not held_only:
-            tenant, session, group = self._names(*names, stored.scope)
+            tenant, session, group = self._names(*names, stored.scope, stored.owner, None, stored=True)
         elif stored.scope == "none":
             return
         else:
@@ -295,14 +297,24 @@ class Oracle:
         return next(price for price in (cost, self._policy.cost, DEFAULT_COST) if price is not None)
 
     def _names(
-        self, session: str | None, group: str | None, tenant: str | None, scope: Scope
+        self,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        scope: Scope,
+        owner: str | None,
+        tenant_owner: str | None,
+        stored: bool = False,
     ) -> tuple[Tenant | None, Session | None, Group | None]:
         """Return what a request of this scope drafts from and adds to."""
         if scope == "none":
             return None, None, None
-        of_tenant = self._held.tenant(tenant)
-        of_session = self._held.session(session, of_tenant) if session is not None else None
-        return of_tenant, of_session, self._held.group(group, session, of_tenant) if scope == "tenant" else None
+        of_tenant = self._held.tenant(tenant, tenant_owner)
+        if stored and of_tenant.owner != of_tenant.name:
+            owner = of_tenant.owner
+        of_session = self._held.session(session, of_tenant, owner, stored) if session is not None else None
+        of_group = self._held.group(group, session, of_tenant, owner, stored) if scope == "tenant" else None
+        return of_tenant, of_session, of_group
 
     def _advance(self, request: Request, budget: int) -> int:
         """Index and sweep what the request drafts from. Return what is left of the budget."""

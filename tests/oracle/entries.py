@@ -1,10 +1,11 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/cache/corpus and entries. Not specified here: budgets in bytes, which count measured memory. They
-evict in the same order, and tenants that take much beside their texts.
+Implemented by csrc/cache/corpus, entries and fair_order. Not specified here: budgets in bytes, which count measured
+memory. They evict in the same order, and tenants that take much beside their texts.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,7 @@ SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
+ENTRY_WEIGHT = 64  # tokens that a session or group weighs beside its own
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
@@ -104,6 +106,7 @@ class Tenant:
     """Hold what all sessions of one tenant share: finished responses, and what was learned about drafts."""
 
     name: str
+    owner: str = ""  # whom it counts for when memory is scarce
     learned: Learned | None = None
     used: int = 0
     running: int = 0
@@ -119,6 +122,7 @@ class Session:
     tenant: Tenant
     learned: Learned | None = None  # from its requests that share nothing
     turns: Turns = field(default_factory=Turns)
+    owner: str = ""  # whom it counts for when memory is scarce
     running: int = 0
     gone: bool = False
     loaded: bool = False  # what the store holds of it was restored
@@ -154,6 +158,7 @@ class Group:
     key: Key
     tenant: Tenant
     corpus: Corpus = field(default_factory=Corpus)
+    owner: str = ""
     running: int = 0
     gone: bool = False
     loaded: bool = False  # a named one: what the store holds of it was restored
@@ -187,6 +192,14 @@ def work_on(part: "Session | Group | Corpus", budget: int) -> int:
     return budget
 
 
+def heavy(parts: Iterable[tuple[str, int]]) -> set[str]:
+    """Return the owners who hold at least about half of what owners hold on average, compared by powers of two."""
+    weights: Counter[str] = Counter()
+    for owner, weight in parts:
+        weights[owner] += weight
+    return {name for name, weight in weights.items() if len(weights) << weight.bit_length() > weights.total()}
+
+
 CacheEntry = Session | Group
 """Evicted as a whole. running: requests that draft from it; while there are any, it is not evicted."""
 
@@ -212,20 +225,25 @@ class CacheEntries:
         self._tick += 1
         return self._tick
 
-    def tenant(self, name: str | None) -> Tenant:
+    def tenant(self, name: str | None, owner: str | None) -> Tenant:
         """Return a tenant, made if need be. Requests without one are one tenant."""
-        tenant = self.tenants.setdefault(name or "", Tenant(name or ""))
+        tenant = self.tenants.setdefault(name or "", Tenant(name or "", owner=name or ""))
         tenant.used = self.next_tick()
+        tenant.owner = tenant.owner if owner is None else owner
         return tenant
 
-    def session(self, name: str, tenant: Tenant) -> Session:
-        key: Key = ("session", tenant.name, name)
-        session = self.held.get(key) or Session(key, tenant)
+    def session(self, name: str, tenant: Tenant, owner: str | None, stored: bool) -> Session:
+        """Return a session, made if need be. owner: whom it counts for from now on; a stored turn's holds for new ones.
+
+        None: whom it counted for before, at first the tenant.
+        """
+        session = self._entry(("session", tenant.name, name), Session, tenant, owner, stored)
         assert isinstance(session, Session)
-        self.touch(session)
         return session
 
-    def group(self, name: str | None, session: str | None, tenant: Tenant) -> Group | None:
+    def group(
+        self, name: str | None, session: str | None, tenant: Tenant, owner: str | None, stored: bool
+    ) -> Group | None:
         """Return a named group, or else a session's own, which holds its responses without what its prompts quote."""
         if name is not None:
             key: Key = ("group", tenant.name, name)
@@ -233,10 +251,20 @@ class CacheEntries:
             key = ("own group", tenant.name, session)
         else:
             return None
-        group = self.held.get(key) or Group(key, tenant)
+        group = self._entry(key, Group, tenant, owner, stored)
         assert isinstance(group, Group)
-        self.touch(group)
         return group
+
+    def _entry(
+        self, key: Key, kind: "type[CacheEntry]", tenant: Tenant, owner: str | None, stored: bool
+    ) -> "CacheEntry":
+        entry = self.held.get(key)
+        if entry is None:
+            entry = kind(key, tenant, owner=tenant.name if owner is None else owner)
+        elif owner is not None and not stored:
+            entry.owner = owner
+        self.touch(entry)
+        return entry
 
     def find(self, tenant: str | None, session: str | None, group: str | None) -> CacheEntry | Tenant | None:
         if session is not None:
@@ -258,7 +286,8 @@ class CacheEntries:
         if shared and group is not None:
             of_group = self.held.get(("group", of_tenant.name, group))
         elif shared and session is not None and of_session is not None:
-            of_group = self.held.get(("own group", of_tenant.name, session)) or self.group(None, session, of_tenant)
+            of_group = self.held.get(("own group", of_tenant.name, session))
+            of_group = of_group or self.group(None, session, of_tenant, of_session.owner, stored=True)
         assert of_group is None or isinstance(of_group, Group)
         return of_tenant, of_session, of_group
 
@@ -356,11 +385,17 @@ class CacheEntries:
 
         If tenants' corpora are more than half of what is held, drop the oldest document of the least recently used
         tenant. Otherwise drop the least recently used session or group that no running request drafts from. Where
-        only others are left, drop the older half of the least recently used one.
+        only others are left, drop the older half of the least recently used one. Owners who hold little are spared.
         """
         shared = [t for t in self.tenants.values() if t.corpus.documents and (only is None or t is only)]
         entries = [h for h in self.held.values() if h.tokens > 0 and (only is None or h.tenant is only)]
-        if not shared or 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only):
+        few = 2 * sum(tenant.corpus.tokens for tenant in shared) <= self.size(only)
+        if only is None:
+            rich = heavy((t.owner, t.corpus.tokens) for t in shared)
+            shared = [tenant for tenant in shared if tenant.owner in rich]
+            rich = heavy((h.owner, h.tokens + ENTRY_WEIGHT) for h in entries)
+            entries = [held for held in entries if held.owner in rich]
+        if not shared or few:
             for held in entries:
                 if held.running == 0:
                     self._drop(held)

@@ -11,6 +11,7 @@ from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger,
 from agentspec.server_ext.settings import Settings
 
 SECRET = b"the secret of these tests"
+KEYS_AND_SALTS = (("ada", None), ("bob", None), ("ada", "salt"))
 
 
 def sender(key: str | None) -> Presented:
@@ -140,6 +141,19 @@ class TestWithoutATenant:
         one, again, two, plain = (request(key=key, adapter=name) for name in ("one", "one", "two", None))
         assert one == again and one.session == two.session == plain.session
         assert len({one.tenant, two.tenant, plain.tenant}) == 3
+
+    @pytest.mark.parametrize("key", ["ada", None])
+    def test_salts_and_adapters_count_for_their_caller_when_memory_is_scarce(self, key: str | None) -> None:
+        some = [request(key=key), request(key=key, salt="one"), request(key=key, salt="two", adapter="x")]
+        assert len({(identity.owner, identity.tenant_owner) for identity in some}) == 1
+        assert len({identity.tenant for identity in some}) == 3
+        other = request(key="bob")
+        assert other.owner != some[0].owner and other.tenant_owner != some[0].tenant_owner
+
+    def test_a_named_tenant_counts_for_itself_and_its_sessions_for_their_callers(self) -> None:
+        ada, bob, salted = (request(key=key, salt=salt, tenant="acme") for key, salt in KEYS_AND_SALTS)
+        assert ada.tenant_owner == bob.tenant_owner == salted.tenant_owner == "acme" != salted.tenant
+        assert ada.owner == salted.owner != bob.owner
 
     def test_a_salt_is_no_adapter_and_no_principal(self) -> None:
         identities = [request(salt="x"), request(adapter="x"), request(key="x")]
