@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agentspec.cache.store import LogNames, model_key, model_name, open_store, redact, tokenizer_fingerprint
+from agentspec.cache.store import LogNames, open_store, redact
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.callers import server_secret
+from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def prune(
     tenant: Annotated[str | None, typer.Option(help="Whose corpus; as for agentspec serve.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="If the server was given one; else the model's.")] = None,
     tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
+    model_key: Annotated[str | None, typer.Option(help="If the server has this setting.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Keep only the head's rows of the tokens that occur most in the tenant's stored sessions."""
@@ -59,7 +61,8 @@ def prune(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out}: is there and not an empty folder; name another")
-    given = {name: value for name, value in (("store", store), ("tenant", tenant)) if value is not None}
+    options = (("store", store), ("tenant", tenant), ("model_key", model_key))
+    given = {name: value for name, value in options if value is not None}
     settings = _settings(given)
     whole = load_speculator(speculator)
     tokenizer = tokenizer or model
@@ -97,7 +100,7 @@ def _count(
 ) -> "tuple[TokenCounts, TokenCounts]":
     from agentspec.server_ext.speculator.vocabulary import count_tokens
 
-    key = model_key(model_name(model), tokenizer_fingerprint(tokenizer, revision))
+    key = find_model_key(model, tokenizer, tokenizer_revision=revision, given=settings.model_key)
     log = LogNames(key, server_secret(settings)).of(settings.tenant)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} turns read"), TimeElapsedColumn())
     opened = open_store(settings.store)

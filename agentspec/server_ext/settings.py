@@ -105,6 +105,9 @@ class Settings(BaseModel):
     """Texts that a request drafts from beside its own: "tenant" (session, group and tenant), "session", or "none"."""
     store: str = Field(default_factory=default_store)
     """URL of the store: ``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
+    model_key: str | None = None
+    """Name that stands for the model's config in the names of logs; servers share turns where it is the same. None: the
+    hash of the config."""
     max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1_000_000)
     """Budget of all that agentspec holds in memory, in bytes: indexes, figures, queues of the store."""
     max_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
@@ -148,7 +151,7 @@ class Settings(BaseModel):
         """Return the limits of the store."""
         return Retention(self.retention_days, self.retention_bytes, self.retention_records)
 
-    @field_validator("tenant")
+    @field_validator("tenant", "model_key")
     @classmethod
     def _printable(cls, value: str | None) -> str | None:
         return None if value is None else check_session_id(value)

@@ -35,6 +35,8 @@ class StoreSource(Section):
     tenant: str | None = None
     newest: int | None = Field(default=None, ge=1)
     """Number of newest turns to read; None: all."""
+    model_key: str | None = None
+    """The server's setting ``model_key``, if it has one."""
 
 
 class PromptsSource(Section):

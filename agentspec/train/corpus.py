@@ -22,14 +22,12 @@ from agentspec.cache.store import (
     RecordReader,
     Store,
     TurnRecord,
-    model_key,
-    model_name,
     open_store,
-    tokenizer_fingerprint,
 )
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.callers import server_secret
+from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
 from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig
@@ -69,7 +67,9 @@ def folder_of(config: TrainingConfig) -> Path:
     """Return the folder that caches what is computed from these data and this target."""
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(source.path) for source in _all(config.data) if not isinstance(source, StoreSource)]
-    key = json.dumps([data, files, model_name(config.model.name_or_path), config.model.dtype], sort_keys=True)
+    name = config.model.name_or_path
+    model = str(Path(name).resolve()) if Path(name).is_dir() else name
+    key = json.dumps([data, files, model, config.model.dtype], sort_keys=True)
     return config.data.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -211,8 +211,7 @@ def _stored(source: StoreSource, model: Model) -> list[Conversation]:
     name = model.name_or_path
     store = open_store(source.url)
     try:
-        key = model_key(model_name(name), tokenizer_fingerprint(name, None))
-        logs = LogNames(key, server_secret(Settings(store=source.url)))
+        logs = LogNames(find_model_key(name, given=source.model_key), server_secret(Settings(store=source.url)))
         return from_store(store, logs.of(source.tenant), source.newest)
     finally:
         store.close()

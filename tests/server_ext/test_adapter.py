@@ -15,7 +15,6 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 import agentspec
-from agentspec.cache.store import tokenizer_fingerprint
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
@@ -89,17 +88,6 @@ def test_only_our_own_method_is_recognised() -> None:
     assert not vllm_adapter.uses_agentspec(config("custom_class", "other.Class"))
     assert not vllm_adapter.uses_agentspec(config("ngram", None))
     assert not vllm_adapter.uses_agentspec(SimpleNamespace(speculative_config=None))
-
-
-def test_the_tokenizer_decides_the_fingerprint(tmp_path: Any) -> None:
-    one, other, same = tmp_path / "one", tmp_path / "other", tmp_path / "same"
-    for folder, text in ((one, "a"), (other, "b"), (same, "a")):
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text(text)
-        (folder / "weights.bin").write_text(folder.name)
-    marks = [tokenizer_fingerprint(str(folder), None) for folder in (one, other, same)]
-    assert marks[0] == marks[2] != marks[1]
-    assert tokenizer_fingerprint("org/name", "r1") != tokenizer_fingerprint("org/name", "r2")
 
 
 @pytest.mark.parametrize("ends", [[4, 104, 105, 209], [1, 2, 3, 4]])

@@ -5,6 +5,7 @@ import sqlite3
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ ADMIN = "the key of the administrator"
 TEXT = list(range(500, 560))
 PROMPT = [1, 2, 3, 4, 5]
 VOCABULARY = 1000
+MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 class Server:
@@ -40,7 +42,12 @@ class Server:
     def __init__(self, url: str, engines: int, keys: Sequence[str], record: Path | None, **settings: Any) -> None:
         given = Settings(store=url, record=None if record is None else str(record), **settings)
         model = SimpleNamespace(
-            model="org/model", tokenizer="org/model", tokenizer_revision=None, get_vocab_size=lambda: VOCABULARY
+            model=str(MODEL),
+            tokenizer=str(MODEL),
+            revision=None,
+            tokenizer_revision=None,
+            hf_overrides={},
+            get_vocab_size=lambda: VOCABULARY,
         )
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(method="custom_class", model=PROPOSER_PATH),
@@ -361,11 +368,12 @@ class TestErasure:
         assert all(server.drafts(ada, secret, engine) for engine in (0, 1))
         server.wait(lambda: str(ada.session) in record.read_text())
         database = tmp_path / "log.db"
-        assert stored(database, secret[8:]) and stored(database, str(ada.session))
+        coded = coded_text(database, ada)
+        assert stored(database, coded) and stored(database, str(ada.session))
         server.start("running", ada, [9], [8, 7])
         answer = server.erase(ADA, "fix-42")
         assert (answer.status_code, answer.json()["complete"]) == (200, True), answer.text
-        assert not stored(database, secret[8:])
+        assert not stored(database, coded)
         steps = [json.loads(line) for line in record.read_text().splitlines()]
         assert {step["session_key"] for step in steps} >= {None, bob.session}
         assert str(ada.session) not in record.read_text()
@@ -418,6 +426,8 @@ class TestErasure:
     def test_while_another_process_reads_old_pages_it_is_not_complete(self, start: Start, tmp_path: Path) -> None:
         server = start(ADA, engines=1)
         server.say(server.identity(ADA, "one"))
+        coded = coded_text(tmp_path / "log.db", server.identity(ADA, "one"))
+        assert stored(tmp_path / "log.db", coded)
         reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM entries").fetchone()
@@ -427,13 +437,22 @@ class TestErasure:
         reader.execute("COMMIT")
         reader.close()
         assert server.erase(ADA, "one").status_code == 200
-        assert not stored(tmp_path / "log.db", TEXT[8:])
+        assert not stored(tmp_path / "log.db", coded)
 
 
-def stored(database: Path, what: Sequence[int] | str) -> bool:
-    """Whether the database's files hold these token ids, or this text."""
-    wanted = what.encode() if isinstance(what, str) else np.array(what, np.int32).tobytes()
-    return any(wanted in file.read_bytes() for file in database.parent.glob(f"{database.name}*"))
+def coded_text(database: Path, identity: Identity) -> bytes:
+    """The end of a session's newest record, which is text in the store's coding."""
+    with closing(open_store(f"sqlite:///{database}")) as store:
+        records = [entry.payload for log in store.namespaces() for entry in store.read(log, session=identity.session)]
+    return records[-1][-24:]
+
+
+def stored(file: Path, what: Sequence[int] | str | bytes) -> bool:
+    """Whether a file, or a database's files, hold these token ids, this text or these bytes."""
+    if isinstance(what, str):
+        what = what.encode()
+    wanted = what if isinstance(what, bytes) else np.array(what, np.int32).tobytes()
+    return any(wanted in each.read_bytes() for each in file.parent.glob(f"{file.name}*"))
 
 
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,11 @@ from agentspec.cache.store import (
     NewEntry,
     TurnRecord,
     encode,
-    model_key,
-    model_name,
     open_store,
-    tokenizer_fingerprint,
 )
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
 
 MODEL = "demo/model"
@@ -30,7 +28,7 @@ def store(tmp_path: Path) -> str:
     """Forty turns of twenty sessions of tenant acme, that say the tokens 100 to 139, and one of another tenant."""
     url = f"sqlite:///{tmp_path / 'store.db'}"
     opened = open_store(url)
-    logs = LogNames(model_key(model_name(MODEL), tokenizer_fingerprint(MODEL, None)), opened.secret().hex().encode())
+    logs = LogNames(find_model_key(MODEL), opened.secret().hex().encode())
     for tenant, first, turns in (("acme", 100, 40), ("other", 900, 1)):
         records = [
             TurnRecord(

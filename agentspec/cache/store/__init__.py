@@ -23,7 +23,7 @@ from agentspec.cache.store.base import (
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.jobs import StoreJobs
 from agentspec.cache.store.loader import BackgroundLoader, Loaded, LoaderStats, RecordReader, Wanted
-from agentspec.cache.store.naming import LogNames, frame, mac, model_key, model_name, tokenizer_fingerprint
+from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
@@ -64,10 +64,8 @@ __all__ = [
     "frame",
     "mac",
     "model_key",
-    "model_name",
     "open_store",
     "redact",
     "snapshot_path",
-    "tokenizer_fingerprint",
     "trim_sessions",
 ]

@@ -4,7 +4,6 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 SCHEMA = "agentspec-log-1"
 """Part of every name. It stays when records get a new version, so that an old log is found and refused by name."""
@@ -16,8 +15,8 @@ _MODEL_BYTES, _TENANT_DIGITS = 8, 24
 class LogNames:
     """Name the logs of a model: one for each tenant, ``<16 hexadecimal digits>.<24 hexadecimal digits>``.
 
-    The first part is the same for all logs of a model and tokenizer, on every server (``model_key``). The second is a
-    MAC of the tenant, so that names in a store tell nothing about tenants.
+    The first part (``find_model_key``) is the same for all logs of a model and its tokenizer, on every server. The
+    second is a MAC of the tenant, so that names in a store tell nothing about tenants.
 
     secret: the servers' (``server_secret``). Servers that share a store need the same one.
     """
@@ -35,9 +34,9 @@ class LogNames:
         return self.prefix + mac(self.secret, "log", tenant)[:_TENANT_DIGITS]
 
 
-def model_key(model: str, tokenizer: str) -> str:
-    """Return the key of a model and its tokenizer, 16 hexadecimal digits. model, tokenizer: what identifies them."""
-    return hashlib.blake2b(frame([SCHEMA, model, tokenizer]), digest_size=_MODEL_BYTES).hexdigest()
+def model_key(config: str, tokenizer: str) -> str:
+    """Return the key of a model, 16 hexadecimal digits. config, tokenizer: what identifies these two."""
+    return hashlib.blake2b(frame([SCHEMA, config, tokenizer]), digest_size=_MODEL_BYTES).hexdigest()
 
 
 def mac(secret: bytes, kind: str, *parts: str | None) -> str:
@@ -58,21 +57,3 @@ def frame(parts: Sequence[str | None]) -> bytes:
         raw = part.encode("utf-8", "surrogatepass")
         framed += b"\x01" + len(raw).to_bytes(8, "big") + raw
     return bytes(framed)
-
-
-def model_name(name: str) -> str:
-    """Return a model's hub id, or the absolute path of its folder, so that two spellings of one folder share a log."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def tokenizer_fingerprint(name: str, revision: str | None) -> str:
-    """Return a digest of a tokenizer's files where they are local, else its name and revision."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return f"{name}@{revision or 'default'}"
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.name.startswith(("tokenizer", "vocab", "merges", "tekken", "special_tokens", "added_tokens")):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

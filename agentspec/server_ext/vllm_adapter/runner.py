@@ -5,16 +5,18 @@ ends. So the engine is not the runner's drafter but ``runner.agentspec``, made w
 the worker's RPC find it there. A runner without it works as before.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentspec.cache.store import LogNames, model_key, model_name, open_store, snapshot_path, tokenizer_fingerprint
+from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.callers import server_secret
 from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
@@ -227,9 +229,16 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
 
 
 def served_model_key(vllm_config: Any) -> str:
-    """Return the key of the served model and its tokenizer (`model_key`)."""
+    """Return the key of the served model and its tokenizer (`find_model_key`)."""
     model = vllm_config.model_config
-    return model_key(model_name(model.model), tokenizer_fingerprint(model.tokenizer, model.tokenizer_revision))
+    return find_model_key(
+        model.model,
+        model.tokenizer,
+        revision=model.revision,
+        tokenizer_revision=model.tokenizer_revision,
+        overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else "",
+        given=load_settings(vllm_config.additional_config).model_key,
+    )
 
 
 def engine_limits(vllm_config: Any) -> EngineLimits:

@@ -1,0 +1,115 @@
+"""Find the key of a model and its tokenizer, under which servers share logs: the same wherever the files lie."""
+
+import contextlib
+import hashlib
+import json
+import logging
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from agentspec.cache.store import model_key
+
+logger = logging.getLogger("vllm.agentspec")
+
+_CONFIGS = ("config.json", "params.json")
+_TOKENIZERS = (
+    *("tokenizer*", "vocab*", "merges*", "tekken*", "special_tokens*", "added_tokens*"),
+    *("spiece*", "sentencepiece*", "*.tiktoken", "*.model", "*.spm"),
+)
+_NOT_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+"""Keys of a config that say where the model came from."""
+_HEAD_BYTES = 32 << 20
+"""Part of a single file, such as a GGUF file, that identifies it; its config and tokenizer are at its beginning."""
+
+
+@lru_cache(maxsize=16)
+def find_model_key(
+    model: str,
+    tokenizer: str | None = None,
+    *,
+    revision: str | None = None,
+    tokenizer_revision: str | None = None,
+    overrides: str = "",
+    given: str | None = None,
+) -> str:
+    """Return the key of a model, 16 hexadecimal digits: hashes of its config and of its tokenizer's files.
+
+    model, tokenizer: a folder, a single file, or a hub id, whose missing files are downloaded. tokenizer: None: the
+    model's. overrides: what the server changes in the config. given: stands for the config (setting ``model_key``).
+    If the files cannot be found, the name stands for them, and the log says so.
+    """
+    config = f"given {given}" if given is not None else f"config {_config(model, revision)} {overrides}"
+    if tokenizer is None or tokenizer == model:
+        tokenizer, tokenizer_revision = model, tokenizer_revision or revision
+    return model_key(config, _tokenizer(tokenizer, tokenizer_revision))
+
+
+def _config(model: str, revision: str | None) -> str:
+    place = _find(model, revision, _CONFIGS)
+    if place is None:
+        return _by_name("config", model, revision)
+    if place.is_file():
+        return _file_digest(place)
+    for file in _CONFIGS:
+        if (place / file).is_file():
+            return _config_digest((place / file).read_bytes())
+    return _by_name("config", model, revision)
+
+
+def _tokenizer(name: str, revision: str | None) -> str:
+    place = _find(name, revision, _TOKENIZERS)
+    if place is None:
+        return _by_name("tokenizer", name, revision)
+    if place.is_file():
+        return _file_digest(place)
+    digest = hashlib.sha256()
+    for file in sorted(place.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _TOKENIZERS):
+            content = file.read_bytes()
+            digest.update(f"{file.name}:{len(content)}:".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path | None:
+    """Return the folder or file of a model or tokenizer; None if it is neither here nor on the hub."""
+    if Path(name).exists():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # it raises its own errors, the network's and the file system's
+        logger.debug("agentspec: %s is not on the hub: %s", name, error)
+        return None
+
+
+def _by_name(what: str, name: str, revision: str | None) -> str:
+    logger.warning(
+        "agentspec: the %s of %s is not found, so stored turns are shared under this name only; "
+        "set model_key to share them with servers that have the model elsewhere",
+        what,
+        name,
+    )
+    return f"{name}@{revision or 'default'}"
+
+
+def _config_digest(content: bytes) -> str:
+    with contextlib.suppress(ValueError):  # whoever reads it next will say what is wrong
+        content = json.dumps(_bare(json.loads(content)), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _bare(value: Any) -> Any:
+    """Return a part of a config without what does not belong to the model."""
+    if isinstance(value, dict):
+        return {key: _bare(item) for key, item in value.items() if key not in _NOT_THE_MODEL}
+    return [_bare(item) for item in value] if isinstance(value, list) else value
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    return hashlib.sha256(head + str(file.stat().st_size).encode()).hexdigest()

@@ -1,0 +1,107 @@
+"""Which servers share a model's logs: those with the same config and tokenizer, wherever the files lie."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.server_ext.model_key import find_model_key
+
+MODEL = Path(__file__).parents[2] / "demo" / "model"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the demo's model."""
+    return shutil.copytree(MODEL, tmp_path / "models" / "copy")
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_copy_in_another_folder_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = find_model_key(str(MODEL))
+    assert len(key) == 16
+    change(folder / "config.json", _name_or_path="/elsewhere", transformers_version="1.0", _commit_hash="abc")
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "README.md").unlink()
+    monkeypatch.chdir(folder.parent)
+    assert find_model_key(str(folder)) == find_model_key("copy") == find_model_key("copy", str(MODEL)) == key
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "config": lambda folder: change(folder / "config.json", hidden_size=193),
+    "dtype": lambda folder: change(folder / "config.json", dtype="float32"),
+    "quantization": lambda folder: change(folder / "config.json", quantization_config={"bits": 4}),
+    "config that is no JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "vocabulary": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "another file of the tokenizer": lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_config_or_tokenizer_does_not_share(folder: Path, what: str) -> None:
+    CHANGES[what](folder)
+    assert find_model_key(str(folder)) != find_model_key(str(MODEL))
+
+
+def test_a_nested_config_counts_and_its_origin_does_not(folder: Path, tmp_path: Path) -> None:
+    change(folder / "config.json", text_config={"layers": [{"size": 1}], "_name_or_path": "here"})
+    same, other = (shutil.copytree(folder, tmp_path / name) for name in ("same", "other"))
+    change(same / "config.json", text_config={"_name_or_path": "there", "layers": [{"size": 1}]})
+    change(other / "config.json", text_config={"layers": [{"size": 2}], "_name_or_path": "here"})
+    keys = [find_model_key(str(each)) for each in (folder, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_setting_stands_for_the_config_and_not_for_the_tokenizer(folder: Path) -> None:
+    change(folder / "config.json", hidden_size=193)
+    keys = {find_model_key(str(each), given="ours") for each in (MODEL, folder)}
+    assert len(keys) == 1
+    assert keys.isdisjoint({find_model_key(str(MODEL)), find_model_key(str(MODEL), given="theirs")})
+    other = shutil.copytree(folder, folder.parent / "other")
+    (other / "tokenizer.json").write_text("{}")
+    assert find_model_key(str(other), given="ours") not in keys
+
+
+def test_what_the_server_overrides_in_the_config_counts() -> None:
+    assert find_model_key(str(MODEL), overrides='{"rope_theta": 1}') != find_model_key(str(MODEL))
+
+
+def test_a_hub_model_shares_with_a_folder_of_the_same_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        assert {"config.json", "tokenizer*"} & set(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert find_model_key("org/of-the-test", revision="r1") == find_model_key(str(MODEL))
+    assert asked == [("org/of-the-test", "r1")] * 2
+
+
+def test_without_its_files_a_model_goes_by_its_name_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def snapshot_download(*args: object, **names: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    keys = {find_model_key(f"org/lost-{number}", revision=revision) for number in (1, 2) for revision in ("a", "b")}
+    assert len(keys) == 4
+    assert "set model_key" in caplog.text
+
+
+def test_a_model_in_one_file_is_known_by_its_beginning(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.gguf", "b.gguf", "c.gguf")]
+    for file, content in zip(files, (b"one", b"one", b"two"), strict=True):
+        file.write_bytes(content)
+    keys = [find_model_key(str(file)) for file in files]
+    assert keys[0] == keys[1] != keys[2]
