@@ -29,7 +29,7 @@ KINDS = ("memory", "sqlite", "redis")
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_store.SOCKET_TIMEOUT", 10.0)
+    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 10.0)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_read_ends_with_what_was_there_when_it_began(store: Store) -> None:
     reading = store.read(NS)
     first = next(reading)
     store.append(NS, [NewEntry("s0", b"later")])
-    assert [first.payload, *(entry.payload for entry in reading)] == [payload for _, payload, _ in entries]
+    assert [first.payload, *(entry.payload for entry in reading)] == [payload for _, payload, *_ in entries]
 
 
 def test_namespaces_are_apart(store: Store) -> None:
@@ -132,7 +132,7 @@ def test_erasing_a_session_is_exact_and_leaves_a_tombstone(store: Store) -> None
     assert store.erase_session(NS, "s1") == Erasure(200, complete=True)
     assert payloads(store, "s1") == []
     *rest, tombstone = store.read(NS)
-    assert [entry.payload for entry in rest] == [payload for session, payload, _ in entries if session != "s1"]
+    assert [entry.payload for entry in rest] == [payload for session, payload, *_ in entries if session != "s1"]
     assert decode(tombstone.payload) == EraseRecord("s1")
     assert (tombstone.session, tombstone.sequence > last) == ("s1", True)
     assert [usage.session for usage in store.sessions(NS)] == ["s0", "s2"]
@@ -260,7 +260,7 @@ def test_retention_by_records_keeps_the_newest(store: Store) -> None:
     entries = fill(store, 1000)
     store.append("other", [NewEntry("t", b"newer")])
     store.erase_session(NS, "s2")
-    left = [payload for session, payload, _ in entries if session != "s2"]
+    left = [payload for session, payload, *_ in entries if session != "s2"]
     assert trim(store, Retention(records=102)) == 667 + 2 - 102
     assert [payload for payload in payloads(store) if payload.startswith(b"payload")] == left[-100:]
     assert [entry.payload for entry in store.read("other")] == [b"newer"]

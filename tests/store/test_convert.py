@@ -149,10 +149,10 @@ def test_a_redis_log_is_converted_and_its_keys_removed(server: RedisServer) -> N
     client = old_log(server)
     with pytest.raises(StoreVersionError, match="agentspec sessions convert"):
         list(open_store(server.url).read(NS))
-    client.xadd(f"{{agentspec:{NS}}}:2:log", {"s": "of a conversion", "b": 1})
+    client.xadd(f"{{agentspec:{NS}}}:3:log", {"s": "of a conversion", "b": 1})
     assert convert(server.url, secret=SECRET) == ALL
     keys = [key.decode() for key in client.scan_iter()]
-    assert all(":2:" in key or key in ("agentspec:namespaces", "agentspec:secret") for key in keys)
+    assert all(":3:" in key or key in ("agentspec:namespaces", "agentspec:secret", "agentspec:shards") for key in keys)
     check(open_store(server.url))
     with pytest.raises(StoreVersionError, match="no log of an older release"):
         convert(server.url)

@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from agentspec.cache.store import Erasure, NewEntry, RedisStore, Retention, Trimmed, open_store
+from agentspec.cache.store.redis_shard import RedisShard
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
@@ -17,7 +18,7 @@ PASSWORD = "hunter2-correct-horse"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_store.SOCKET_TIMEOUT", 10.0)
+    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 10.0)
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +31,28 @@ def server() -> Iterator[RedisServer]:
 def store(server: RedisServer) -> Iterator[RedisStore]:
     opened = open_store(server.url)
     assert isinstance(opened, RedisStore)
-    opened._client.flushall()
+    raw(opened).flushall()
     yield opened
     opened.close()
 
 
+def raw(store: RedisStore) -> redis.Redis:
+    client: redis.Redis = store._client._connected()
+    return client
+
+
 def keys(store: RedisStore) -> list[str]:
-    found: list[bytes] = store._execute("KEYS", "*")
+    found: list[bytes] = store.command("KEYS", "*")
     return sorted(key.decode() for key in found)
 
 
 def test_every_key_has_the_prefix_and_one_hash_tag(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", b"1"), NewEntry("b{c}", b"2", "g")])
     store.erase_session(NS, "a")
-    listed, *names = keys(store)
-    assert listed == "agentspec:namespaces"
-    assert all(name.startswith(f"{{agentspec:{NS}}}:2:") for name in names)
-    assert [name.partition("}:2:")[2] for name in names if ":w:" not in name] == [
+    listed, shards, *names = keys(store)
+    assert (listed, shards) == ("agentspec:namespaces", "agentspec:shards")
+    assert all(name.startswith(f"{{agentspec:{NS}}}:3:") for name in names)
+    assert [name.partition("}:3:")[2] for name in names if ":w:" not in name] == [
         *("g:g", "log", "s:b{c}", "sessions", "tombstones", "usage")
     ]
     assert len(names) == 7
@@ -54,23 +60,23 @@ def test_every_key_has_the_prefix_and_one_hash_tag(store: RedisStore) -> None:
 
 def test_removal_frees_the_payloads_key(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", bytes(1_000_000)), NewEntry("b", b"2")])
-    full = store._client.info("memory")["used_memory"]
+    full = raw(store).info("memory")["used_memory"]
     assert store.erase_session(NS, "a") == Erasure(1, complete=True)
-    assert f"{{agentspec:{NS}}}:2:s:a" not in keys(store)
-    assert full - store._client.info("memory")["used_memory"] > 900_000
-    assert store._client.xlen(f"{{agentspec:{NS}}}:2:log") == 2
+    assert f"{{agentspec:{NS}}}:3:s:a" not in keys(store)
+    assert full - raw(store).info("memory")["used_memory"] > 900_000
+    assert raw(store).xlen(f"{{agentspec:{NS}}}:3:log") == 2
 
 
 def test_a_session_that_expired_is_skipped_in_the_log(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", b"1"), NewEntry("b", b"2"), NewEntry("a", b"3")])
-    store._client.delete(f"{{agentspec:{NS}}}:2:s:a")
+    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")
     assert [entry.payload for entry in store.read(NS)] == [b"2"]
 
 
 def test_an_append_succeeds_whole_when_the_log_was_evicted_and_the_clock_set_back(store: RedisStore) -> None:
-    tag = f"{{agentspec:{NS}}}:2:"
+    tag = f"{{agentspec:{NS}}}:3:"
     ahead = b"%d-7" % (int(time.time() * 1000) + 3_600_000)  # what was appended before the clock was set back
-    store._client.xadd(f"{tag}s:a", {"p": "old"}, id=ahead)
+    raw(store).rpush(f"{tag}s:a", ahead + b" old")
     store.append(NS, [NewEntry("b", b"1"), NewEntry("a", b"2", "g"), NewEntry("b", b"3")])
     assert [entry.payload for entry in store.read(NS)] == [b"1", b"2", b"3"]
     assert [entry.payload for entry in store.read(NS, session="a")] == [b"old", b"2"]
@@ -79,7 +85,7 @@ def test_an_append_succeeds_whole_when_the_log_was_evicted_and_the_clock_set_bac
 
 
 def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(store: RedisStore) -> None:
-    store._client.xadd(f"{{agentspec:{NS}}}:log", {"s": "a"})
+    raw(store).xadd(f"{{agentspec:{NS}}}:log", {"s": "a"})
     for call in (lambda: store.append(NS, [NewEntry("a", b"1")]), lambda: list(store.read(NS))):
         with pytest.raises(StoreVersionError, match="agentspec sessions convert redis://") as error:
             call()
@@ -87,18 +93,18 @@ def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(
 
 
 def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
-    empty = store._client.info("memory")["used_memory"]
+    empty = raw(store).info("memory")["used_memory"]
     for number in range(0, 12_000, 100):
         store.append(
             NS, [NewEntry(f"s{n // 200}-{n % 20}", bytes(1_800), f"g{n % 9}") for n in range(number, number + 100)]
         )
-    full = store._client.info("memory")["used_memory"] - empty
+    full = raw(store).info("memory")["used_memory"] - empty
     assert 0.8 < store.usage().bytes / full < 1.25
     limit = full // 10
     while store.trim(Retention(bytes=limit)).more:
         pass
-    assert store._client.info("memory")["used_memory"] - empty < 1.25 * limit
-    assert sum(store._client.memory_usage(key) or 0 for key in store._client.scan_iter()) < 1.25 * limit
+    assert raw(store).info("memory")["used_memory"] - empty < 1.25 * limit
+    assert sum(raw(store).memory_usage(key) or 0 for key in raw(store).scan_iter()) < 1.25 * limit
     assert len(list(store.read(NS))) == store.usage().records > 800
 
 
@@ -106,38 +112,40 @@ def test_keys_expire_after_the_retention_if_nobody_trims_them(store: RedisStore)
     store.trim(Retention(days=2))
     store.append(NS, [NewEntry("a", b"1", "g")])
     for key in ("log", "s:a", "g:g", "sessions", "usage"):
-        assert 2.9 < store._client.pttl(f"{{agentspec:{NS}}}:2:{key}") / 86_400_000 <= 3
-    store._client.delete(f"{{agentspec:{NS}}}:2:s:a")  # expired before the log was trimmed
+        assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
+    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")  # expired before the log was trimmed
     store.append(NS, [NewEntry("b", b"2")])
     assert store.trim(Retention(records=1)) == Trimmed(1, more=True)
     assert store.usage().records == 1
     assert [usage.session for usage in store.sessions(NS)] == ["b"]
 
 
-def test_an_erasure_that_was_cut_off_is_ended_by_the_next_call(store: RedisStore) -> None:
+def test_an_erasure_that_was_cut_off_is_ended_by_the_next_call(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.append(NS, [NewEntry("a", bytes(1000), "g")] * 200)
-    sweep, store._sweep = store._sweep, lambda **_: 0  # type: ignore[assignment]
-    store.erase_session(NS, "a")
+    with monkeypatch.context() as cut_off:
+        cut_off.setattr(RedisShard, "sweep", lambda _: 0)
+        store.erase_session(NS, "a")
     assert any(":d:" in key for key in keys(store))
     assert [entry.session for entry in store.read(NS, group="g")] == []
-    store._sweep = sweep
     while store.trim(Retention()).more:
         pass
-    assert [key.partition("}:2:")[2] for key in keys(store) if ":2:" in key and ":w:" not in key] == [
+    assert [key.partition("}:3:")[2] for key in keys(store) if ":3:" in key and ":w:" not in key] == [
         *("log", "tombstones", "usage")
     ]
-    assert store._client.xlen(f"{{agentspec:{NS}}}:2:log") == 1
+    assert raw(store).xlen(f"{{agentspec:{NS}}}:3:log") == 1
 
 
 def test_a_batch_whose_answer_was_lost_is_not_written_twice(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = store._append
+    evalsha = raw(store).evalsha
 
-    def answer_lost(**arguments: object) -> None:
-        script(**arguments)  # type: ignore[arg-type]
+    def answer_lost(*arguments: str) -> None:
+        evalsha(*arguments)  # type: ignore[arg-type]
         raise redis.TimeoutError("Timeout reading from socket")
 
     batch = [NewEntry("a", b"1"), NewEntry("b", b"2")]
-    monkeypatch.setattr(store, "_append", answer_lost)
+    monkeypatch.setattr(raw(store), "evalsha", answer_lost)
     for _ in range(2):
         with pytest.raises(StoreUnavailableError, match="Timeout"):
             store.append(NS, batch)
@@ -163,31 +171,31 @@ def test_a_restarted_server_has_what_it_acknowledged_and_is_found_again() -> Non
 
 def test_a_full_server_refuses_the_whole_batch_and_counts_as_away(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", b"before")])
-    store._client.config_set("maxmemory", "1mb")
+    raw(store).config_set("maxmemory", "1mb")
     try:
         with pytest.raises(StoreUnavailableError, match="maxmemory"):
             store.append(NS, [NewEntry("a", b"1"), NewEntry("b", b"2")])
         assert [entry.payload for entry in store.read(NS)] == [b"before"]
     finally:
-        store._client.config_set("maxmemory", "0")
+        raw(store).config_set("maxmemory", "0")
     store.append(NS, [NewEntry("a", b"1"), NewEntry("b", b"2")])
     assert [entry.payload for entry in store.read(NS)] == [b"before", b"1", b"2"]
 
 
 def test_a_replica_counts_as_away(store: RedisStore) -> None:
-    store._execute("REPLICAOF", "127.0.0.1", "1")
+    store.command("REPLICAOF", "127.0.0.1", "1")
     try:
         with pytest.raises(StoreUnavailableError, match=r"(?i)read.?only|replica"):
             store.append(NS, [NewEntry("a", b"1")])
     finally:
-        store._execute("REPLICAOF", "NO", "ONE")
+        store.command("REPLICAOF", "NO", "ONE")
 
 
 def test_a_key_that_something_else_owns_is_an_error_and_stays(store: RedisStore) -> None:
-    store._client.set(f"{{agentspec:{NS}}}:2:log", "something else")
+    raw(store).set(f"{{agentspec:{NS}}}:3:log", "something else")
     with pytest.raises(StoreError, match=r"WRONGTYPE|wrong kind"):
         store.append(NS, [NewEntry("a", b"1")])
-    assert store._client.get(f"{{agentspec:{NS}}}:2:log") == b"something else"
+    assert raw(store).get(f"{{agentspec:{NS}}}:3:log") == b"something else"
 
 
 @pytest.mark.parametrize("credentials", ["", ":wrong-secret@", "nobody:wrong-secret@"])
@@ -203,7 +211,7 @@ def test_a_password_quoted_by_the_server_is_blotted_out(store: RedisStore, monke
     def quoting(*_: object) -> None:
         raise redis.ResponseError(f"unknown command `AUTH`, with args beginning with: `{PASSWORD}`")
 
-    monkeypatch.setattr(store, "_execute", quoting)
+    monkeypatch.setattr(raw(store), "execute_command", quoting)
     with pytest.raises(StoreError, match=r"\*\*\*") as error:
         store.ping()
     assert PASSWORD not in str(error.value)

@@ -50,12 +50,12 @@ def test_redis_opens_without_being_contacted(url: str) -> None:
 def test_the_parts_of_a_redis_url_arrive() -> None:
     store = open_store("redis://user:p%40ss@somewhere:7000/3?prefix=team")
     assert isinstance(store, RedisStore)
-    settings = store._client.connection_pool.connection_kwargs
+    settings = store._client._connected().connection_pool.connection_kwargs
     assert (settings["host"], settings["port"], settings["db"]) == ("somewhere", 7000, 3)
     assert (settings["username"], settings["password"]) == ("user", "p@ss")
     assert settings["socket_timeout"] <= 0.25
     assert settings["socket_connect_timeout"] <= 0.25
-    assert store._tag(NS) == "{team:0123abcd}:2:"
+    assert store._shards(NS)[0].tag == "{team:0123abcd}:3:"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_parts_of_a_redis_url_arrive() -> None:
 def test_other_urls_are_refused_with_the_forms_that_work(url: str, says: str) -> None:
     with pytest.raises(StoreURLError, match=says) as error:
         open_store(url)
-    assert "redis://[user:password@]host" in str(error.value)
+    assert "redis+sentinel://host:port" in str(error.value)
     assert "sqlite:////absolute/path.db" in str(error.value)
     assert "hunter2" not in str(error.value)
     assert "ter2" not in str(error.value)

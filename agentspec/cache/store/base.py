@@ -19,11 +19,15 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class NewEntry(NamedTuple):
-    """Hold one record to append: the keys of its session and group, and its bytes. session "": no session."""
+    """Hold one record to append: the keys of its session and group, and its bytes. session "": no session.
+
+    name: what the log calls the record if a store loses it.
+    """
 
     session: str
     payload: bytes
     group: str | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,18 @@ class Usage:
 
     records: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Count what a store has lost, as far as this process noticed.
+
+    lost: records that it had acknowledged to this process and does not have any more. missing: entries that reads found
+    referred to, but gone.
+    """
+
+    lost: int = 0
+    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +185,10 @@ class Store(Protocol):
         A slice is at most 256 entries or about 1 MB, so that appends do not wait long. Call it again while it says
         that there is more.
         """
+        ...
+
+    def losses(self) -> Losses:
+        """Return what this store has lost, without asking it."""
         ...
 
     def ping(self) -> None:

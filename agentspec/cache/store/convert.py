@@ -229,7 +229,7 @@ def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: st
         for log in logs:
             tag = log.removesuffix(":log")
             namespace = check_namespace(tag.removeprefix(f"{{{store.prefix}:").removesuffix("}"))
-            _delete(store, _keys(store, f"{tag}:2:*"))  # what a conversion left that was cut off
+            _delete(store, _keys(store, f"{tag}:3:*"))  # what a conversion left that was cut off
             converter = _Converter(store, namespace, secret, tenant, counts)
             for session, payload in _old_entries(store, tag):
                 converter.add(session, payload)

@@ -1,8 +1,9 @@
-"""Define the Lua scripts of RedisStore, each of which is one transaction; redis_store.py describes the keys.
+"""Define the Lua scripts of a shard, each of which is one transaction; redis_store.py describes the keys.
 
-Every entry of a namespace has an id, ``milliseconds-count``, above all ids in the streams that it goes to. The server's
-clock gives the milliseconds. The script counts on from the last id where the clock was set back, whichever keys the
-server has evicted, so that no append can fail in its middle.
+Every entry has an id, ``milliseconds-count``, above all ids where it goes to. The server's clock gives the first part.
+The script counts on from the last id where the clock was set back, whichever keys the server has evicted, so that no
+append can fail in its middle. Whoever waits for new entries is told by PUBLISH; a user who may not publish can still
+append.
 """
 
 _LIBRARY = """
@@ -43,23 +44,29 @@ local function above(ms, seq, id)
   return ms, seq
 end
 
-local function next_id(streams)
+-- The entries of a session or group are a list of "id rest", in the order of their ids.
+local function id_of(element)
+  return element and string.match(element, '^%S+')
+end
+
+local function next_id(lists)
   local ms, seq = clock()
   local last = redis.call('HGET', usage, 'last')
   if last then ms, seq = above(ms, seq, last) end
-  for _, key in ipairs(streams) do
-    if #redis.call('XRANGE', key, string.format('%.0f-%.0f', ms, seq), '+', 'COUNT', 1) > 0 then
-      ms, seq = above(ms, seq, redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1][1])
-    end
+  if #redis.call('XRANGE', log, string.format('%.0f-%.0f', ms, seq), '+', 'COUNT', 1) > 0 then
+    ms, seq = above(ms, seq, redis.call('XREVRANGE', log, '+', '-', 'COUNT', 1)[1][1])
+  end
+  for _, key in ipairs(lists) do
+    last = id_of(redis.call('LINDEX', key, -1))
+    if last then ms, seq = above(ms, seq, last) end
   end
   return ms, seq
 end
 
-local function drop_reference(id, group)
+local function drop_reference(id, fields)
   redis.call('XDEL', log, id)
-  if group then
-    redis.call('XDEL', tag .. 'g:' .. group, id)
-    if redis.call('XLEN', tag .. 'g:' .. group) == 0 then redis.call('DEL', tag .. 'g:' .. group) end
+  if fields.g then
+    redis.call('LREM', tag .. 'g:' .. fields.g, 1, id .. ' ' .. fields.b .. ' ' .. fields.s)
   end
 end
 
@@ -74,64 +81,66 @@ APPEND = (
     _LIBRARY
     + """
 -- ARGV: tag, writer, batch, milliseconds until the writer's key expires, and until all others do (0: never),
--- bytes that an entry costs beside its payload, session and newest id that are expected ('*': any), then for each
--- entry: session, payload, 1 and a group or 0 and ''. Returns the first id, or '' for a conflict.
+-- bytes that an entry costs beside its payload, channel, session and newest id that are expected ('*': any), then for
+-- each entry: session, payload, 1 and a group or 0 and ''. Returns the first id ('' for a conflict), the batch of this
+-- writer that was the last one here, and the newest id before this batch ('' for none).
 local writer, batch, cost = tag .. 'w:' .. ARGV[2], ARGV[3], tonumber(ARGV[6])
 local number, first = string.match(redis.call('GET', writer) or '', '^(%d+) (.+)$')
-if number == batch then return first end
-if ARGV[8] ~= '*' then
-  local newest = redis.call('XREVRANGE', tag .. 's:' .. ARGV[7], '+', '-', 'COUNT', 1)
-  if (newest[1] and newest[1][1] or '') ~= ARGV[8] then return '' end
+local newest = redis.call('HGET', usage, 'last') or ''
+if number == batch then return {first, number, newest} end
+if ARGV[9] ~= '*' then
+  if (id_of(redis.call('LINDEX', tag .. 's:' .. ARGV[8], -1)) or '') ~= ARGV[9] then return {'', '', ''} end
 end
-local streams, seen = {log}, {}
+local lists, seen = {}, {}
 local function note(key)
   if not seen[key] then
     seen[key] = true
-    streams[#streams + 1] = key
+    lists[#lists + 1] = key
   end
 end
-for i = 9, #ARGV, 4 do
+for i = 10, #ARGV, 4 do
   note(tag .. 's:' .. ARGV[i])
   if ARGV[i + 2] == '1' then note(tag .. 'g:' .. ARGV[i + 3]) end
 end
-local ms, seq = next_id(streams)
+local ms, seq = next_id(lists)
 first = string.format('%.0f-%.0f', ms, seq)
 local id
-for i = 9, #ARGV, 4 do
+for i = 10, #ARGV, 4 do
   local session, payload, group = ARGV[i], ARGV[i + 1], ARGV[i + 2] == '1' and ARGV[i + 3]
   id = string.format('%.0f-%.0f', ms, seq)
   seq = seq + 1
   if group then
     redis.call('XADD', log, id, 's', session, 'b', #payload, 'g', group)
-    redis.call('XADD', tag .. 'g:' .. group, id, 's', session, 'b', #payload, 'g', group)
+    redis.call('RPUSH', tag .. 'g:' .. group, id .. ' ' .. #payload .. ' ' .. session)
   else
     redis.call('XADD', log, id, 's', session, 'b', #payload)
   end
-  redis.call('XADD', tag .. 's:' .. session, id, 'p', payload)
+  redis.call('RPUSH', tag .. 's:' .. session, id .. ' ' .. payload)
   charge(session, 1, #payload + cost, ms)
 end
 redis.call('HSET', usage, 'last', id)
 redis.call('SET', writer, batch .. ' ' .. first, 'PX', ARGV[4])
 if ARGV[5] ~= '0' then
-  for _, key in ipairs({sessions, usage, tombstones, doomed}) do redis.call('PEXPIRE', key, ARGV[5]) end
-  for _, key in ipairs(streams) do redis.call('PEXPIRE', key, ARGV[5]) end
+  for _, key in ipairs({log, sessions, usage, tombstones, doomed}) do redis.call('PEXPIRE', key, ARGV[5]) end
+  for _, key in ipairs(lists) do redis.call('PEXPIRE', key, ARGV[5]) end
 end
-return first
+redis.pcall('PUBLISH', ARGV[7], id)
+return {first, number or '', newest}
 """
 )
 
 ERASE = (
     _LIBRARY
     + """
--- ARGV: tag, session, its tombstone ('': none), bytes that an entry costs beside its payload. Sets the session's stream
--- aside for SWEEP. Returns the number of entries erased and the id of the session's tombstone ('': none).
-local session, stream = ARGV[2], tag .. 's:' .. ARGV[2]
-local removed = redis.call('XLEN', stream)
+-- ARGV: tag, session, its tombstone ('': none), bytes that an entry costs beside its payload, channel. Sets the
+-- session's list aside for SWEEP. Returns how many entries it had, and the id of the session's tombstone ('': none).
+local session, list = ARGV[2], tag .. 's:' .. ARGV[2]
+local removed = redis.call('LLEN', list)
 local marked = redis.call('HGET', tombstones, session)
-local ms, seq = next_id({log})
+local ms, seq = next_id({})
 local id = string.format('%.0f-%.0f', ms, seq)
 if removed > 0 then
-  redis.call('RENAME', stream, tag .. 'd:' .. id)
+  redis.call('RENAME', list, tag .. 'd:' .. id)
   redis.call('SADD', doomed, tag .. 'd:' .. id)
 end
 forget(session)
@@ -147,6 +156,7 @@ if ARGV[3] ~= '' and (removed > 0 or not marked) then
   marked = id
 end
 redis.call('HSET', usage, 'last', id)
+redis.pcall('PUBLISH', ARGV[5], id)
 return {removed, marked or ''}
 """
 )
@@ -157,16 +167,14 @@ SWEEP = (
 -- ARGV: tag, page. Removes a page of what erased sessions left. Returns how many entries it removed.
 local key = redis.call('SRANDMEMBER', doomed)
 if not key then return 0 end
-local page = redis.call('XRANGE', key, '-', '+', 'COUNT', ARGV[2])
-for _, entry in ipairs(page) do
-  local reference = redis.call('XRANGE', log, entry[1], entry[1])[1]
-  drop_reference(entry[1], reference and fields_of(reference).g)
-  redis.call('XDEL', key, entry[1])
+local page = redis.call('LRANGE', key, 0, ARGV[2] - 1)
+for _, element in ipairs(page) do
+  local id = id_of(element)
+  local reference = redis.call('XRANGE', log, id, id)[1]
+  if reference then drop_reference(id, fields_of(reference)) end
 end
-if redis.call('XLEN', key) == 0 then
-  redis.call('DEL', key)
-  redis.call('SREM', doomed, key)
-end
+redis.call('LTRIM', key, #page, -1)
+if redis.call('LLEN', key) == 0 then redis.call('SREM', doomed, key) end
 return math.max(#page, 1)
 """
 )
@@ -180,18 +188,18 @@ local cost, bytes, count = tonumber(ARGV[2]), 0, 0
 for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])) do
   if bytes >= tonumber(ARGV[4]) then break end
   local id, fields = entry[1], fields_of(entry)
-  local stream = tag .. 's:' .. fields.s
+  local list = tag .. 's:' .. fields.s
   if fields.t then
     redis.call('HINCRBY', usage, 'records', -1)
     redis.call('HINCRBY', usage, 'bytes', -(#fields.t + cost))
     redis.call('HDEL', tombstones, fields.s)
-  elseif redis.call('XDEL', stream, id) == 1 then
+  elseif id_of(redis.call('LINDEX', list, 0)) == id then
+    redis.call('LPOP', list)
     charge(fields.s, -1, -(fields.b + cost))
-    if redis.call('XLEN', stream) == 0 then redis.call('DEL', stream) end
-  elseif redis.call('EXISTS', stream) == 0 then
+  elseif redis.call('EXISTS', list) == 0 then
     forget(fields.s)  -- it has expired or was evicted
   end
-  drop_reference(id, fields.g)
+  drop_reference(id, fields)
   bytes = bytes + (fields.b or 0) + cost
   count = count + 1
 end
@@ -199,14 +207,65 @@ return {count, string.format('%.0f', bytes)}
 """
 )
 
-GATHER = """
--- KEYS: one stream for each session; ARGV: first and last id for each. Returns [id, payload, id, payload, ...].
-local found = {}
-for i, key in ipairs(KEYS) do
-  for _, entry in ipairs(redis.call('XRANGE', key, ARGV[2 * i - 1], ARGV[2 * i])) do
-    found[#found + 1] = entry[1]
-    found[#found + 1] = entry[2][2]
+_SEARCH = """
+local function index_of(key, id)  -- of the first element that is not below this id
+  local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+  ms, seq = tonumber(ms), tonumber(seq)
+  local low, high = 0, redis.call('LLEN', key)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local m, s = string.match(redis.call('LINDEX', key, middle), '^(%d+)-(%d+)')
+    m, s = tonumber(m), tonumber(s)
+    if m < ms or (m == ms and s < seq) then low = middle + 1 else high = middle end
   end
+  return low
+end
+"""
+
+BOUNDS = (
+    _SEARCH
+    + """
+-- KEYS: a list. ARGV: lowest id, most elements from its end (-1: any). Returns the ids of the first and the last
+-- element that these leave, or nothing.
+local length = redis.call('LLEN', KEYS[1])
+local first = index_of(KEYS[1], ARGV[1])
+if ARGV[2] ~= '-1' then first = math.max(first, length - ARGV[2]) end
+if first >= length then return {} end
+return {
+  string.match(redis.call('LINDEX', KEYS[1], first), '^%S+'), string.match(redis.call('LINDEX', KEYS[1], -1), '^%S+')
+}
+"""
+)
+
+RANGE = (
+    _SEARCH
+    + """
+-- KEYS: a list. ARGV: lowest id, number of elements. Returns the elements.
+local first = index_of(KEYS[1], ARGV[1])
+return redis.call('LRANGE', KEYS[1], first, first + ARGV[2] - 1)
+"""
+)
+
+GATHER = (
+    _SEARCH
+    + """
+-- KEYS: lists. ARGV: for each its number of ids, then these in order. Returns the elements that have them.
+local found, at = {}, 1
+for _, key in ipairs(KEYS) do
+  local index = nil
+  for i = at + 1, at + ARGV[at] do
+    local element = index and redis.call('LINDEX', key, index)
+    if not element or string.match(element, '^%S+') ~= ARGV[i] then
+      index = index_of(key, ARGV[i])
+      element = redis.call('LINDEX', key, index)
+    end
+    if element and string.match(element, '^%S+') == ARGV[i] then
+      found[#found + 1] = element
+      index = index + 1
+    end
+  end
+  at = at + 1 + ARGV[at]
 end
 return found
 """
+)

@@ -1,42 +1,46 @@
-"""Store records on a Redis server that several replicas share.
+"""Store records on a Redis that several replicas share.
 
 All keys of a namespace have one hash tag, so that a cluster keeps them on one node::
 
-    {prefix:namespace}:2:log         stream, one reference an entry: s = session, b = bytes, g = group; t = tombstone
-    {prefix:namespace}:2:s:SESSION   stream, one record an entry: p = payload; ids as in the log
-    {prefix:namespace}:2:g:GROUP     stream of references as in the log
-    {prefix:namespace}:2:sessions    hash, session: "entries bytes last-milliseconds"
-    {prefix:namespace}:2:usage       hash: records, bytes, last = id of the newest entry
-    {prefix:namespace}:2:tombstones  hash, session: id of its tombstone
-    {prefix:namespace}:2:d:ID        what is left of an erased session; all of these are in the set :2:doomed
-    {prefix:namespace}:2:w:WRITER    number and first id of the last batch that this writer has appended; expires
+    {prefix:namespace}:3:log         stream, one reference an entry: s = session, b = bytes, g = group; t = tombstone
+    {prefix:namespace}:3:s:SESSION   list of "id payload"; ids as in the log
+    {prefix:namespace}:3:g:GROUP     list of references: "id bytes session"
+    {prefix:namespace}:3:sessions    hash, session: "entries bytes last-milliseconds"
+    {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry
+    {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
+    {prefix:namespace}:3:d:ID        what is left of an erased session; all of these are in the set :3:doomed
+    {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
     prefix:namespaces, prefix:secret the set of namespaces; the store's secret
+    prefix:shards                    number of shards
+    prefix:namespace                 channel on which each append and erasure is published
+
+With ``shards`` above 1 a namespace has so many sets of these keys, with the hash tags {prefix:namespace:0} and so on.
+Each session lies in one of them. A reader merges them by id; its cursors say how far it is in each.
 
 Other replicas follow the log's order. Each session's payloads lie in a key of their own, so that erasing a session
 frees its memory. The server's append-only file holds it until the server rewrites that (BGREWRITEAOF). One script does
-an append, so it is atomic. The script recognises a batch that is sent again because its answer was lost. The server's
-settings decide how durable a record is (``appendonly yes`` survives its kill -9) and whether it evicts keys. It should
-not (``maxmemory-policy noeviction``): what it evicts is lost, and sizes are wrong.
+an append, so it is atomic within a shard. The script recognises a batch that is sent again because its answer was lost,
+and tells which batch of this writer it had before: if acknowledged ones are missing, the server lost them, which is
+counted and logged. The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9) and
+whether it evicts keys. It should not (``maxmemory-policy noeviction``): sizes are wrong then.
 """
 
+import heapq
+import logging
 import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import islice
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import redis
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
-from redis.retry import Retry
-
-from agentspec.cache.store import redis_scripts
 from agentspec.cache.store.base import (
     Entry,
     Erasure,
+    Losses,
     NewEntry,
     Retention,
     SessionUsage,
@@ -49,94 +53,95 @@ from agentspec.cache.store.base import (
     expected_session,
 )
 from agentspec.cache.store.records import EraseRecord, encode
-from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
+from agentspec.cache.store.redis_client import Notices, RedisAddress, RedisClient
+from agentspec.cache.store.redis_shard import START, Appended, Id, RedisShard, cursor, id_of, parsed, wire
+from agentspec.errors import StoreError, StoreVersionError
 
-SOCKET_TIMEOUT = 0.25
-"""Timeout of connecting and of reading, in seconds."""
+logger = logging.getLogger(__name__)
 
-_ROWS = 128  # most entries, and
-_ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
 _SLICE_ENTRIES = 256
 _SLICE_BYTES = 1 << 20
-_ENTRY_BYTES = 160  # measured on Redis 7: what the server needs for an entry beside its payload,
-_SESSION_BYTES = 1_500  # and for a session beside its entries
-_WRITER_EXPIRY_MS = 3_600_000
-_POLL_SECONDS = 0.02  # between two looks at whether anybody wrote
+_SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
 _EXPIRY_DAYS = 1.0  # keys expire so long after the retention's age, in case nobody is left to trim them
+_LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
+_REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
+_NAMED = 20  # lost records that a line of the log names
 
-# errors that pass by themselves or that the operator can repair, with a correct URL
-_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
-_Row = tuple[bytes, dict[bytes, bytes]]
+@dataclass(slots=True)
+class _Acknowledged:
+    """Hold what the server acknowledged of this process in one shard: its last batch, its newest id, its records."""
+
+    batch: int = 0
+    newest: Id = START
+    records: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Hold the state of ``wait``: logs in which something may have changed, and when all are looked at again."""
+
+    notices: Notices
+    changed: set[str] = field(default_factory=set)
+    look_at: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RedisStore:
-    """Implement Store on a Redis server. The first call connects, so the server may start later.
+    """Implement Store on a Redis. The first call connects, so the server may start later.
 
-    url: a URL for redis-py. shown: the URL as errors show it. secret: the password, removed from every message.
-    converting: whether to write beside a log of an older release, which is refused otherwise.
+    shards: over how many hash tags a namespace's sessions are spread; the same for all who use the prefix. converting:
+    whether to write beside a log of an older release, which is refused otherwise.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        shown: str,
-        secret: str | None = None,
-        prefix: str = "agentspec",
-        converting: bool = False,
-        **options: Any,
+        self, address: RedisAddress, *, prefix: str = "agentspec", shards: int = 1, converting: bool = False
     ) -> None:
-        self._shown = shown
-        self._secret = secret
         self.prefix = prefix
+        self._shard_count = shards
         self._converting = converting
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=SOCKET_TIMEOUT,
-            socket_connect_timeout=SOCKET_TIMEOUT,
-            # Try once more: pooled connections die with a restarted server, and a server can be slow once. That is
-            # safe, because reads and removals can be repeated and appends are numbered.
-            retry=Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, (redis.ConnectionError, redis.TimeoutError)),
-            **options,
-        )
-        self._execute: Callable[..., Any] = self._client.execute_command
-        self._append = self._client.register_script(redis_scripts.APPEND)
-        self._erase = self._client.register_script(redis_scripts.ERASE)
-        self._sweep = self._client.register_script(redis_scripts.SWEEP)
-        self._trim = self._client.register_script(redis_scripts.TRIM)
-        self._gather = self._client.register_script(redis_scripts.GATHER)
+        self._client = RedisClient(address)
+        self._watcher = RedisClient(address, patient=False)  # a follower must know soon that the server is away
+        self._waiting = _Waiting(Notices(self._watcher))
         self._writer = uuid.uuid4().hex
         self._number = 0
         self._append_lock = threading.Lock()
         self._unsure: tuple[str, list[NewEntry], str | None] | None = None
+        self._acknowledged: OrderedDict[str, _Acknowledged] = OrderedDict()  # by tag
+        self._batches: deque[tuple[str, int, list[str]]] = deque(maxlen=_REMEMBERED)  # tag, batch, names of records
+        self._losses = Losses()
         self._known: set[str] = set()  # namespaces that hold no log of an older release
+        self._shards_checked = False
         self._expiry_ms = 0
-        self._closed = False
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
-        tag, batch = self._tag(namespace), list(entries)
+        shards, batch = self._shards(namespace), list(entries)
         expected = None if expect is None else expected_session(batch)
-        newest = b"*" if expect is None else _stream_id("expect", expect)
+        newest = b"*" if expect is None else wire(id_of("expect", expect)) if expect else b""
         if not batch:
             return []
-        arguments: list[int | str | bytes] = []
-        for session, payload, group in batch:
-            arguments += (session, payload, 0 if group is None else 1, group or "")
+        sequences = [""] * len(batch)
         with self._append_lock:
             # A batch whose answer was lost keeps its number, so that the server recognises it.
             if self._unsure != (namespace, batch, expect):
                 self._number += 1
             self._unsure = (namespace, batch, expect)
-            head = (tag, self._writer, self._number, _WRITER_EXPIRY_MS, self._expiry_ms, _ENTRY_BYTES)
             self._check_log(namespace)
-            with self._store_errors():
-                first: bytes = self._append(args=[*head, expected or "", newest, *arguments], keys=[tag + "log"])
+            parts: dict[int, list[int]] = {}
+            for index, entry in enumerate(batch):
+                place = self._place(entry.session)
+                parts.setdefault(self._number % len(shards) if place is None else place, []).append(index)
+            for place, indices in parts.items():
+                part = [batch[index] for index in indices]
+                answer = shards[place].append(self._writer, self._number, part, self._expiry_ms, expected, newest)
+                if answer is None:
+                    self._unsure = None
+                    raise conflict(expected or "")
+                self._note(namespace, shards[place].tag, answer, part)
+                for offset, index in enumerate(indices):
+                    sequences[index] = cursor((answer.first[0], answer.first[1] + offset))
             self._unsure = None
-        if not first:
-            raise conflict(expected or "")
-        milliseconds, _, count = first.partition(b"-")
-        return [_cursor(b"%s-%d" % (milliseconds, int(count) + index)) for index in range(len(batch))]
+        return sequences
 
     def read(
         self,
@@ -148,240 +153,249 @@ class RedisStore:
         newest: int | None = None,
     ) -> Iterator[Entry]:
         check_read(session, group, newest)
-        tag = self._tag(namespace)
-        low = b"(" + _stream_id("after", after) if after else b"-"
-        key = f"{tag}log" if session is None and group is None else f"{tag}g:{group}"
-        return self._pages(namespace, tag, key if session is None else f"{tag}s:{session}", session, low, newest)
+        shards, lows = self._shards(namespace), self._places("after", after)
+        place = None if session is None else self._place(session)
+        if place is not None:
+            shards, lows = shards[place : place + 1], lows[place : place + 1]
+        if session is None:
+            reads = [shard.referenced(group, low, newest) for shard, low in zip(shards, lows, strict=True)]
+        else:
+            reads = [shard.session(session, low, newest) for shard, low in zip(shards, lows, strict=True)]
+        return self._merged(namespace, reads, lows, newest)
 
     def sessions(self, namespace: str) -> list[SessionUsage]:
-        tag = self._tag(namespace)
         self._check_log(namespace)
-        found = []
-        with self._store_errors():
-            for session, held in self._client.hscan_iter(f"{tag}sessions", count=1000):
-                records, size, used = map(int, held.split())
-                size -= records * _ENTRY_BYTES
-                found.append(SessionUsage(session.decode(), records, size, used / 1000))
-        return sorted(set(found), key=lambda usage: usage.session)  # a scan may show an entry twice
+        found: dict[str, SessionUsage] = {}
+        for shard in self._shards(namespace):
+            for session, usage in shard.sessions().items():
+                other = found.get(session, replace(usage, records=0, bytes=0))
+                records, size, used = usage.records + other.records, usage.bytes + other.bytes, usage.used
+                found[session] = SessionUsage(session, records, size, max(used, other.used))
+        return [found[session] for session in sorted(found)]
 
     def newest(self, namespace: str) -> str:
-        last = self.command("XREVRANGE", f"{self._tag(namespace)}log", "+", "-", "COUNT", 1)
-        return _cursor(last[0][0]) if last else ""
+        (ends,) = self._ends(self._client, [namespace]).values()
+        return self._cursor(max(ends), ends)
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
-        places = {name: b"(" + _stream_id("cursors", at) if at else b"-" for name, at in cursors.items()}
-        while True:
-            found = [
-                name
-                for name, low in places.items()
-                if self.command("XRANGE", f"{self._tag(name)}log", low, "+", "COUNT", 1)
-            ]
-            if found or (left := deadline - time.monotonic()) <= 0:
-                return found
-            time.sleep(min(left, _POLL_SECONDS))
+        lows = {name: self._places("cursors", at) for name, at in cursors.items()}
+        channels = {self._channel(name): name for name in cursors}
+        waiting = self._waiting
+        with waiting.lock:
+            try:
+                waiting.changed |= {channels[new] for new in waiting.notices.listen(set(channels))}
+                pause = 0.0
+                while True:
+                    heard = waiting.notices.heard(pause)
+                    waiting.changed |= {channels[channel] for channel in heard if channel in channels}
+                    now = time.monotonic()
+                    if now >= waiting.look_at:
+                        waiting.changed, waiting.look_at = set(cursors), now + _LOOK_SECONDS
+                    ends = self._ends(self._watcher, sorted(waiting.changed & set(cursors)))
+                    found = [name for name, at in ends.items() if any(map(_is_before, lows[name], at))]
+                    waiting.changed = set(found)  # which stay until their cursors have passed them
+                    left = deadline - time.monotonic()
+                    if found or left <= 0:
+                        return found
+                    pause = min(left, max(0.0, waiting.look_at - now))
+            except BaseException:
+                waiting.notices.drop()  # when it answers again, another server may be the right one
+                waiting.look_at = 0.0
+                raise
 
     def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
-        low = _cursor(_stream_id("after", after)) if after else ""
-        found: dict[bytes, bytes] = self.command("HGETALL", f"{self._tag(namespace)}tombstones")
-        marked = sorted((_cursor(number), session.decode()) for session, number in found.items())
-        return {session: number for number, session in marked if number > low}
+        places = zip(self._shards(namespace), self._places("after", after), strict=True)
+        marks = sorted(mark for shard, low in places for mark in shard.tombstones(low))
+        return {session: cursor(number) for number, session in marks}
 
     def namespaces(self, prefix: str = "") -> list[str]:
-        return [name for name in self._namespaces() if name.startswith(prefix)]
+        names = sorted(member.decode() for member in self.command("SMEMBERS", f"{self.prefix}:namespaces"))
+        return [name for name in names if name.startswith(prefix)]
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
-        tag = self._tag(namespace)
+        shards, place = self._shards(namespace), self._place(session)
         self._check_log(namespace)
         tombstone = encode(EraseRecord(session)) if mark else b""
-        with self._store_errors():
-            removed, marked = self._erase(keys=[tag + "log"], args=[tag, session, tombstone, _ENTRY_BYTES])
-            while self._sweep(keys=[tag + "log"], args=[tag, _ROWS]):
-                pass
-        return Erasure(int(removed), True, _cursor(marked) if marked else None)
+        erased = [shard.erase(session, tombstone) for shard in (shards if place is None else [shards[place]])]
+        marks = [marked for _, marked in erased if marked is not None]
+        return Erasure(sum(removed for removed, _ in erased), True, cursor(max(marks)) if marks else None)
 
     def secret(self) -> bytes:
         key = f"{self.prefix}:secret"
-        with self._store_errors():
-            self._execute("SET", key, secrets.token_bytes(32), "NX")
-            secret: bytes = self._execute("GET", key)
+        self.command("SET", key, secrets.token_bytes(32), "NX")
+        secret: bytes = self.command("GET", key)
         return secret
 
     def usage(self) -> Usage:
-        held = [self._usage(namespace) for namespace in self._namespaces()]
-        return Usage(sum(usage.records for usage in held), sum(usage.bytes for usage in held))
+        tags = [shard.tag for shard in self._all_shards()]
+        held = self._client.commands(("HMGET", f"{tag}usage", "records", "bytes") for tag in tags)
+        sessions = self._client.commands(("HLEN", f"{tag}sessions") for tag in tags)
+        records, sizes = (sum(max(0, int(one[part] or 0)) for one in held) for part in (0, 1))
+        return Usage(records, sizes + sum(sessions) * _SESSION_BYTES)
 
     def trim(self, retention: Retention) -> Trimmed:
-        days, namespaces = retention.days, self._namespaces()
+        days, shards = retention.days, self._all_shards()
         self._expiry_ms = 0 if days is None else int((days + _EXPIRY_DAYS) * 86_400_000)
-        with self._store_errors():
-            for namespace in namespaces:
-                if self._sweep(keys=[self._tag(namespace) + "log"], args=[self._tag(namespace), _ROWS]):
-                    return Trimmed(0, True)  # whoever erased a session did not live to end it
+        doomed = self._client.commands(("EXISTS", f"{shard.tag}doomed") for shard in shards)
+        if any(left and shard.sweep() for shard, left in zip(shards, doomed, strict=True)):
+            return Trimmed(0, True)  # whoever erased a session did not live to end it
+        heads = self._client.commands(("XRANGE", f"{shard.tag}log", "-", "+", "COUNT", 1) for shard in shards)
+        firsts = [(parsed(rows[0][0]), place) for place, rows in enumerate(heads) if rows]
+        if not firsts:
+            return Trimmed(0, False)
+        first, place = min(firsts)
         if days is not None:
             seconds, microseconds = map(int, self.command("TIME"))
             cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
-            for namespace in namespaces:
-                if removed := self._trim_slice(namespace, _SLICE_ENTRIES, _SLICE_BYTES, str(cutoff)):
-                    return Trimmed(removed, True)
+            if first[0] <= cutoff:
+                return Trimmed(shards[place].trim(_SLICE_ENTRIES, _SLICE_BYTES, str(cutoff)), True)
         held = self.usage()
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        oldest = self._oldest(namespaces) if count > 0 or size > 0 else None
-        if oldest is None:
+        if count <= 0 and size <= 0:
             return Trimmed(0, False)
         entries = min(count, _SLICE_ENTRIES) if size <= 0 else _SLICE_ENTRIES
         most = min(size, _SLICE_BYTES) if count <= 0 else _SLICE_BYTES
-        return Trimmed(self._trim_slice(oldest, entries, most, "+"), True)
+        return Trimmed(shards[place].trim(entries, most, "+"), True)
+
+    def losses(self) -> Losses:
+        return self._losses
 
     def ping(self) -> None:
         self.command("PING")
 
     def close(self) -> None:
-        self._closed = True
         self._client.close()
+        self._waiting.notices.drop()
+        self._watcher.close()
 
-    def _namespaces(self) -> list[str]:
-        return sorted(member.decode() for member in self.command("SMEMBERS", f"{self.prefix}:namespaces"))
+    def command(self, *command: str | bytes | int) -> Any:
+        """Send one command to the server, and return its answer."""
+        return self._client.command(*command)
 
-    def _usage(self, namespace: str) -> Usage:
-        tag = self._tag(namespace)
-        records, size = self.command("HMGET", f"{tag}usage", "records", "bytes")
-        sessions: int = self.command("HLEN", f"{tag}sessions")
-        return Usage(max(0, int(records or 0)), max(0, int(size or 0)) + sessions * _SESSION_BYTES)
+    def _note(self, namespace: str, tag: str, answer: Appended, part: Sequence[NewEntry]) -> None:
+        """Compare what a shard had before a batch with what it has acknowledged, and name what it has lost."""
+        held = self._acknowledged.setdefault(tag, _Acknowledged())
+        self._acknowledged.move_to_end(tag)
+        if len(self._acknowledged) > _REMEMBERED:
+            self._acknowledged.popitem(last=False)
+        # A writer that rested has no key there any more, but its entries, or others' after them, are.
+        rested = answer.before == 0 and answer.newest >= held.newest
+        if answer.before < held.batch and not rested:
+            self._name_lost(namespace, tag, answer.before, held)
+        last = (answer.first[0], answer.first[1] + len(part) - 1)
+        held.batch, held.newest, held.records = self._number, last, held.records + len(part)
+        self._batches.append((tag, self._number, [entry.name for entry in part]))
 
-    def _oldest(self, namespaces: Sequence[str]) -> str | None:
-        """Return the namespace with the oldest entry."""
-        first = [(self.command("XRANGE", f"{self._tag(name)}log", "-", "+", "COUNT", 1), name) for name in namespaces]
-        return min(((_cursor(rows[0][0]), name) for rows, name in first if rows), default=(None, None))[1]
+    def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
+        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one."""
+        lost = [name for at, batch, names in self._batches if at == tag and batch > before for name in names]
+        count = held.records if before == 0 else len(lost)
+        held.records -= count
+        self._batches = deque((one for one in self._batches if one[0] != tag or one[1] <= before), _REMEMBERED)
+        self._losses = replace(self._losses, lost=self._losses.lost + count)
+        names = ", ".join(filter(None, lost[-_NAMED:])) or "without names"
+        logger.warning(
+            "agentspec: the store has lost %d records that it had acknowledged, of log %s; the last are %s",
+            *(count, namespace, names),
+        )
 
-    def _trim_slice(self, namespace: str, entries: int, size: int, until: str) -> int:
-        tag = self._tag(namespace)
-        with self._store_errors():
-            count, _ = self._trim(keys=[tag + "log"], args=[tag, _ENTRY_BYTES, entries, size, until])
-        return int(count)
+    def _miss(self, count: int) -> None:
+        """Count entries that are referred to, but which the server has evicted."""
+        if count and not self._losses.missing:
+            logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
+        self._losses = replace(self._losses, missing=self._losses.missing + count)
 
-    def _pages(
-        self, namespace: str, tag: str, key: str, session: str | None, low: bytes, newest: int | None
+    def _ends(self, client: RedisClient, namespaces: Sequence[str]) -> dict[str, list[Id]]:
+        """Return the ids of the newest entries of logs, for each shard."""
+        tags = [shard.tag for namespace in namespaces for shard in self._shards(namespace)]
+        rows = client.commands(("XREVRANGE", f"{tag}log", "+", "-", "COUNT", 1) for tag in tags) if tags else []
+        ends = iter([parsed(row[0][0]) if row else START for row in rows])
+        return {namespace: [next(ends) for _ in range(self._shard_count)] for namespace in namespaces}
+
+    def _merged(
+        self, namespace: str, reads: Sequence[Iterator[tuple[Id, Entry]]], lows: list[Id], newest: int | None
     ) -> Iterator[Entry]:
+        """Yield the entries of shards in the order of their ids. The cursors of several say how far each was read."""
         self._check_log(namespace)
-        last = self.command("XREVRANGE", key, "+", low, "COUNT", 1)
-        if not last or newest == 0:
+        if len(reads) == 1:
+            yield from (entry for _, entry in reads[0])
             return
-        high = last[0][0]
-        rows_at_once = _ROWS if session is None else self._rows_at_once(tag, session)
-        if newest is not None:
-            low = self._start_of(newest, key, high, low, rows_at_once)
-        while True:
-            rows: list[_Row] = self.command("XRANGE", key, low, high, "COUNT", rows_at_once)
-            if session is None:
-                yield from self._follow(tag, rows)
-            else:
-                for number, fields in rows:
-                    yield Entry(_cursor(number), session, fields[b"p"])
-            if len(rows) < rows_at_once:
-                return
-            low = b"(" + rows[-1][0]
 
-    def _rows_at_once(self, tag: str, session: str) -> int:
-        """Return how many of a session's entries hold about _ROWS_BYTES, so that no page outlasts the timeout."""
-        held = self.command("HGET", f"{tag}sessions", session)
-        if held is None:
-            return _ROWS
-        records, size, _ = map(int, held.split())
-        return max(1, min(_ROWS, _ROWS_BYTES * records // max(1, size)))
+        def numbered(place: int) -> Iterator[tuple[Id, int, Entry]]:
+            for number, entry in reads[place]:
+                yield number, place, entry
 
-    def _follow(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
-        """Read the records that a page of a log or group refers to, about _ROWS_BYTES at once."""
-        start = size = 0
-        for index, (_, fields) in enumerate(references):
-            size += int(fields.get(b"b", 0))
-            if size >= _ROWS_BYTES or index == len(references) - 1:
-                yield from self._gathered(tag, references[start : index + 1])
-                start, size = index + 1, 0
+        def merged() -> Iterator[Entry]:
+            for number, place, entry in heapq.merge(*map(numbered, range(len(reads))), key=lambda found: found[:2]):
+                lows[place] = number
+                yield replace(entry, sequence=self._cursor(number, lows))
 
-    def _gathered(self, tag: str, references: list[_Row]) -> Iterator[Entry]:
-        spans: dict[bytes, list[bytes]] = {}
-        for number, fields in references:
-            if b"t" not in fields:
-                spans.setdefault(fields[b"s"], []).append(number)
-        payloads: dict[bytes, bytes] = {}
-        if spans:
-            keys = [f"{tag}s:{session.decode()}" for session in spans]
-            bounds = [number for numbers in spans.values() for number in (numbers[0], numbers[-1])]
-            with self._store_errors():
-                found: list[bytes] = self._gather(keys=keys, args=bounds)
-            payloads = dict(zip(found[::2], found[1::2], strict=True))
-        for number, fields in references:
-            payload = fields[b"t"] if b"t" in fields else payloads.get(number)
-            if payload is not None:  # otherwise the session was erased or has expired
-                group = fields.get(b"g")
-                yield Entry(_cursor(number), fields[b"s"].decode(), payload, None if group is None else group.decode())
-
-    def _start_of(self, newest: int, key: str, high: bytes, low: bytes, rows_at_once: int) -> bytes:
-        """Return the id of the ``newest``-th entry from the end, or ``low`` if there are fewer."""
-        left = newest
-        while True:
-            rows = self.command("XREVRANGE", key, high, low, "COUNT", min(left, rows_at_once))
-            if len(rows) < min(left, rows_at_once):
-                return low
-            left -= len(rows)
-            if left == 0:
-                number: bytes = rows[-1][0]
-                return number
-            high = b"(" + rows[-1][0]
+        yield from merged() if newest is None else deque(merged(), newest)
 
     def _check_log(self, namespace: str) -> None:
-        """Enter the namespace in the list of all. Raises StoreVersionError if an older release has written its log."""
+        """Enter the namespace in the list of all.
+
+        Raises StoreVersionError if an older release has written its log, StoreError for another number of shards.
+        """
         if namespace in self._known:
             return
+        if not self._shards_checked:
+            self._check_shards()
         if not self._converting and self.command("EXISTS", f"{{{self.prefix}:{namespace}}}:log"):
             raise StoreVersionError(
-                f"{self._shown}: an older release wrote the log {namespace} here;"
-                f" convert it with: agentspec sessions convert {self._shown}"
+                f"{self._client.shown}: an older release wrote the log {namespace} here;"
+                f" convert it with: agentspec sessions convert {self._client.shown}"
             )
         self.command("SADD", f"{self.prefix}:namespaces", namespace)
         self._known.add(namespace)
 
-    def command(self, *command: str | bytes | int) -> Any:
-        """Send one command to the server, and return its answer."""
-        with self._store_errors():
-            return self._execute(*command)
+    def _check_shards(self) -> None:
+        key = f"{self.prefix}:shards"
+        unmarked = self.command("GET", key) is None and self.command("EXISTS", f"{self.prefix}:namespaces")
+        self.command("SET", key, 1 if unmarked else self._shard_count, "NX")
+        held = int(self.command("GET", key))
+        if held != self._shard_count:
+            raise StoreError(
+                f"{self._client.shown}: the logs under the prefix {self.prefix!r} have {held} shards, not"
+                f" {self._shard_count}; put shards={held} into the store URL of every server, or take another prefix"
+            )
+        self._shards_checked = True
 
-    def _tag(self, namespace: str) -> str:
-        return f"{{{self.prefix}:{check_namespace(namespace)}}}:2:"
+    def _shards(self, namespace: str) -> list[RedisShard]:
+        name, channel = f"{self.prefix}:{check_namespace(namespace)}", self._channel(namespace)
+        names = [name] if self._shard_count == 1 else [f"{name}:{place}" for place in range(self._shard_count)]
+        return [RedisShard(self._client, f"{{{name}}}:3:", channel, self._miss) for name in names]
 
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        """Raise redis-py's errors as store errors without the password, because servers quote commands they reject."""
-        if self._closed:
-            raise StoreError(f"{self._shown}: the store is closed")
-        try:
-            yield
-        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            raise StoreError(f"{self._explain(error)}; check user and password in the store URL") from None
-        except ResponseError as error:
-            passing = str(error).startswith(_PASSING) or type(error).__name__ in ("OutOfMemoryError", "ReadOnlyError")
-            raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
-        except (RedisError, OSError) as error:
-            raise StoreUnavailableError(self._explain(error)) from None
+    def _all_shards(self) -> list[RedisShard]:
+        return [shard for namespace in self.namespaces() for shard in self._shards(namespace)]
 
-    def _explain(self, error: Exception) -> str:
-        text = " ".join(islice(str(error).split(), 60))
-        return f"{self._shown}: {text.replace(self._secret, '***') if self._secret else text}"
+    def _place(self, session: str) -> int | None:
+        """Return the place of a session's shard. None: entries without a session are in all."""
+        if self._shard_count == 1:
+            return 0
+        return zlib.crc32(session.encode("utf-8", "surrogatepass")) % self._shard_count if session else None
+
+    def _channel(self, namespace: str) -> str:
+        return f"{self.prefix}:{namespace}"
+
+    def _cursor(self, own: Id, places: Sequence[Id]) -> str:
+        """Return the cursor of an entry, or of the end of a log, with the ids up to which each shard was read."""
+        if own == START:
+            return ""
+        return cursor(own) + ("" if len(places) == 1 else "@" + ",".join(wire(place).decode() for place in places))
+
+    def _places(self, name: str, at: str | None) -> list[Id]:
+        """Return the id that a cursor stands for in each shard. Raises InvalidInputError, naming the argument."""
+        own, several, rest = (at or "").partition("@")
+        if not several:
+            return [id_of(name, own) if own else START] * self._shard_count
+        places = [id_of(name, place) for place in rest.split(",")]
+        if len(places) != self._shard_count:
+            raise bad_cursor(name, at or "")
+        return places
 
 
-def _cursor(number: bytes) -> str:
-    """Return a stream id, ``milliseconds-count``, as a cursor whose string order is the log's."""
-    milliseconds, _, count = number.partition(b"-")
-    return f"{int(milliseconds):020d}-{int(count):020d}"
-
-
-def _stream_id(name: str, cursor: str) -> bytes:
-    """Return the stream id of a cursor, and nothing for none. Raises InvalidInputError, naming the argument."""
-    if not cursor:
-        return b""
-    milliseconds, _, count = cursor.partition("-")
-    if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
-        raise bad_cursor(name, cursor)
-    return b"%d-%d" % (int(milliseconds), int(count))
+def _is_before(low: Id, end: Id) -> bool:
+    return low < end

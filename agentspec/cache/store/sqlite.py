@@ -20,6 +20,7 @@ from pathlib import Path
 from agentspec.cache.store.base import (
     Entry,
     Erasure,
+    Losses,
     NewEntry,
     Retention,
     SessionUsage,
@@ -195,6 +196,9 @@ class _Database:
             if self._trimmed:
                 self._trimmed = not empty_log(connection)  # only a checkpoint makes the file smaller
             return Trimmed(0, False)
+
+    def losses(self) -> Losses:
+        return Losses()  # SQLite loses nothing unless the file does, and then it says so
 
     def ping(self) -> None:
         with self._read() as connection:

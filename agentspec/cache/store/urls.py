@@ -7,18 +7,30 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from agentspec.cache.store.base import Store
+from agentspec.cache.store.redis_client import RedisAddress, RedisForm
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.errors import StoreURLError
 
 FORMS = (
     "sqlite:///relative/path.db, sqlite:////absolute/path.db, sqlite:///~/path.db, "
-    "redis://[user:password@]host[:port][/db][?prefix=NAME], rediss://… (TLS), unix:///path/to/socket[?db=N], memory://"
+    "redis://[user:password@]host[:port][/db][?prefix=NAME&shards=N], redis+sentinel://host:port,…/service[/db], "
+    "redis+cluster://host:port,…, each also as rediss (TLS), unix:///path/to/socket[?db=N], memory://"
 )
 """Supported forms of a store URL, for messages."""
 
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
-_OPTIONS = {"redis": frozenset({"prefix"}), "rediss": _TLS_OPTIONS | {"prefix"}, "unix": frozenset({"prefix", "db"})}
+_REDIS: dict[str, RedisForm] = {
+    "redis": "server",
+    "rediss": "server",
+    "unix": "server",
+    "redis+sentinel": "sentinel",
+    "rediss+sentinel": "sentinel",
+    "redis+cluster": "cluster",
+    "rediss+cluster": "cluster",
+}
+_PORTS: dict[RedisForm, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+_MOST_SHARDS = 64
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -39,7 +51,7 @@ def open_store(url: str) -> Store:
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
         return SQLiteStore(sqlite_path(url))
-    if scheme in _OPTIONS:
+    if scheme in _REDIS:
         return open_redis(url)
     if url == "memory://":
         return MemoryStore()
@@ -94,49 +106,76 @@ def sqlite_path(url: str) -> Path:
 
 
 def open_redis(url: str, *, converting: bool = False) -> RedisStore:
-    """Open the Redis store that ``url`` names. converting: as RedisStore takes it. Raises StoreURLError."""
+    """Open the Redis store that ``url`` names. converting: as RedisStore takes it. Raises StoreURLError.
+
+    User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD.
+    """
     scheme = url.partition(":")[0].lower()
-    if scheme not in _OPTIONS:
+    if scheme not in _REDIS:
         raise _refused(url, "unknown kind of store")
+    if "@" in url.rpartition("@")[2] or any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):
+        raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
     try:
         parts = urlsplit(url)
-        host, _port = parts.hostname, parts.port
-    except ValueError as error:
-        why = "the port is not a number between 0 and 65535" if "ort" in str(error) else "malformed address"
-        raise _refused(url, why) from None
-    if "@" in parts.path + parts.query + parts.fragment:
-        raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
-    options = _redis_options(url, scheme, parts)
+    except ValueError:
+        raise _refused(url, "malformed address") from None
+    user, _, place = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    form, options, path = _REDIS[scheme], _redis_options(url, scheme, parts), parts.path.strip("/")
+    service, database, socket = "", options.pop("db", None) or path or "0", None
     if scheme == "unix":
-        if not parts.path or host:
+        if not path or place:
             raise _refused(url, "three slashes and the path of a socket are needed")
-        database = options.pop("db", "0")
-    else:
-        if not host:
-            raise _refused(url, "no host named")
-        database = parts.path.strip("/") or "0"
+        socket, database = unquote(parts.path), database if database != path else "0"
+    elif form == "sentinel":
+        service, _, database = path.partition("/")
+        if not service:
+            raise _refused(url, "the name that Sentinel has for the server is needed behind the hosts: /mymaster/0")
+    database = database or "0"
     if not (database.isascii() and database.isdigit()):
         raise _refused(url, f"the database is a number, such as 0, not {database!r}")
-    prefix = options.pop("prefix", "agentspec")
+    if form == "cluster" and int(database) != 0:
+        raise _refused(url, "a Cluster has database 0 only")
+    prefix, shards = options.pop("prefix", "agentspec"), options.pop("shards", "1")
     if not _PREFIX.fullmatch(prefix):
         raise _refused(url, "prefix takes 1 to 64 letters, digits and . _ : -")
-    bare = f"{scheme}://{parts.netloc}{parts.path if scheme == 'unix' else ''}"
-    secret = unquote(parts.password) if parts.password else None
-    return RedisStore(
-        bare,
+    if not (shards.isascii() and shards.isdigit() and 1 <= int(shards) <= _MOST_SHARDS):
+        raise _refused(url, f"shards is a number from 1 to {_MOST_SHARDS}")
+    address = RedisAddress(
+        form=form,
         shown=redact(url),
-        secret=secret,
-        prefix=prefix,
-        converting=converting,
-        db=int(database),
-        **options,
+        nodes=() if scheme == "unix" else _nodes(url, place, _PORTS[form], several=form != "server"),
+        path=socket,
+        service=unquote(service),
+        database=int(database),
+        username=unquote(name) or os.environ.get("AGENTSPEC_REDIS_USERNAME") or None,
+        password=unquote(password) or os.environ.get("AGENTSPEC_REDIS_PASSWORD") or None,
+        tls=options if scheme.startswith("rediss") else None,
     )
+    return RedisStore(address, prefix=prefix, shards=int(shards), converting=converting)
+
+
+def _nodes(url: str, places: str, port: int, *, several: bool) -> tuple[tuple[str, int], ...]:
+    """Return the hosts and ports of "host:port,host:port"."""
+    nodes = []
+    for place in places.split(",") if several else [places]:
+        try:
+            node = urlsplit(f"//{place}")
+            host, number = node.hostname, node.port
+        except ValueError as error:
+            why = "the port is not a number between 0 and 65535" if "ort" in str(error) else "malformed address"
+            raise _refused(url, why) from None
+        if not host or "," in host:
+            raise _refused(url, "one host and no list is needed" if host else "no host named")
+        nodes.append((host, port if number is None else number))
+    return tuple(nodes)
 
 
 def _redis_options(url: str, scheme: str, parts: SplitResult) -> dict[str, str]:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = {"prefix", "shards"} | (_TLS_OPTIONS if scheme.startswith("rediss") else set())
+    known |= {"db"} if scheme == "unix" else set()
     for name in options:
-        if name not in _OPTIONS[scheme]:
-            known = ", ".join(sorted(_OPTIONS[scheme]))
-            raise _refused(url, f"unknown option {name!r} after '?', known are {known}")
+        if name not in known:
+            raise _refused(url, f"unknown option {name!r} after '?', known are {', '.join(sorted(known))}")
     return options

@@ -1,0 +1,232 @@
+"""Connect to Redis in each of its forms: a server, Sentinel, Cluster; by TCP, TLS or a unix socket."""
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+import redis
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from agentspec.errors import StoreError, StoreUnavailableError
+
+SOCKET_TIMEOUT = 0.25
+"""Timeout of connecting and of reading, in seconds."""
+
+# errors that pass by themselves or that the operator can repair, with a correct URL
+_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+_MESSAGES = 4096  # most that are read at once
+_TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
+
+
+RedisForm = Literal["server", "sentinel", "cluster"]
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """Say where a Redis is.
+
+    form: how its servers are found. nodes: host and port of the server, the Sentinels, or some nodes of the Cluster.
+    path: of a unix socket, instead of nodes. service: Sentinel's name for the server. tls: options of the connection,
+    None: no TLS. shown: the URL as errors show it.
+    """
+
+    form: RedisForm
+    shown: str
+    nodes: tuple[tuple[str, int], ...] = ()
+    path: str | None = None
+    service: str = ""
+    database: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Mapping[str, str] | None = None
+
+
+class RedisClient:
+    """Send commands to a Redis. Thread-safe. The first call connects, so the servers may start later.
+
+    patient: whether to try once more after a lost connection or a timeout. All calls raise StoreUnavailableError if a
+    retry may help, else StoreError, and never show the password.
+    """
+
+    def __init__(self, address: RedisAddress, *, patient: bool = True) -> None:
+        self.shown = address.shown
+        self._address = address
+        self._patient = patient
+        self._redis: Any = None
+        self._lock = threading.Lock()  # of connecting
+        self._closed = False
+
+    def command(self, *command: str | bytes | int) -> Any:
+        """Send one command, and return its answer."""
+        with self.errors():
+            return self._connected().execute_command(*command)
+
+    def commands(self, commands: Iterable[Sequence[str | bytes | int]]) -> list[Any]:
+        """Send independent commands together, and return their answers."""
+        with self.errors():
+            pipeline = self._connected().pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute()
+            return answers
+
+    def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
+        """Run a Lua script. All keys must lie on one node."""
+        with self.errors():
+            client = self._connected()
+            try:
+                return client.evalsha(hashlib.sha1(script.encode()).hexdigest(), len(keys), *keys, *arguments)
+            except NoScriptError:  # new, restarted or failed over
+                return client.eval(script, len(keys), *keys, *arguments)
+
+    def hash_items(self, key: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the fields and values of a hash, in pages. It may yield one twice."""
+        with self.errors():
+            yield from self._connected().hscan_iter(key, count=1000)
+
+    def subscription(self) -> Any:
+        """Return a subscription to no channel yet. Every node of a Cluster hears what is published on any."""
+        client = self._connected()
+        if self._address.form == "cluster":
+            client = client.get_redis_connection(random.choice(client.get_primaries()))
+        return client.pubsub()
+
+    def close(self) -> None:
+        """Close the connections. Later calls raise StoreError."""
+        self._closed = True
+        if self._redis is not None:
+            self._redis.close()
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise redis-py's errors as store errors without the password, because servers quote commands they reject."""
+        if self._closed:
+            raise StoreError(f"{self.shown}: the store is closed")
+        try:
+            yield
+        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+            raise StoreError(
+                f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
+                " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
+            ) from None
+        except ResponseError as error:
+            passing = str(error).startswith(_PASSING) or type(error).__name__ in (
+                *("OutOfMemoryError", "ReadOnlyError", "ClusterDownError", "TryAgainError", "MasterDownError"),
+                *("MovedError", "AskError"),
+            )
+            raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
+        except (RedisError, RedisClusterException, OSError) as error:
+            raise StoreUnavailableError(self._explain(error)) from None
+
+    def _connected(self) -> Any:
+        if self._redis is None:
+            with self._lock:
+                if self._redis is None:
+                    self._redis = self._connect()
+        return self._redis
+
+    def _connect(self) -> Any:
+        at = self._address
+        options: dict[str, Any] = {
+            "socket_timeout": SOCKET_TIMEOUT,
+            "socket_connect_timeout": SOCKET_TIMEOUT,
+            "protocol": 2,
+        }
+        if at.tls is not None:
+            options |= {"ssl": True, **at.tls}
+        user: dict[str, Any] = {"username": at.username, "password": at.password}
+        # Pooled connections die with a restarted server, and a server can be slow once. To try again is safe, because
+        # reads and removals can be repeated and appends are numbered.
+        retry = (
+            Retry(ExponentialBackoff(cap=0.05, base=0.01), 1, _TRANSIENT) if self._patient else Retry(NoBackoff(), 0)
+        )
+        if at.form == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in at.nodes]  # type: ignore[no-untyped-call]
+            return RedisCluster(startup_nodes=nodes, retry=retry, **options, **user)
+        if at.form == "sentinel":
+            # Sentinels are asked without user and password, which are the server's.
+            sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+                at.nodes, sentinel_kwargs={**options, "retry": Retry(NoBackoff(), 0)}
+            )
+            return sentinel.master_for(at.service, db=at.database, retry=retry, **options, **user)
+        if at.path is not None:
+            return redis.Redis(unix_socket_path=at.path, db=at.database, retry=retry, **options, **user)
+        ((host, port),) = at.nodes
+        return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
+
+    def _explain(self, error: Exception) -> str:
+        text = " ".join(islice(str(error).split(), 60))
+        secret = self._address.password
+        return f"{self.shown}: {text.replace(secret, '***') if secret else text}"
+
+
+class Notices:
+    """Hear of new entries by publish/subscribe, over one connection for any number of logs. Use it from one thread.
+
+    What is published while the connection is lost is not heard, so whoever listens must look now and then.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+        self._subscription: Any = None
+        self._channels: set[str] = set()
+
+    def listen(self, channels: set[str]) -> set[str]:
+        """Listen on these channels and no others. Returns those that were not listened on before."""
+        with self._client.errors(), self._dropped_on_error():
+            if self._subscription is None:
+                self._subscription, self._channels = self._client.subscription(), set()
+            new, old = channels - self._channels, self._channels - channels
+            if new:
+                self._subscription.subscribe(*sorted(new))
+            if old:
+                self._subscription.unsubscribe(*sorted(old))
+            self._channels = set(channels)
+            return new
+
+    def heard(self, timeout: float) -> set[str]:
+        """Return the channels on which something was published; waits up to ``timeout`` seconds for the first."""
+        found: set[str] = set()
+        until = time.monotonic() + timeout
+        with self._client.errors(), self._dropped_on_error():
+            for _ in range(_MESSAGES):
+                wait = 0.0 if found else max(0.0, until - time.monotonic())
+                message = None if self._subscription is None else self._subscription.get_message(timeout=wait)
+                if message is None:
+                    break
+                if message["type"] == "message":
+                    found.add(message["channel"].decode())
+        return found
+
+    def drop(self) -> None:
+        """Close the connection. The next ``listen`` opens another one, to whichever server is right then."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            with suppress(Exception):
+                subscription.close()
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise

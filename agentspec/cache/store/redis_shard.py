@@ -1,0 +1,228 @@
+"""Read and write one shard of a log on Redis: the keys that share a hash tag (redis_store.py describes them)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from agentspec.cache.store import redis_scripts
+from agentspec.cache.store.base import Entry, NewEntry, SessionUsage, bad_cursor
+from agentspec.cache.store.redis_client import RedisClient
+
+ENTRY_BYTES = 90
+"""Bytes that the server needs for an entry beside its payload, in a log that mixes them, measured on Redis 7."""
+
+_ROWS = 128  # most entries, and
+_ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
+_WRITER_EXPIRY_MS = 3_600_000
+
+Id = tuple[int, int]
+"""Place of an entry in its log: milliseconds and a count."""
+START: Id = (0, 0)
+"""Place before all entries."""
+
+
+class Appended(NamedTuple):
+    """Hold the answer to an append.
+
+    first: the first entry's id. before: number of this writer's last batch that the server had, 0 if it knows none.
+    newest: id of the newest entry that it had.
+    """
+
+    first: Id
+    before: int
+    newest: Id
+
+
+class _Reference(NamedTuple):
+    """Hold a reference to an entry: of the log, which may be a tombstone, or of a group."""
+
+    id: Id
+    session: str
+    size: int
+    group: str | None = None
+    tombstone: bytes | None = None
+
+
+class RedisShard:
+    """Read and write the keys with one tag. missed: told how many entries are referred to but gone."""
+
+    def __init__(self, client: RedisClient, tag: str, channel: str, missed: Callable[[int], None]) -> None:
+        self.tag = tag
+        self._client, self._channel, self._missed = client, channel, missed
+
+    def append(
+        self,
+        writer: str,
+        number: int,
+        entries: Sequence[NewEntry],
+        expiry_ms: int,
+        expected: str | None = None,
+        newest: bytes = b"*",
+    ) -> Appended | None:
+        """Append entries as a writer's batch of this number. Returns None if the session has changed.
+
+        expiry_ms: time after which the keys expire, 0: never. expected: session whose newest entry must have the id
+        ``newest``.
+        """
+        arguments: list[str | bytes | int] = [self.tag, writer, number, _WRITER_EXPIRY_MS, expiry_ms, ENTRY_BYTES]
+        arguments += [self._channel, expected or "", newest]
+        for session, payload, group, _ in entries:
+            arguments += (session, payload, 0 if group is None else 1, group or "")
+        first, before, last = self._run(redis_scripts.APPEND, arguments)
+        return Appended(parsed(first), int(before or 0), parsed(last) if last else START) if first else None
+
+    def erase(self, session: str, tombstone: bytes) -> tuple[int, Id | None]:
+        """Erase a session. Returns how many entries it had, and the id of its tombstone."""
+        removed, marked = self._run(redis_scripts.ERASE, [self.tag, session, tombstone, ENTRY_BYTES, self._channel])
+        while self.sweep():
+            pass
+        return int(removed), parsed(marked) if marked else None
+
+    def sweep(self) -> int:
+        """Remove a page of what erased sessions left. Returns how many entries it had."""
+        return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
+
+    def trim(self, entries: int, size: int, until: str) -> int:
+        """Remove the oldest entries, up to these limits. Returns their number."""
+        count, _ = self._run(redis_scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, until])
+        return int(count)
+
+    def sessions(self) -> dict[str, SessionUsage]:
+        """Return what each session holds."""
+        found = {}
+        for name, held in self._client.hash_items(f"{self.tag}sessions"):
+            records, size, used = map(int, held.split())
+            session = name.decode()
+            found[session] = SessionUsage(session, records, size - records * ENTRY_BYTES, used / 1000)
+        return found
+
+    def tombstones(self, low: Id) -> list[tuple[Id, str]]:
+        """Return the tombstones behind ``low``, with their sessions."""
+        found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
+        return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
+
+    def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
+        """Yield the entries of a session behind ``low``, up to its last one now; of these the newest so many."""
+        rows_at_once, held = _ROWS, self._client.command("HGET", f"{self.tag}sessions", session)
+        if held is not None:  # no page shall outlast the timeout
+            records, size, _ = map(int, held.split())
+            rows_at_once = max(1, min(_ROWS, _ROWS_BYTES * records // max(1, size)))
+        found = False
+        for element in self._elements(f"{self.tag}s:{session}", low, newest, rows_at_once):
+            found = True
+            number, _, payload = element.partition(b" ")
+            yield parsed(number), Entry(cursor(parsed(number)), session, payload)
+        if held is not None and not found and low == START and newest != 0:
+            self._missed(records)
+
+    def referenced(self, group: str | None, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
+        """Yield the entries of a group, or of the log, as ``session`` does."""
+        references = self._log(low, newest) if group is None else self._group(group, low, newest)
+        page: list[_Reference] = []
+        size = 0
+        for reference in references:
+            page.append(reference)
+            size += reference.size
+            if size >= _ROWS_BYTES or len(page) >= _ROWS:
+                yield from self._gathered(page)
+                page, size = [], 0
+        yield from self._gathered(page)
+
+    def _gathered(self, references: Sequence[_Reference]) -> Iterator[tuple[Id, Entry]]:
+        ids: dict[str, list[bytes]] = {}
+        for one in references:
+            if one.tombstone is None:
+                ids.setdefault(one.session, []).append(wire(one.id))
+        payloads: dict[Id, bytes] = {}
+        if ids:
+            keys = [f"{self.tag}s:{session}" for session in ids]
+            arguments: list[bytes | int] = []
+            for wanted in ids.values():
+                arguments += (len(wanted), *wanted)
+            found: list[bytes] = self._client.run(redis_scripts.GATHER, keys, arguments)
+            payloads = {parsed(number): payload for number, _, payload in (row.partition(b" ") for row in found)}
+        lost = [one for one in references if one.tombstone is None and one.id not in payloads]
+        if lost:
+            marks = self._client.command("HMGET", f"{self.tag}tombstones", *(one.session for one in lost))
+            self._missed(sum(mark is None or parsed(mark) < one.id for one, mark in zip(lost, marks, strict=True)))
+        for one in references:
+            payload = payloads.get(one.id) if one.tombstone is None else one.tombstone
+            if payload is not None:
+                yield one.id, Entry(cursor(one.id), one.session, payload, one.group)
+
+    def _log(self, low: Id, newest: int | None) -> Iterator[_Reference]:
+        key, start = f"{self.tag}log", b"(" + wire(low)
+        last = self._client.command("XREVRANGE", key, "+", start, "COUNT", 1)
+        if not last or newest == 0:
+            return
+        high, left = last[0][0], newest
+        if left is not None:
+            at = high
+            while left:
+                rows = self._client.command("XREVRANGE", key, at, start, "COUNT", min(left, _ROWS))
+                if len(rows) < min(left, _ROWS):
+                    break
+                left -= len(rows)
+                at = b"(" + rows[-1][0]
+            else:
+                start = rows[-1][0]
+        while rows := self._client.command("XRANGE", key, start, high, "COUNT", _ROWS):
+            for number, fields in rows:
+                group, session = fields.get(b"g"), fields[b"s"].decode()
+                shown = None if group is None else group.decode()
+                yield _Reference(parsed(number), session, int(fields.get(b"b", 0)), shown, fields.get(b"t"))
+            if len(rows) < _ROWS:
+                return
+            start = b"(" + rows[-1][0]
+
+    def _group(self, group: str, low: Id, newest: int | None) -> Iterator[_Reference]:
+        for element in self._elements(f"{self.tag}g:{group}", low, newest, _ROWS):
+            number, size, session = element.split(b" ", 2)
+            yield _Reference(parsed(number), session.decode(), int(size), group)
+
+    def _elements(self, key: str, low: Id, newest: int | None, rows_at_once: int) -> Iterator[bytes]:
+        """Yield the elements of a list behind ``low``, up to the last one that it has now; of these the newest ones."""
+        bounds = self._client.run(redis_scripts.BOUNDS, [key], [wire(_next(low)), -1 if newest is None else newest])
+        if not bounds:
+            return
+        at, high = map(parsed, bounds)
+        while at <= high:
+            rows: list[bytes] = self._client.run(redis_scripts.RANGE, [key], [wire(at), rows_at_once])
+            for row in rows:
+                at = parsed(row.partition(b" ")[0])
+                if at > high:
+                    return
+                yield row
+            if len(rows) < rows_at_once:
+                return
+            at = _next(at)
+
+    def _run(self, script: str, arguments: Sequence[str | bytes | int]) -> Any:
+        return self._client.run(script, [f"{self.tag}log"], arguments)
+
+
+def parsed(number: bytes) -> Id:
+    """Return an id as the server writes it."""
+    milliseconds, _, count = number.partition(b"-")
+    return int(milliseconds), int(count)
+
+
+def wire(number: Id) -> bytes:
+    """Return an id as the server reads it."""
+    return b"%d-%d" % number
+
+
+def cursor(number: Id) -> str:
+    """Return an id as a cursor, whose string order is the log's."""
+    return f"{number[0]:020d}-{number[1]:020d}"
+
+
+def id_of(name: str, cursor: str) -> Id:
+    """Return the id of a cursor. Raises InvalidInputError, naming the argument."""
+    milliseconds, _, count = cursor.partition("-")
+    if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
+        raise bad_cursor(name, cursor)
+    return int(milliseconds), int(count)
+
+
+def _next(number: Id) -> Id:
+    return number[0], number[1] + 1
