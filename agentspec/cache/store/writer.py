@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
-from agentspec.cache.store.records import Record, encode
+from agentspec.cache.store.records import Record, TurnRecord, encode
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,9 @@ class BackgroundWriter:
     def _encode(self, record: Record) -> NewEntry | None:
         """Return the record as an entry, or None if it cannot be encoded."""
         try:
-            return NewEntry(record.session, encode(record), getattr(record, "group", None))
+            group = getattr(record, "group", None)
+            name = f"{record.writer}:{record.number}" if isinstance(record, TurnRecord) else ""
+            return NewEntry(record.session, encode(record), group, name)
         except InvalidInputError as error:
             if not self._refusal_logged:
                 self._refusal_logged = True
