@@ -10,8 +10,8 @@ With the defaults, agentspec drafts as `agentspec simulate` does without options
 is compared with ArcticInference's best of 12 settings (spec factor 1, 2, 4; min probability .1, .2, .3, .5) for each
 workload and cost, and with every other drafter at its own defaults.
 
-With equal limits, all draft at most 32 tokens, agentspec has one tenant, and its policy is told the cost. The fixed
-rule must reproduce ArcticInference's tokens a step.
+With equal limits, all draft at most 32 tokens, agentspec has one tenant, and its policy is told the cost.
+ArcticInference's rule in agentspec's cache must reproduce its tokens a step.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from agentspec.simulate import simulate
 
 LIMITS = ("defaults", "equal", "both")
 COSTS = (0.002, 0.01, 0.03, 0.1)
-FIXED_FACTORS = (1.0, 4.0)
+ARCTIC_FACTORS = (1.0, 4.0)
 MEAN_TARGET = 1.14
 TARGETS = {"react_hotpot": 1.25, "rollouts_codegen": 1.19, "swe_gemini3": 1.08}
 TARGET_COSTS = (0.01, 0.03)
 DEFAULT_TARGET = 1.03
 DEFAULT_TARGETS = {"refine_code_ldb": 1.35}
 """Least ratio of agentspec's throughput with its defaults to ArcticInference's best setting; others: DEFAULT_TARGET."""
-FIXED_TOLERANCE = 0.005
+ARCTIC_TOLERANCE = 0.005
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ def equal_rows(traces: Path, workloads: Sequence[str], others: OtherDrafters) ->
             ours = our_counts(traces, name, DraftPolicy(cost=cost, max_draft=MAX_DRAFT)).throughput(cost)
             ratios[name, cost] = ours / bar
             rows.append(_said(more(f"throughput, {name}, cost {cost:g} (the peer: {best})", ours, bar, 1.0)))
-    return headline_rows(ratios, rows) + rows + fixed_rows(traces, workloads, theirs)
+    return headline_rows(ratios, rows) + rows + arctic_rule_rows(traces, workloads, theirs)
 
 
 def _said(row: Row) -> Row:
@@ -156,22 +156,22 @@ def headline_rows(ratios: dict[tuple[str, float], float], rows: Sequence[Row]) -
     return found
 
 
-def fixed_rows(traces: Path, workloads: Sequence[str], theirs: Mapping[str, Mapping[str, Counts]]) -> list[Row]:
+def arctic_rule_rows(traces: Path, workloads: Sequence[str], theirs: Mapping[str, Mapping[str, Counts]]) -> list[Row]:
     """Return the rows of ArcticInference's rule in agentspec's cache, at the settings of its published table."""
     rows = []
-    for name, factor in product(workloads, FIXED_FACTORS):
+    for name, factor in product(workloads, ARCTIC_FACTORS):
         policy = DraftPolicy.fixed(max_depth=DEPTH, max_spec_factor=factor, min_token_prob=0.1, max_draft=MAX_DRAFT)
         ours = our_counts(traces, name, policy).tokens_per_step
         bar = theirs[name][str(Setting(factor, 0.1))].tokens_per_step
-        say(f"{name}, fixed rule, factor {factor:g}: {ours:.4f}, the peer {bar:.4f}")
+        say(f"{name}, ArcticInference's rule, factor {factor:g}: {ours:.4f}, the peer {bar:.4f}")
         rows.append(
             Row(
-                f"tokens a step, {name}, fixed rule {factor:g}/0.1",
+                f"tokens a step, {name}, ArcticInference's rule {factor:g}/0.1",
                 ours,
                 bar,
                 ours / bar,
-                f"within {FIXED_TOLERANCE:.1%}",
-                abs(ours / bar - 1) <= FIXED_TOLERANCE,
+                f"within {ARCTIC_TOLERANCE:.1%}",
+                abs(ours / bar - 1) <= ARCTIC_TOLERANCE,
             )
         )
     return rows

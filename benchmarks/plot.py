@@ -85,7 +85,7 @@ def plot_results() -> Figure:
     _draw_sessions(axes[1], 128, "Llama-3.1-8B")
     axes[1].set_title("Simulated GPU, 128 sessions at once, 8B:\nthroughput over no speculation")
     rows = _by_figure()
-    speed = [rows[f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request"]]
+    speed = [rows[f"propose, learned rule, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request"]]
     memory = [rows["resident memory at 5 M tokens, bytes a token"]]
     values = [(row["agentspec"], row["arctic"]) for row in (*memory, *speed)]
     bars = [("agentspec", BLUE, [a for a, _ in values]), ("ArcticInference", ORANGE, [b for _, b in values])]
@@ -169,11 +169,13 @@ def plot_index() -> Figure:
     rows = _by_figure()
     panels = {
         "resident memory at 5 M tokens, bytes a token": "memory,\nbytes a token",
-        f"propose, judged, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request": (
+        f"propose, learned rule, learning and extend included, batch of 16, 5 M tokens, {MICRO}s a request": (
             f"a draft,\n{MICRO}s a request"
         ),
         f"extend by 4 tokens, 5 M tokens, {MICRO}s a token": f"taking in text,\n{MICRO}s a token",
-        f"a session's next turn, 16 k-token prompt, 500 new tokens, {MICRO}s": f"a session's next\nturn, {MICRO}s",
+        f"a session's next turn, 16 k-token prompt, 500 new tokens, CPU time, {MICRO}s": (
+            f"a session's next\nturn, {MICRO}s"
+        ),
         "load a 5 M-token snapshot (the peer: build its tree), s": "restart: load, or\nbuild the tree, s",
     }
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
