@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import openai
 from typing_extensions import Unpack
 
 from agentspec.cache.store import Store
+from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
-from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
+from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
     PROBE_PATH,
     TIMEOUT_S,
     AsyncClientOptions,
     Call,
     ResponseFormat,
-    SessionTags,
+    Speculating,
     credentials,
     has_no_such_session,
 )
+from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError
 
 
@@ -44,7 +45,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         api_key: str | None = None,
         store: str | Store | None = "auto",
         session_tags: SessionTags = "auto",
-        speculation: bool = True,
+        speculation: Speculating = True,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
@@ -52,49 +53,29 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         self._probe_lock = asyncio.Lock()
 
     def session(
-        self, session_id: str | None = None, *, group: str | None = None, on_unavailable: OnUnavailable = "raise"
+        self,
+        session_id: str | None = None,
+        *,
+        group: str | None = None,
+        parent: str | None = None,
+        on_unavailable: OnUnavailable = "raise",
     ) -> AsyncSession:
         """Return the session, as AgentClient.session() does. `await load()` or the first call reads the store."""
-        return AsyncSession(self, self._conversations.get(session_id, group), on_unavailable)
+        return AsyncSession(self, self._conversations.get(session_id, group, parent), on_unavailable)
 
-    @overload
     async def chat(
         self,
         messages: Content,
         *,
         session: str | None = None,
         group: str | None = None,
-        stream: Literal[False] = False,
+        parent: str | None = None,
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
-    ) -> Reply[ParsedT]: ...
-    @overload
-    async def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        stream: Literal[True],
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> AsyncReplyStream[ParsedT]: ...
-    async def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        stream: bool = False,
-        response_format: Any = None,
-        **options: Any,
-    ) -> Reply[Any] | AsyncReplyStream[Any]:
+    ) -> Reply[ParsedT]:
         """Make one call, as AgentClient.chat() does."""
-        unkept = AsyncSession(self, unkept_conversation(session, group))
-        if stream:
-            return await unkept.chat(messages, stream=True, response_format=response_format, **options)
-        reply: Reply[Any] = await unkept.chat(messages, response_format=response_format, **options)
-        return reply
+        unkept = AsyncSession(self, unkept_conversation(session, group, parent))
+        return await unkept.chat(messages, response_format=response_format, **options)
 
     def stream(
         self,
@@ -102,12 +83,20 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         *,
         session: str | None = None,
         group: str | None = None,
+        parent: str | None = None,
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> AsyncReplyStream[ParsedT]:
         """Return the text of one call as an iterator, as AgentClient.stream() does."""
-        unkept = AsyncSession(self, unkept_conversation(session, group))
+        unkept = AsyncSession(self, unkept_conversation(session, group, parent))
         return unkept.stream(messages, response_format=response_format, **options)
+
+    async def speculation(self, reply: Reply[Any]) -> Speculation | None:
+        """Return what was drafted and accepted for a reply; None if the server does not know. Asks the server.
+
+        Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
+        """
+        return reply.speculation or read_speculation(await self._ask(self._requests.counts_path(reply)))
 
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
@@ -125,10 +114,6 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
             async with self._probe_lock:
                 if self._requests.needs_probe(call):
                     self._requests.learn(await self._ask(PROBE_PATH))
-
-    async def _with_counts(self, reply: Reply[Any]) -> Reply[Any]:
-        path = self._requests.counts_path(reply)
-        return dataclasses.replace(reply, speculation=read_speculation(await self._ask(path))) if path else reply
 
     async def _erase(self, session: str) -> None:
         if self._requests.needs_probe_to_erase():
@@ -148,8 +133,11 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
             return error
 
 
-class AsyncSession(SessionBase, AsyncLoops):
-    """Keep a conversation under its id, as Session does, for an AsyncAgentClient."""
+class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
+    """Keep a conversation under its id, as Session does, for an AsyncAgentClient.
+
+    It is a session for openai-agents, too: `Runner.run(agent, text, session=session)`.
+    """
 
     def __init__(
         self, client: AsyncAgentClient, conversation: Conversation, on_unavailable: OnUnavailable = "raise"
@@ -174,30 +162,10 @@ class AsyncSession(SessionBase, AsyncLoops):
         if not self._conversation.loaded:
             await asyncio.to_thread(self._conversation.load, self._on_unavailable)
 
-    @overload
     async def chat(
-        self,
-        content: Content | None = None,
-        *,
-        stream: Literal[False] = False,
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> Reply[ParsedT]: ...
-    @overload
-    async def chat(
-        self,
-        content: Content | None = None,
-        *,
-        stream: Literal[True],
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> AsyncReplyStream[ParsedT]: ...
-    async def chat(
-        self, content: Content | None = None, *, stream: bool = False, response_format: Any = None, **options: Any
-    ) -> Reply[Any] | AsyncReplyStream[Any]:
+        self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
+    ) -> Reply[ParsedT]:
         """Send the history and `content`, as Session.chat() does."""
-        if stream:
-            return await self.stream(content, response_format=response_format, **options).start()
         call = self._call(content, response_format, options)
         await self.load()
         with call.turn as turn:
@@ -209,7 +177,7 @@ class AsyncSession(SessionBase, AsyncLoops):
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
             await asyncio.to_thread(self._conversation.confirm)
-            return await self._client._with_counts(reply)
+            return reply
 
     def stream(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
@@ -227,13 +195,22 @@ class AsyncSession(SessionBase, AsyncLoops):
             await self._client._erase(self.id)
             await asyncio.to_thread(self._conversation.forget)
 
-    async def fork(self, new_id: str | None = None) -> AsyncSession:
+    async def fork(self, new_id: str | None = None, *, at: int | None = None) -> AsyncSession:
         """Return a new session with a copy of the messages, as Session.fork() does."""
         await self.load()
-        other = self._client.session(new_id, group=self.group)
+        other = self._client.session(new_id, group=self.group, parent=self.id)
         await other.load()
-        self._conversation.copy_to(other._conversation)
+        self._conversation.copy_to(other._conversation, at)
         return other
+
+    def child(self, new_id: str | None = None, *, group: str | None = None) -> AsyncSession:
+        """Return a session that this one starts, as Session.child() does."""
+        return self._client.session(new_id, group=group, parent=self.id)
+
+    @property
+    def openai(self) -> openai.AsyncOpenAI:
+        """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls."""
+        return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _refuse_if_unread(self, what: str) -> None:
         if not self._conversation.loaded:
@@ -258,7 +235,7 @@ class AsyncSession(SessionBase, AsyncLoops):
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
             await asyncio.to_thread(self._conversation.confirm)
-            yield await self._client._with_counts(reply)
+            yield reply
 
 
 class AsyncReplyStream(StreamBase[ParsedT]):

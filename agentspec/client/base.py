@@ -12,8 +12,9 @@ from agentspec.cache.store import Store
 from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.reply import ParsedT, Reply
-from agentspec.client.request import Call, RequestBuilder, SessionTags
+from agentspec.client.request import Call, RequestBuilder, Speculating
 from agentspec.client.session_log import open_log
+from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, InvalidInputError
 
 OpenAIT = TypeVar("OpenAIT", openai.OpenAI, openai.AsyncOpenAI)
@@ -26,7 +27,12 @@ class ClientBase(Generic[OpenAIT]):
     """Hold the settings and connections of one client."""
 
     def __init__(
-        self, connection: OpenAIT, model: str, store: str | Store | None, session_tags: SessionTags, speculation: bool
+        self,
+        connection: OpenAIT,
+        model: str,
+        store: str | Store | None,
+        session_tags: SessionTags,
+        speculation: Speculating,
     ) -> None:
         self._openai: OpenAIT = connection
         self._requests = RequestBuilder(model, session_tags, speculation)
@@ -64,6 +70,11 @@ class SessionBase:
     def id(self) -> str:
         """Return the session's id. The server knows the session by it, and any process can resume it by its id."""
         return self._conversation.id
+
+    @property
+    def parent(self) -> str | None:
+        """Return the id of the session that started this one, or None. The server drafts from it, too."""
+        return self._conversation.parent
 
     @property
     def group(self) -> str | None:

@@ -137,7 +137,7 @@ class Account:
     def __init__(
         self, budget: Budget | None, on_progress: OnProgress | None, response_format: Any, options: Mapping[str, Any]
     ) -> None:
-        for name in ("stream", "session", "group", "tools"):
+        for name in ("stream", "session", "group", "parent", "tools"):
             if name in options:
                 raise InvalidInputError(f"{name}: not an option of a loop, whose calls are the session's, unstreamed")
         self.best: Attempt[Any] | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Generator, Iterator
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import openai
 from typing_extensions import Unpack
@@ -15,17 +14,18 @@ from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamIte
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
-from agentspec.client.reply import ParsedT, Reply, StreamedAnswer, read_reply, read_speculation
+from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
     PROBE_PATH,
     TIMEOUT_S,
     Call,
     ClientOptions,
     ResponseFormat,
-    SessionTags,
+    Speculating,
     credentials,
     has_no_such_session,
 )
+from agentspec.client.session_naming import SessionTags
 
 
 class AgentClient(ClientBase[openai.OpenAI]):
@@ -37,8 +37,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
         (`sqlite:///…`, `redis://…`, `memory://`), a store object, or None for this client's memory only.
     session_tags: how calls name their session to the server. "auto": in the header X-Session-ID, and also in the
         body's `session_id` and `vllm_xargs.session_id` if the server has the extension; "header", "body": only there,
-        with any server; "off": nowhere. Only the body can name a group.
-    speculation: whether to fill `reply.speculation`, which takes one more small request if the extension is there.
+        with any server; "off": nowhere. Only the body can name a group. "vllm", "sglang", "dynamo", "aibrix", "openai"
+        (`prompt_cache_key`), "litellm": as these servers and gateways read it.
+    speculation: whether servers with the extension are to send `reply.speculation` along; "detailed" adds what each
+        step drafted and where each token came from.
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
@@ -53,7 +55,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         api_key: str | None = None,
         store: str | Store | None = "auto",
         session_tags: SessionTags = "auto",
-        speculation: bool = True,
+        speculation: Speculating = True,
         **options: Unpack[ClientOptions],
     ) -> None:
         connection = openai.OpenAI(**credentials(base_url, api_key), **options)
@@ -61,7 +63,12 @@ class AgentClient(ClientBase[openai.OpenAI]):
         self._probe_lock = threading.Lock()
 
     def session(
-        self, session_id: str | None = None, *, group: str | None = None, on_unavailable: OnUnavailable = "raise"
+        self,
+        session_id: str | None = None,
+        *,
+        group: str | None = None,
+        parent: str | None = None,
+        on_unavailable: OnUnavailable = "raise",
     ) -> Session:
         """Return the session with this id and its stored messages; without an id, a new session.
 
@@ -69,53 +76,30 @@ class AgentClient(ClientBase[openai.OpenAI]):
         first. It is not stored, so name it again in another process.
         on_unavailable: what to do if the stored messages cannot be read. "raise": raise a StoreError at the first use,
         before anything is sent. "empty": start without them; what is said then is stored behind them.
-        Sessions of one id and client share their messages and their group. Raises InvalidSessionError for an id
+        parent: the session that started this one; see Session.child().
+        Sessions of one id and client share their messages, group and parent. Those without a name are kept in memory
+        only, as long as they are used. Raises InvalidSessionError for an id
         that is empty, longer than 256 characters or has control characters.
         """
-        return Session(self, self._conversations.get(session_id, group), on_unavailable)
+        return Session(self, self._conversations.get(session_id, group, parent), on_unavailable)
 
-    @overload
     def chat(
         self,
         messages: Content,
         *,
         session: str | None = None,
         group: str | None = None,
-        stream: Literal[False] = False,
+        parent: str | None = None,
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
-    ) -> Reply[ParsedT]: ...
-    @overload
-    def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        stream: Literal[True],
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> ReplyStream[ParsedT]: ...
-    def chat(
-        self,
-        messages: Content,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        stream: bool = False,
-        response_format: Any = None,
-        **options: Any,
-    ) -> Reply[Any] | ReplyStream[Any]:
+    ) -> Reply[ParsedT]:
         """Make one call with exactly these messages; a string is one user message.
 
-        session, group: tags of the call; it adds nothing to that session's messages.
+        session, group, parent: tags of the call; it adds nothing to that session's messages.
         The other arguments are those of `Session.chat`.
         """
-        unkept = Session(self, unkept_conversation(session, group))
-        if stream:
-            return unkept.chat(messages, stream=True, response_format=response_format, **options)
-        reply: Reply[Any] = unkept.chat(messages, response_format=response_format, **options)
-        return reply
+        unkept = Session(self, unkept_conversation(session, group, parent))
+        return unkept.chat(messages, response_format=response_format, **options)
 
     def stream(
         self,
@@ -123,12 +107,20 @@ class AgentClient(ClientBase[openai.OpenAI]):
         *,
         session: str | None = None,
         group: str | None = None,
+        parent: str | None = None,
         response_format: ResponseFormat[ParsedT] = None,
         **options: Any,
     ) -> ReplyStream[ParsedT]:
         """Return the text of one chat() call as an iterator. The request is sent when iteration starts."""
-        unkept = Session(self, unkept_conversation(session, group))
+        unkept = Session(self, unkept_conversation(session, group, parent))
         return unkept.stream(messages, response_format=response_format, **options)
+
+    def speculation(self, reply: Reply[Any]) -> Speculation | None:
+        """Return what was drafted and accepted for a reply; None if the server does not know. Asks the server.
+
+        Servers with the extension send the counts with the reply, in `reply.speculation`, unless it was switched off.
+        """
+        return reply.speculation or read_speculation(self._ask(self._requests.counts_path(reply)))
 
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
@@ -146,10 +138,6 @@ class AgentClient(ClientBase[openai.OpenAI]):
             with self._probe_lock:
                 if self._requests.needs_probe(call):
                     self._requests.learn(self._ask(PROBE_PATH))
-
-    def _with_counts(self, reply: Reply[Any]) -> Reply[Any]:
-        path = self._requests.counts_path(reply)
-        return dataclasses.replace(reply, speculation=read_speculation(self._ask(path))) if path else reply
 
     def _erase(self, session: str) -> None:
         if self._requests.needs_probe_to_erase():
@@ -199,30 +187,11 @@ class Session(SessionBase, Loops):
         """Read the stored messages now instead of at the first use."""
         self._conversation.load(self._on_unavailable)
 
-    @overload
     def chat(
-        self,
-        content: Content | None = None,
-        *,
-        stream: Literal[False] = False,
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> Reply[ParsedT]: ...
-    @overload
-    def chat(
-        self,
-        content: Content | None = None,
-        *,
-        stream: Literal[True],
-        response_format: ResponseFormat[ParsedT] = None,
-        **options: Any,
-    ) -> ReplyStream[ParsedT]: ...
-    def chat(
-        self, content: Content | None = None, *, stream: bool = False, response_format: Any = None, **options: Any
-    ) -> Reply[Any] | ReplyStream[Any]:
+        self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
+    ) -> Reply[ParsedT]:
         """Send the history and `content` (a string is a user message; None sends the history alone).
 
-        stream: send the request and return an iterator of text.
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
         options: any option of `chat.completions.create`, tools included, and `max_retries`, the OpenAI client's for
         this call.
@@ -231,8 +200,6 @@ class Session(SessionBase, Loops):
         SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,
         after the answer, which `messages` then has. While the store is slow or away, a conflict shows at a later call.
         """
-        if stream:
-            return self.stream(content, response_format=response_format, **options).start()
         call = self._call(content, response_format, options)
         self.load()
         with call.turn as turn:
@@ -244,7 +211,7 @@ class Session(SessionBase, Loops):
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
             self._conversation.confirm()
-            return self._client._with_counts(reply)
+            return reply
 
     def stream(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
@@ -269,16 +236,31 @@ class Session(SessionBase, Loops):
             self._client._erase(self.id)
             self._conversation.forget()
 
-    def fork(self, new_id: str | None = None) -> Session:
-        """Return a new session that starts with a copy of this one's messages.
+    def fork(self, new_id: str | None = None, *, at: int | None = None) -> Session:
+        """Return a new session that starts with a copy of this one's messages, and is a child of it.
 
-        Raises InvalidSessionError if the session `new_id` already has messages.
+        at: turns to copy; all if None, and all but the last for -1. A turn begins with a user's message. Without an id
+        the new session is kept in memory only. Raises InvalidSessionError if the session `new_id` already has messages,
+        and InvalidInputError for a turn that the session doesn't have.
         """
         self.load()
-        other = self._client.session(new_id, group=self.group)
+        other = self._client.session(new_id, group=self.group, parent=self.id)
         other.load()
-        self._conversation.copy_to(other._conversation)
+        self._conversation.copy_to(other._conversation, at)
         return other
+
+    def child(self, new_id: str | None = None, *, group: str | None = None) -> Session:
+        """Return a session of its own that this one starts, such as a sub-agent's. It has none of its messages.
+
+        The server drafts for it from this session, too. In another process it is resumed by its id; the parent is not
+        stored, so name it there: `client.session(id, parent=…)`.
+        """
+        return self._client.session(new_id, group=group, parent=self.id)
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls."""
+        return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _items(self, call: Call) -> Generator[StreamItem, None, None]:
         self.load()
@@ -297,7 +279,7 @@ class Session(SessionBase, Loops):
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
             self._conversation.confirm()
-            yield self._client._with_counts(reply)
+            yield reply
 
 
 class ReplyStream(StreamBase[ParsedT]):

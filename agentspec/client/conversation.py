@@ -40,13 +40,23 @@ class Gap(NamedTuple):
 class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
-    id: the session's id; "" for calls without a session. loaded: whether the stored messages have been read; True for
+    id: the session's id; "" for calls without a session. parent: id of the session that started it.
+    loaded: whether the stored messages have been read; True for
     a new session, which has none.
     """
 
-    def __init__(self, session: str, log: SessionLog, *, group: str | None = None, new: bool = False) -> None:
+    def __init__(
+        self,
+        session: str,
+        log: SessionLog,
+        *,
+        group: str | None = None,
+        parent: str | None = None,
+        new: bool = False,
+    ) -> None:
         self.id = session
         self.group = group
+        self.parent = parent
         self.loaded = new
         self._log = log
         self._history: list[Said] = []
@@ -115,6 +125,14 @@ class Conversation:
                 raise conflict_error(self.id)
             self._append(messages)
 
+    def replace(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Replace all messages, here and in the store. May block. A StoreError means that nothing was changed."""
+        with self._load_lock, self.reserved():
+            self._log.remove(self.id)
+            with self._guard:
+                self._take(Stored())
+                self._append(messages)
+
     def forget(self) -> None:
         """Remove all messages, stored ones first. May block. A StoreError means that nothing was removed."""
         with self._load_lock:
@@ -123,10 +141,16 @@ class Conversation:
                 self._take(Stored())
                 self.loaded = True
 
-    def copy_to(self, other: Conversation) -> None:
-        """Copy the history to another, loaded conversation. Raises InvalidSessionError if that is not empty."""
+    def copy_to(self, other: Conversation, turns: int | None = None) -> None:
+        """Copy the history, or its first turns, to another, loaded conversation. Negative: all but the last ones.
+
+        Raises InvalidSessionError if the other is not empty, and InvalidInputError if there are fewer turns.
+        """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
+        if turns is not None:
+            history = _first_turns(history, turns)
+            next_position = history[-1].position + 1 if history else 0
         with other._guard:
             if other._history:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
@@ -206,31 +230,46 @@ class Conversation:
 class Conversations:
     """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
 
-    With a log, a conversation stays in memory while it is used. Without one, it stays as long as the client.
+    With a log, a conversation stays in memory while it is used. Without one, it stays as long as the client. One
+    without a name is not stored, because nobody could ask for it again, and stays while it is used.
     """
 
     def __init__(self, log: SessionLog) -> None:
         self._log = log
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
+        self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
 
-    def get(self, session: str | None, group: str | None) -> Conversation:
-        """Return the conversation of this id, or without an id a new one. A group replaces its former group.
+    def get(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
+        """Return the conversation of this id, or without an id a new one. A group or parent replaces the former one.
 
         Raises InvalidSessionError for an unusable id.
         """
-        check_ids(session=session, group=group)
+        check_ids(session=session, group=group, parent=parent)
         with self._lock:
-            found = self._known.get(session) if session is not None else None
-            if found is None:
-                name = f"session-{uuid.uuid4().hex}" if session is None else session
-                found = self._known[name] = Conversation(name, self._log, new=session is None)
+            found = None if session is None else self._known.get(session) or self._unnamed.get(session)
+            if session is None:
+                name = f"session-{uuid.uuid4().hex}"
+                found = self._unnamed[name] = Conversation(name, SessionLog(), new=True)
+            elif found is None:
+                found = self._known[session] = Conversation(session, self._log)
             if group is not None:
                 found.group = group
+            if parent is not None:
+                found.parent = parent
             return found
 
 
-def unkept_conversation(session: str | None, group: str | None) -> Conversation:
+def unkept_conversation(session: str | None, group: str | None, parent: str | None = None) -> Conversation:
     """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
-    check_ids(session=session, group=group)
-    return Conversation(session or "", SessionLog(), group=group, new=True)
+    check_ids(session=session, group=group, parent=parent)
+    return Conversation(session or "", SessionLog(), group=group, parent=parent, new=True)
+
+
+def _first_turns(history: list[Said], turns: int) -> list[Said]:
+    roles = ["assistant", *(said.message["role"] for said in history)]
+    begins = [at for at, (before, role) in enumerate(itertools.pairwise(roles)) if role == "user" != before]
+    kept = turns if turns >= 0 else len(begins) + turns
+    if not 0 <= kept <= len(begins):
+        raise InvalidInputError(f"at: the session has {len(begins)} turns, and no {turns}")
+    return history if kept == len(begins) else history[: begins[kept]]

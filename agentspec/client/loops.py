@@ -226,7 +226,11 @@ def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any,
         short: list[Stopped] = []
 
         def candidate(number: int) -> Steps[None]:
-            tags = {"session": f"{session.id[:200]}.{number}", "group": session.group or session.id}
+            tags = {
+                "session": f"{session.id[:200]}.{number}",
+                "parent": session.id,
+                "group": session.group or session.id,
+            }
             try:
                 attempt = yield from _ask(
                     account, session._client.chat, turn.messages, f"answer {number}", tags, among=n + 1 - number
@@ -293,7 +297,7 @@ def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]
         text = task
         for stage in stages:
             account.best = None
-            child = session._client.session()
+            child = session.child()
             if stage.system is not None:
                 child.add({"role": "system", "content": stage.system})
             attempts = stage.attempts if stage.critic is not None else 1

@@ -16,6 +16,9 @@ from agentspec.errors import AgentSpecError
 
 ParsedT = TypeVar("ParsedT", default=None)
 
+FIGURES = "agentspec"
+"""Field of a response, or of a stream's last chunk, that has the extension's figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -74,7 +77,7 @@ class Reply(Generic[ParsedT]):
     tool_calls: the OpenAI client's objects (`call.id`, `call.function.name`, ...).
     parsed: an instance of the `response_format` model that was passed, else None.
     usage: token counts; None if the server sends none.
-    speculation: what was drafted and accepted; None without the server's extension.
+    speculation: what was drafted and accepted; None from a server without the extension.
     session: the id of the session that the call was tagged with, if any.
     raw: the OpenAI client's object, with everything else. If n > 1, the fields above are those of its first choice.
     """
@@ -109,7 +112,7 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         tool_calls=tuple(message.tool_calls or ()),
         parsed=parsed,
         usage=raw.usage,
-        speculation=None,
+        speculation=read_speculation((raw.model_extra or {}).get(FIGURES)),
         session=session,
         raw=raw,
     )
@@ -128,6 +131,7 @@ class StreamedAnswer:
         self._tool_calls: dict[int, dict[str, Any]] = {}
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
+        self._figures: Any = None
 
     def add(self, event: Any) -> str:
         """Add a chunk, or an event that holds one, and return its text."""
@@ -136,6 +140,7 @@ class StreamedAnswer:
             return ""
         self._first = self._first or chunk
         self._usage = chunk.usage or self._usage
+        self._figures = (chunk.model_extra or {}).get(FIGURES) or self._figures
         added = ""
         for choice in chunk.choices:
             if choice.index == 0:
@@ -179,5 +184,6 @@ class StreamedAnswer:
             "object": "chat.completion",
             "choices": [choice],
             "usage": self._usage.to_dict() if self._usage else None,
+            FIGURES: self._figures,
         }
         return ChatCompletion.model_construct(**fields)  # construct without validation, as the OpenAI client does

@@ -16,24 +16,26 @@ import openai
 from agentspec.client.conversation import Conversation
 from agentspec.client.messages import Content, as_messages
 from agentspec.client.reply import ParsedT, Reply
+from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.errors import ConfigurationError, InvalidInputError
 
-SessionTags: TypeAlias = Literal["auto", "header", "body", "off"]
+Speculating: TypeAlias = bool | Literal["summary", "detailed"]
+"""The client's option `speculation`; True is "summary"."""
 
 ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
 """Type of `response_format`: a pydantic model, the API's own format, or None."""
 
-SESSION_HEADER = "X-Session-ID"
+FIGURES_HEADER = "X-Agentspec-Figures"
+"""Header that asks the extension for figures in its response: summary or detailed."""
 PROBE_PATH = "/agentspec"
 TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
 
 _PASSING = frozenset({408, 429})
-_PLAIN = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 _REMEDIES = {
     "messages": "pass them as the first argument; a session adds its own history to them",
-    "stream": "use stream(...) or chat(..., stream=True)",
+    "stream": "use stream(...)",
 }
 
 
@@ -82,6 +84,7 @@ class Call:
                 raise InvalidInputError(f"{name}: not an option here; {remedy}")
         self.session = conversation.id or None
         self.group = conversation.group
+        self.parent = conversation.parent
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
         self.options = {name: value for name, value in options.items() if name != "max_retries"}
@@ -102,23 +105,25 @@ class RequestBuilder:
     Raises ConfigurationError for a setting that cannot work.
     """
 
-    def __init__(self, model: str, session_tags: SessionTags, speculation: bool) -> None:
+    def __init__(self, model: str, session_tags: SessionTags, speculation: Speculating) -> None:
         if not isinstance(model, str) or not model:
             raise ConfigurationError("model: the name of the served model is needed, as GET /v1/models lists it")
         if session_tags not in get_args(SessionTags):
             raise ConfigurationError(
                 f"session_tags: one of {', '.join(get_args(SessionTags))} is needed, not {session_tags!r}"
             )
+        if speculation not in (True, False, "summary", "detailed"):
+            raise ConfigurationError(f"speculation: True, False or 'detailed' is needed, not {speculation!r}")
         self.model = model
         self.extension = False
         self._session_tags = session_tags
-        self._speculation = speculation
+        self._speculation = "summary" if speculation is True else speculation or None
         self._ask_at = 0.0
 
     def needs_probe(self, call: Call) -> bool:
         """Return whether to probe the server for the extension before building this call."""
         tagged = call.session is not None or call.group is not None
-        matters = self._speculation or (self._session_tags == "auto" and tagged)
+        matters = self._speculation is not None or (self._session_tags == "auto" and tagged)
         return matters and time.monotonic() >= self._ask_at
 
     def needs_probe_to_erase(self) -> bool:
@@ -142,11 +147,16 @@ class RequestBuilder:
         self.extension = isinstance(answer, Mapping) and isinstance(answer.get("agentspec"), str)
         self._ask_at = time.monotonic() + RETRY_AFTER_S if passing else float("inf")
 
-    def counts_path(self, reply: Reply[Any]) -> str | None:
-        """Return the path of a reply's speculation counts; None without the extension or if they are not wanted."""
-        if not (self.extension and self._speculation):
-            return None
+    @staticmethod
+    def counts_path(reply: Reply[Any]) -> str:
+        """Return the path of a reply's speculation counts on a server with the extension."""
         return f"{PROBE_PATH}/requests/{quote(reply.raw.id, safe='')}"
+
+    def headers(self, conversation: Conversation) -> dict[str, str]:
+        """Return the headers that name a session, for requests that others make."""
+        request: dict[str, Any] = {}
+        NAMINGS[self._session_tags].tag(request, conversation.id, conversation.parent, None)
+        return request.get("extra_headers") or {}
 
     def build(self, call: Call, messages: Sequence[Mapping[str, Any]], *, stream: bool = False) -> dict[str, Any]:
         """Return the keyword arguments for `chat.completions.create`, `.parse` or `.stream`.
@@ -156,39 +166,15 @@ class RequestBuilder:
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format
-        self._tag(request, call)
+        naming = EXTENSION if self._session_tags == "auto" and self.extension else NAMINGS[self._session_tags]
+        naming.tag(request, call.session, call.parent, call.group)
+        if self.extension and self._speculation:
+            request["extra_headers"] = {FIGURES_HEADER: self._speculation, **(request.get("extra_headers") or {})}
         if stream and self.extension:  # some other servers reject stream_options
             request.setdefault("stream_options", {"include_usage": True})
         return request
-
-    def _tag(self, request: dict[str, Any], call: Call) -> None:
-        """Name the session and the group in the header and the body.
-
-        Every server accepts the header, and vLLM reads it. The body has the unencoded id twice: in vLLM's own field,
-        and in `vllm_xargs` beside the group, for releases without that field.
-        """
-        if call.session is not None and self._session_tags in ("auto", "header"):
-            headers = request.get("extra_headers") or {}
-            request["extra_headers"] = {SESSION_HEADER: header_value(call.session), **headers}
-        tags = {"session_id": call.session, "group_id": call.group}
-        xargs = {name: value for name, value in tags.items() if value is not None}
-        if xargs and (self._session_tags == "body" or (self._session_tags == "auto" and self.extension)):
-            body = dict(request.get("extra_body") or {})
-            xargs |= body.get("vllm_xargs") or {}
-            if call.session is not None:
-                body = {"session_id": call.session, **body}
-            request["extra_body"] = {**body, "vllm_xargs": xargs}
 
 
 def has_no_such_session(error: openai.APIStatusError) -> bool:
     """Return whether a server's refusal to erase a session means that it has nothing to erase."""
     return error.status_code in (404, 405)
-
-
-def header_value(session: str) -> str:
-    """Encode a session id for an HTTP header: percent-encoded UTF-8 outside visible ASCII.
-
-    "%" is encoded too, so that two ids never share a value. Ordinary ids stay unchanged. The body, which servers with
-    the extension prefer, has the unencoded id.
-    """
-    return quote(session, safe=_PLAIN)

@@ -4,7 +4,8 @@
 ``GET /v1/agentspec/stats``           counters, sizes of the cache, state of the store; one object for each engine
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 
-The figures of a request are told to its principal. ``AGENTSPEC_ADMIN_KEY``, a bearer key, sees those of all.
+A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Figures of a
+request are told to its principal. ``AGENTSPEC_ADMIN_KEY``, a bearer key, sees those of all.
 """
 
 import ipaddress
@@ -16,9 +17,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
-from agentspec.server_ext.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.identity import who_shares
 from agentspec.server_ext.prometheus import MetricsMiddleware
+from agentspec.server_ext.response_figures import FiguresMiddleware, figures_of
 from agentspec.server_ext.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import uses_agentspec
@@ -27,8 +28,6 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     CallerMiddleware,
     ask_or_refuse,
     drafting_engine,
-    presented,
-    tagger_of,
 )
 
 logger = logging.getLogger("vllm.agentspec")
@@ -46,6 +45,7 @@ class AgentSpecEndpoints:
         app.include_router(router)
         app.include_router(session_router)
         app.add_middleware(MetricsMiddleware)
+        app.add_middleware(FiguresMiddleware)
         app.add_middleware(CallerMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -82,11 +82,10 @@ async def stats(request: Request) -> dict[str, Any]:
 @router.get("/requests/{request_id}")
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     """Return the figures of one request, or 404 if it is another principal's, unknown or forgotten."""
-    engine = drafting_engine(request)
-    sender = presented()
-    admin = shows_admin_key(sender)
-    caller = tagger_of(engine).callers.caller_of(sender).principal
-    if admin or caller != NOBODY:
-        for answer in await ask_or_refuse(engine, "request", request_id, caller, admin):
-            return answer
+    try:
+        figures = await figures_of(drafting_engine(request), request_id)
+    except TimeoutError:
+        raise HTTPException(status_code=503, detail="an engine is busy and has not answered; try again") from None
+    if figures is not None:
+        return figures
     raise HTTPException(status_code=404, detail=f"no figures of request {request_id}")

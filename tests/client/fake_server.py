@@ -146,6 +146,8 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
     result.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
     if usage:
         result.append({**base, "choices": [], "usage": answer["usage"]})
+    if "agentspec" in answer:
+        result.append({**base, "choices": [], "agentspec": answer["agentspec"]})
     return result
 
 
@@ -183,8 +185,14 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": {"message": reason}})
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return self._stream(chunks_of(self.state.answer(), usage=usage))
-        return self._send(200, self.state.answer())
+            return self._stream(chunks_of(self._answer(), usage=usage))
+        return self._send(200, self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self.state.answer()
+        if self.state.extension and self.state.counts is not None and "X-Agentspec-Figures" in self.headers:
+            answer["agentspec"] = {"request_id": answer["id"], **self.state.counts}
+        return answer
 
     def _record(self, body: dict[str, Any]) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}

@@ -154,7 +154,7 @@ def test_a_session_is_not_resumed_before_this_process_has_written_it(
 def test_the_store_may_come_into_being_later(server: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file where the data directory should be")
     with AgentClient(base_url=server.url, model="small") as client:
-        session = client.session()
+        session = client.session("s", on_unavailable="empty")
         session.chat("one")
         (tmp_path / "data").unlink()
         session.chat("two")
@@ -319,7 +319,7 @@ def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: py
     monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 0.5)
     store = FailingStore()
     with connect(server, store) as client:
-        session = client.session()
+        session = client.session("s")
         session.chat("warm")
         store.delay = 1.0
         session.chat("first")

@@ -170,13 +170,14 @@ def test_a_default_store_that_cannot_open_costs_new_sessions_nothing(
 ) -> None:
     (tmp_path / "data").write_text("a file where the data directory should be")
     with AgentClient(base_url=server.url, model="small") as client:
-        session = client.session()
-        session.chat("one")
-        session.chat("two")
-        assert len(session.messages) == 4
+        for name in (None, "named"):
+            session = client.session(name, on_unavailable="empty")
+            session.chat("one")
+            session.chat("two")
+            assert len(session.messages) == 4
         with pytest.raises(StoreUnavailableError, match="on_unavailable"):
             client.session("s").chat("three")
-    assert len(server.chats) == 2
+    assert len(server.chats) == 4
     assert sum("is away" in record.getMessage() for record in caplog.records) >= 1
 
 

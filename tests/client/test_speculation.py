@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, Speculation
+from agentspec import AgentClient, ConfigurationError, Speculation
 from agentspec.client import request
 from agentspec.client.reply import read_speculation
 
@@ -45,10 +45,28 @@ def test_a_reply_tells_of_its_speculation(server: FakeServer) -> None:
     assert reply.speculation.mean_acceptance_length == 3.0
     assert reply.speculation.acceptance_rate == 0.5
     assert len(server.probes) == 1
-    assert [request.path for request in server.received if "/requests/" in request.path] == [
-        "/v1/agentspec/requests/chatcmpl-1",
-        "/v1/agentspec/requests/chatcmpl-2",
-    ]
+    assert not any("/requests/" in request.path for request in server.received)  # it comes with the answer
+
+
+def test_a_server_can_be_asked_afterwards(server: FakeServer) -> None:
+    with connect(server, speculation=False) as client:
+        reply = client.chat("hello")
+        assert reply.speculation is None and client.speculation(reply) is None
+        server.counts = COUNTS
+        found = client.speculation(reply)
+    assert found is not None and found.accepted == 8
+    assert server.received[-1].path == "/v1/agentspec/requests/chatcmpl-1"
+
+
+def test_a_server_is_told_how_much_to_send(server: FakeServer, plain_server: FakeServer) -> None:
+    for fake in (server, plain_server):
+        for wish in (True, "detailed", False):
+            with connect(fake, speculation=wish) as client:
+                client.chat("hello")
+    assert [chat.headers.get("x-agentspec-figures") for chat in server.chats] == ["summary", "detailed", None]
+    assert not any("x-agentspec-figures" in chat.headers for chat in plain_server.chats)
+    with pytest.raises(ConfigurationError, match="speculation"):
+        connect(server, speculation="loud")
 
 
 def test_nothing_drafted_divides_nothing_by_zero() -> None:

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from agentspec import AgentClient, AgentSpecError, SessionBusyError
+from agentspec import AgentClient, AgentSpecError, InvalidInputError, SessionBusyError
 from agentspec.client.reply import StreamedAnswer
 
 from .fake_server import FakeServer
@@ -48,15 +48,16 @@ def test_a_plain_server_is_asked_for_nothing_that_it_may_not_know(plain_server: 
     assert plain_server.chats[0].body.keys() == {"model", "messages", "stream"}
 
 
-def test_chat_with_stream_sends_at_once(server: FakeServer) -> None:
+def test_start_sends_at_once(server: FakeServer) -> None:
     with connect(server) as client:
-        stream = client.session("s").chat("one", stream=True)
+        stream = client.session("s").stream("one").start()
         assert len(server.chats) == 1
         assert "".join(stream) == "answer 1"
         server.failures = [400]
         with pytest.raises(openai.BadRequestError):
-            client.session("s").chat("two", stream=True)
-        assert client.chat("three", stream=True).until_done().text == "answer 3"
+            client.session("s").stream("two").start()
+        with pytest.raises(InvalidInputError, match=r"stream\(\.\.\.\)"):
+            client.session("s").chat("three", stream=True)
 
 
 def test_a_stream_left_early_leaves_the_session_as_it_was(server: FakeServer) -> None:

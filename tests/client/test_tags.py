@@ -7,7 +7,7 @@ from urllib.parse import unquote
 import pytest
 
 from agentspec import AgentClient, ConfigurationError, InvalidInputError, InvalidSessionError
-from agentspec.client.request import SessionTags, header_value
+from agentspec.client.session_naming import SessionTags, header_value
 
 from .fake_server import FakeServer
 

@@ -44,8 +44,6 @@ def sync(client: AgentClient) -> None:
     assert_type(session.chat("judge", response_format=Verdict), Reply[Verdict])
     assert_type(session.chat("judge", response_format=Verdict).parsed, Verdict | None)
     assert_type(session.chat("judge", response_format={"type": "json_object"}).parsed, None)
-    assert_type(session.chat("hello", stream=True), ReplyStream)
-    assert_type(session.chat("judge", stream=True, response_format=Verdict), ReplyStream[Verdict])
     stream = session.stream("judge", response_format=Verdict)
     for text in stream:
         assert_type(text, str)
@@ -61,7 +59,6 @@ def sync(client: AgentClient) -> None:
     assert_type(client.chat(messages, session="fix-42", temperature=0.5), Reply)
     assert_type(client.session("sample-1", group="problem-7").group, str | None)
     assert_type(client.chat("hello", group="problem-7"), Reply)
-    assert_type(client.chat("hello", group="problem-7", stream=True), ReplyStream)
     assert_type(client.stream("hello"), ReplyStream)
     assert_type(client.stream("judge", response_format=Verdict), ReplyStream[Verdict])
     assert_type(session.stream("judge", response_format={"type": "json_object"}).reply.parsed, None)
@@ -94,8 +91,6 @@ async def twins(client: AsyncAgentClient) -> None:
     assert_type(session, AsyncSession)
     assert_type(await session.chat("hello"), Reply)
     assert_type((await session.chat("judge", response_format=Verdict)).parsed, Verdict | None)
-    assert_type(await session.chat("hello", stream=True), AsyncReplyStream)
-    assert_type(await session.chat("judge", stream=True, response_format=Verdict), AsyncReplyStream[Verdict])
     assert_type(client.stream("judge", response_format=Verdict), AsyncReplyStream[Verdict])
     assert_type(client.openai, openai.AsyncOpenAI)
     async for text in session.stream("hello"):
@@ -119,5 +114,5 @@ assert_type(__version__, str)
 
 AgentClient(model="small", session_tags="cookie")  # type: ignore[arg-type]
 AgentClient(model="small", retries=3)  # type: ignore[call-arg]
-AgentClient(model="small").chat(42)  # type: ignore[call-overload]
+AgentClient(model="small").chat(42)  # type: ignore[arg-type]
 AgentClient(model="small").session("sample-1", "problem-7")  # type: ignore[call-arg]

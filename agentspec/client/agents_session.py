@@ -1,0 +1,144 @@
+"""Make an AsyncSession a session of openai-agents, which keeps items of the Responses API.
+
+The session itself keeps chat messages, so that `chat()` and a Runner can take turns in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentspec.client.messages import tool_message
+from agentspec.errors import InvalidInputError
+
+_DROPPED = frozenset({"reasoning", "compaction"})
+"""Types of items that say nothing to another model."""
+_TO_CHAT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "text"}
+
+
+class AgentsSession:
+    """Implement the protocol `agents.Session`."""
+
+    session_settings: Any = None
+    """The Runner's settings for this session, an `agents.SessionSettings`."""
+    _conversation: Any
+
+    @property
+    def session_id(self) -> str:
+        """Return the session's id."""
+        name: str = self._conversation.id
+        return name
+
+    async def get_items(self, limit: int | None = None) -> list[Any]:
+        """Return the history as items, oldest first; the latest `limit` of them."""
+        await self.load()
+        items = [item for message in self._conversation.messages() for item in items_of(message)]
+        limit = limit if limit is not None else getattr(self.session_settings, "limit", None)
+        return items if limit is None else items[max(0, len(items) - limit) :]
+
+    async def add_items(self, items: list[Any]) -> None:
+        """Append items. Raises InvalidInputError for types that chat completions don't have."""
+        messages = messages_of(items)
+        await self.load()
+        self._conversation.add(messages)
+        await asyncio.to_thread(self._conversation.confirm)
+
+    async def pop_item(self) -> Any | None:
+        """Remove the latest item, in the store too, and return it; None if there is none."""
+        await self.load()
+        messages = self._conversation.messages()
+        if not messages:
+            return None
+        items = items_of(messages[-1])
+        item = items.pop()
+        await asyncio.to_thread(self._conversation.replace, [*messages[:-1], *messages_of(items)])
+        return item
+
+    async def clear_session(self) -> None:
+        """Erase all items, on the server too."""
+        await self.clear()
+
+    async def load(self) -> None:
+        """Read the stored messages. AsyncSession does it."""
+        raise NotImplementedError
+
+    async def clear(self) -> None:
+        """Erase all messages. AsyncSession does it."""
+        raise NotImplementedError
+
+
+def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a chat message as items: one at least, and one for each tool call."""
+    role = message["role"]
+    if role == "tool":
+        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}]
+    calls = [
+        {
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
+        for call in message.get("tool_calls") or ()
+        if call.get("type", "function") == "function"
+    ]
+    content = message.get("content") or message.get("refusal") or ""
+    if calls and not content:
+        return calls
+    if not isinstance(content, str):
+        content = [_item_part(part) for part in content]
+    return [{"role": role, "content": content}, *calls]
+
+
+def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return items as chat messages: calls that follow each other, or an assistant's text, are one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item["role"], "content": _content(item["content"])})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            messages[-1].setdefault("tool_calls", []).append(
+                {"id": item["call_id"], "type": "function", "function": function}
+            )
+        elif kind == "function_call_output":
+            output = item["output"]
+            messages.append(tool_message(item["call_id"], output if isinstance(output, str) else str(_content(output))))
+        elif kind not in _DROPPED:
+            raise InvalidInputError(
+                f"items: {kind!r} has no form in chat completions; messages and function calls can be kept"
+            )
+    return messages
+
+
+def _content(content: Any) -> Any:
+    """Return an item's content as a message's: a string where all parts are text."""
+    if isinstance(content, str):
+        return content
+    parts = [_chat_part(part) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    if kind in _TO_CHAT:
+        return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
+    if kind == "input_image" and part.get("image_url"):
+        return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail", "auto")}}
+    raise InvalidInputError(f"items: content {kind!r} has no form in chat completions; text and image URLs can be kept")
+
+
+def _item_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image_url":
+        return {
+            "type": "input_image",
+            "image_url": part["image_url"]["url"],
+            "detail": part["image_url"].get("detail", "auto"),
+        }
+    return {"type": "input_text", "text": part.get("text", "")}

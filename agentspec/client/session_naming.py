@@ -1,0 +1,76 @@
+"""Know how servers and gateways are told which session a call belongs to, as data."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+from urllib.parse import quote
+
+SessionTags: TypeAlias = Literal[
+    "auto", "header", "body", "off", "vllm", "sglang", "dynamo", "aibrix", "openai", "litellm"
+]
+
+_PLAIN = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNaming:
+    """Say where a request names its session, and the session that started it.
+
+    header, parent_header: HTTP headers. body: field of the request's body. longest: most characters in this field;
+    a longer id is replaced by its hash. xargs: whether `vllm_xargs` names session, parent and group, too.
+    """
+
+    header: str | None = None
+    parent_header: str | None = None
+    body: str | None = None
+    longest: int = 256
+    xargs: bool = False
+
+    def tag(self, request: dict[str, Any], session: str | None, parent: str | None, group: str | None) -> None:
+        """Name session, parent and group in a request, and keep what the caller named itself."""
+        named = {self.header: session, self.parent_header: parent if session is not None else None}
+        headers = {name: header_value(value) for name, value in named.items() if name and value is not None}
+        if headers:
+            request["extra_headers"] = {**headers, **(request.get("extra_headers") or {})}
+        body: dict[str, Any] = dict(request.get("extra_body") or {})
+        if self.xargs:
+            tags = {"session_id": session, "parent_session_id": parent, "group_id": group}
+            xargs = {name: value for name, value in tags.items() if value is not None}
+            if xargs:
+                body["vllm_xargs"] = {**xargs, **(body.get("vllm_xargs") or {})}
+        if self.body is not None and session is not None:
+            fits = len(session) <= self.longest
+            body.setdefault(self.body, session if fits else hashlib.sha256(session.encode()).hexdigest())
+        if body:
+            request["extra_body"] = body
+
+
+_HEADERS = SessionNaming("X-Session-ID", "X-Parent-Session-ID")
+
+NAMINGS: dict[str, SessionNaming] = {
+    "auto": _HEADERS,
+    "header": _HEADERS,
+    "body": SessionNaming(body="session_id", xargs=True),
+    "off": SessionNaming(),
+    "vllm": SessionNaming("X-Session-ID", body="session_id"),
+    "sglang": SessionNaming("X-SMG-Routing-Key"),
+    "dynamo": SessionNaming("X-Dynamo-Session-ID", "X-Dynamo-Parent-Session-ID"),
+    "aibrix": SessionNaming("X-Session-ID"),
+    "openai": SessionNaming(body="prompt_cache_key", longest=64),
+    "litellm": SessionNaming("x-litellm-session-id"),
+}
+"""Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
+
+EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True)
+"""What "auto" becomes once the server is known to have the extension: the body has the ids unencoded, and the group."""
+
+
+def header_value(session: str) -> str:
+    """Encode a session id for an HTTP header: percent-encoded UTF-8 outside visible ASCII.
+
+    "%" is encoded too, so that two ids never share a value. Ordinary ids stay unchanged. The body, which servers with
+    the extension prefer, has the unencoded id.
+    """
+    return quote(session, safe=_PLAIN)

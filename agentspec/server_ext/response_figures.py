@@ -1,0 +1,137 @@
+"""Put a request's speculation figures into its response, for clients that ask for them in a header.
+
+``X-Agentspec-Figures: summary`` adds the field ``agentspec`` to a response in JSON, and a chunk with this field before
+the end of a stream: the object that ``GET /v1/agentspec/requests/{id}`` answers. Where there are no figures, because
+the engine is busy or does not draft, the response is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from agentspec.server_ext.callers import NOBODY, shows_admin_key
+from agentspec.server_ext.vllm_adapter import uses_agentspec
+from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of
+
+logger = logging.getLogger("vllm.agentspec")
+
+HEADER = "X-Agentspec-Figures"
+FIELD = "agentspec"
+
+_PATHS = ("/v1/chat/completions", "/v1/completions")
+_WAIT_SECONDS = 1.0
+_END_OF_STREAM = b"data: [DONE]\n\n"
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+async def figures_of(engine: Any, request_id: str) -> dict[str, Any] | None:
+    """Return the figures of one request, or None if it is another principal's, unknown or forgotten.
+
+    engine: vLLM's EngineClient. Raises what `ask_engines` does.
+    """
+    sender = presented()
+    admin = shows_admin_key(sender)
+    caller = tagger_of(engine).callers.caller_of(sender).principal
+    if admin or caller != NOBODY:
+        for answer in await ask_engines(engine, "request", request_id, caller, admin):
+            return answer
+    return None
+
+
+class FiguresMiddleware:
+    """Add figures to the responses of requests that ask for them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Handle a request. Others than those that ask pass unchanged."""
+        if (
+            scope["type"] == "http"
+            and scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
+            and HEADER in Headers(scope=scope)
+        ):
+            engine = getattr(scope["app"].state, "agentspec_engine", None)
+            if engine is not None and uses_agentspec(engine.vllm_config):
+                send = _Response(engine, send).pass_on
+        await self._app(scope, receive, send)
+
+
+class _Response:
+    """Pass a response on, with its request's figures."""
+
+    def __init__(self, engine: Any, send: Send) -> None:
+        self._engine = engine
+        self._send = send
+        self._start: Message | None = None
+        self._kind = ""
+        self._body = b""
+        self._first: dict[str, Any] | None = None
+
+    async def pass_on(self, message: Message) -> None:
+        """Send a message of the response, or hold it back until the figures are known."""
+        if message["type"] == "http.response.start":
+            self._kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
+            if message["status"] == 200 and self._kind == "application/json":
+                self._start = message
+                return
+            if message["status"] != 200:
+                self._kind = ""
+        elif message["type"] == "http.response.body" and self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_json(self._start)
+            return
+        elif message["type"] == "http.response.body" and self._kind == "text/event-stream":
+            message = {**message, "body": await self._with_chunk(message.get("body", b""))}
+        await self._send(message)
+
+    async def _send_json(self, start: Message) -> None:
+        answer = _parsed(self._body)
+        figures = await self._figures(answer)
+        if figures is not None:
+            self._body = json.dumps({**answer, FIELD: figures}, ensure_ascii=False, separators=(",", ":")).encode()
+        length = (b"content-length", str(len(self._body)).encode())
+        start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": self._body})
+
+    async def _with_chunk(self, body: bytes) -> bytes:
+        """Return a piece of a stream, with a chunk of figures before its end."""
+        if self._first is None and body.startswith(b"data: {"):
+            self._first = _parsed(body[len(b"data: ") :].partition(b"\n\n")[0])
+        if not body.endswith(_END_OF_STREAM):
+            return body
+        figures = await self._figures(self._first or {})
+        if figures is None or self._first is None:
+            return body
+        kept = {key: self._first[key] for key in ("id", "object", "created", "model") if key in self._first}
+        chunk = json.dumps({**kept, "choices": [], FIELD: figures}, ensure_ascii=False, separators=(",", ":"))
+        return body.removesuffix(_END_OF_STREAM) + b"data: " + chunk.encode() + b"\n\n" + _END_OF_STREAM
+
+    async def _figures(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        request_id = answer.get("id")
+        if not isinstance(request_id, str):
+            return None
+        try:
+            return await asyncio.wait_for(figures_of(self._engine, request_id), _WAIT_SECONDS)
+        except Exception:  # the response is worth more than its figures
+            logger.debug("agentspec: no figures of %s", request_id, exc_info=True)
+            return None
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,101 @@
+"""AsyncSession as a session of openai-agents: the protocol, and its Runner on a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import AsyncAgentClient, InvalidInputError
+
+from .fake_server import FakeServer
+
+CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "let me see"},
+    CALL,
+    {**CALL, "call_id": "c2"},
+    {"type": "function_call_output", "call_id": "c1", "output": "1"},
+    {"type": "function_call_output", "call_id": "c2", "output": "2"},
+    {"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png", "detail": "low"}]},
+]
+
+
+def connect(server: FakeServer, **options: Any) -> AsyncAgentClient:
+    return AsyncAgentClient(base_url=server.url, model="small", **{"store": None, **options})
+
+
+async def test_items_come_back_as_they_were(server: FakeServer, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    async with connect(server, store=url) as client:
+        session = client.session("s")
+        await session.add_items(ITEMS[:4])
+        await session.add_items(ITEMS[4:])
+        assert await session.get_items() == ITEMS
+        assert await session.get_items(limit=2) == ITEMS[-2:] and await session.get_items(limit=0) == []
+        assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "tool", "user"]
+    async with connect(server, store=url) as client:
+        assert await client.session("s").get_items() == ITEMS
+
+
+async def test_popping_removes_the_latest_item_from_the_store_too(server: FakeServer, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    async with connect(server, store=url) as client:
+        session = client.session("s")
+        assert await session.pop_item() is None
+        await session.add_items(ITEMS[:4])
+        assert await session.pop_item() == ITEMS[3]
+        assert await session.get_items() == ITEMS[:3]
+    async with connect(server, store=url) as client:
+        session = client.session("s")
+        assert await session.get_items() == ITEMS[:3]
+        await session.clear_session()
+        assert await session.get_items() == [] and server.erased == ["s"]
+
+
+async def test_output_items_of_the_api_are_understood(server: FakeServer) -> None:
+    async with connect(server) as client:
+        session = client.session("s")
+        parts = [{"type": "output_text", "text": "hel", "annotations": []}, {"type": "output_text", "text": "lo"}]
+        await session.add_items(
+            [
+                {"type": "reasoning", "id": "r1", "summary": []},
+                {"type": "message", "id": "m1", "role": "assistant", "status": "completed", "content": parts},
+            ]
+        )
+        assert session.messages == [{"role": "assistant", "content": "hello"}]
+        with pytest.raises(InvalidInputError, match="computer_call"):
+            await session.add_items([{"type": "computer_call"}])
+
+
+async def test_the_runner_takes_a_session(server: FakeServer) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    agents.set_tracing_disabled(True)
+
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    texts: list[dict[str, Any]] = [{"tool_calls": [call]}, {"content": "5"}, {"content": "as I said"}]
+    server.answers = [{**text, "reasoning": None} for text in texts]  # the Runner would send it back
+    async with connect(server) as client:
+        session = client.session("s")
+        assert isinstance(session, agents.memory.Session)
+        provider = agents.OpenAIProvider(openai_client=session.openai, use_responses=False)
+        config = agents.RunConfig(model_provider=provider)
+        agent = agents.Agent(name="sums", model="small", tools=[agents.function_tool(add)])
+        first = await agents.Runner.run(agent, "2 + 3?", session=session, run_config=config)
+        assert first.final_output == "5"
+        assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "assistant"]
+        await agents.Runner.run(agent, "sure?", session=session, run_config=config)
+        assert (await session.chat("and now?")).text == "answer 4"  # both can take turns
+    assert {chat.headers["x-session-id"] for chat in server.chats} == {"s"}
+    assert [message["role"] for message in server.chats[2].body["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]

@@ -1,0 +1,93 @@
+"""Figures in the responses themselves: for those who ask, of requests of their own, and never instead of a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.testclient import TestClient
+
+from agentspec.server_ext import response_figures
+from agentspec.server_ext.response_figures import HEADER
+
+from .test_endpoints import Start, bearer, shown, start
+
+__all__ = ["start"]
+
+ASK = {HEADER: "summary"}
+
+
+def add_chat(server: TestClient) -> None:
+    """Lets the server answer chats, as vLLM does."""
+    app = server.app
+    assert isinstance(app, FastAPI)
+
+    async def chat(body: dict[str, Any]) -> Response:
+        if body.get("status"):
+            return JSONResponse({"error": "no", "id": "r"}, status_code=body["status"])
+        if not body.get("stream"):
+            return JSONResponse({"id": "r", "choices": [{"message": {"content": "Größe"}}]})
+
+        def chunks() -> Iterator[str]:
+            for text in ("Grö", "ße"):
+                yield f"data: {json.dumps({'id': 'r', 'object': 'chunk', 'choices': [{'delta': text}]})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    app.post("/v1/chat/completions")(chat)
+
+
+def chunks_of(response: Any) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_a_response_has_the_figures_of_its_request(start: Start) -> None:
+    server, engine = start()
+    add_chat(server)
+    engine.ran("r", None)
+    plain = server.post("/v1/chat/completions", json={}).json()
+    asked = server.post("/v1/chat/completions", json={}, headers=ASK)
+    assert int(asked.headers["content-length"]) == len(asked.content)
+    figures = server.get("/v1/agentspec/requests/r").json()
+    assert asked.json() == {**plain, "agentspec": figures} and "agentspec" not in plain
+
+
+def test_a_stream_has_them_before_its_end(start: Start) -> None:
+    server, engine = start()
+    add_chat(server)
+    engine.ran("r", None)
+    plain = chunks_of(server.post("/v1/chat/completions", json={"stream": True}))
+    asked = chunks_of(server.post("/v1/chat/completions", json={"stream": True}, headers=ASK))
+    figures = server.get("/v1/agentspec/requests/r").json()
+    added = {"id": "r", "object": "chunk", "choices": [], "agentspec": figures}
+    assert len(plain) == 3 and asked == [*plain[:-1], added, "[DONE]"]
+
+
+def test_nobody_is_told_anothers_figures(start: Start) -> None:
+    server, engine = start("ada", "bob")
+    add_chat(server)
+    engine.ran("r", shown("ada"))
+    for key, told in (("ada", True), ("bob", False)):
+        for body in ({}, {"stream": True}):
+            response = server.post("/v1/chat/completions", json=body, headers={**ASK, **bearer(key)})
+            assert response.status_code == 200 and ("agentspec" in response.text) is told
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"status": 400}])
+def test_an_engine_that_is_busy_costs_the_figures_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(response_figures, "_WAIT_SECONDS", 0.05)
+    server, engine = start()
+    add_chat(server)
+    engine.ran("r", None)
+    plain = server.post("/v1/chat/completions", json=body)
+    engine.delay = 1.0
+    asked = server.post("/v1/chat/completions", json=body, headers=ASK)
+    assert (asked.status_code, asked.text) == (plain.status_code, plain.text)
