@@ -1,31 +1,38 @@
-"""Start a real redis-server for tests and trials, on a free port and in a folder of its own."""
+"""Start real Redis servers for tests and trials: one alone, one with Sentinels, or a Cluster."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import redis
 
 from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.testing.server import free_port
 
-_START_SECONDS = 10.0
+_START_SECONDS = 20.0
 
 
 class RedisServer:
     """Run redis-server with ``appendonly yes``, so that it persists what it has acknowledged. A context manager.
 
-    ``kill()`` sends SIGKILL; ``start()`` starts it again on the same port with the same data. ``options``: further
-    settings of redis.conf, such as ``{"requirepass": "secret", "maxmemory": "8mb"}``.
+    ``kill()`` sends SIGKILL; ``start()`` starts it again on the same port with the same data, ``empty()`` removes these
+    between the two. ``freeze()`` stops it without a word (SIGSTOP) until ``thaw()``. ``options``: further settings of
+    redis.conf, such as ``{"requirepass": "secret", "maxmemory": "8mb"}``. sentinel: run it as a Sentinel.
     Raises ConfigurationError if redis-server is not installed, StoreUnavailableError if it does not start.
     """
 
-    def __init__(self, options: dict[str, str] | None = None) -> None:
+    def __init__(self, options: dict[str, str] | None = None, *, sentinel: bool = False) -> None:
         self._program = find_redis_server()
         self._options = options or {}
+        self._sentinel = sentinel
         self._folder = tempfile.TemporaryDirectory(prefix="agentspec-redis-")
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
@@ -60,10 +67,31 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    def empty(self) -> None:
+        """Remove the data of a server that was killed."""
+        for file in Path(self._folder.name).iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def freeze(self) -> None:
+        """Stop the server where it is: connections stay open, and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen server go on."""
+        self._signal(signal.SIGCONT)
+
+    def client(self) -> Any:
+        """Return a client for tests, which waits as long as it takes."""
+        return redis.Redis(port=self.port, password=self._options.get("requirepass"))
+
     def close(self) -> None:
         """Kill the server and remove its data."""
         self.kill()
         self._folder.cleanup()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def __enter__(self) -> Self:
         try:
@@ -88,7 +116,13 @@ class RedisServer:
             "appendonly": "yes",
             **self._options,
         }
-        arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        if self._sentinel:  # writes into its file what it finds out
+            file = Path(self._folder.name) / "sentinel.conf"
+            kept = {name: value for name, value in settings.items() if name not in ("save", "appendonly")}
+            file.write_text("".join(f"{name} {value}\n" for name, value in kept.items()))
+            arguments = [str(file), "--sentinel"]
+        else:
+            arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         return subprocess.Popen(
             [self._program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -101,6 +135,110 @@ class RedisServer:
                 return self._process.poll() is None
             time.sleep(0.02)
         return False
+
+
+class RedisSentinels:
+    """Run a server with a replica, and three Sentinels that fail over after half a second. A context manager.
+
+    The replica keeps what it has got; what the server acknowledged less than a moment before it died can be missing.
+    """
+
+    SERVICE = "mymaster"
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.servers: list[RedisServer] = []
+        self.sentinels: list[RedisServer] = []
+
+    @property
+    def url(self) -> str:
+        """Return the store URL."""
+        places = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{places}/{self.SERVICE}/0"
+
+    def master(self) -> RedisServer:
+        """Return the server that the first Sentinel takes for the master."""
+        sentinel = self.sentinels[0].client()
+        _, port = sentinel.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", self.SERVICE)
+        return next(server for server in self.servers if server.port == int(port))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            first = stack.enter_context(RedisServer())
+            second = stack.enter_context(RedisServer({"replicaof": f"127.0.0.1 {first.port}"}))
+            self.servers = [first, second]
+            watched = {
+                f"sentinel monitor {self.SERVICE}": f"127.0.0.1 {first.port} 2",
+                f"sentinel down-after-milliseconds {self.SERVICE}": "500",
+                f"sentinel failover-timeout {self.SERVICE}": "3000",
+            }
+            self.sentinels = [stack.enter_context(RedisServer(watched, sentinel=True)) for _ in range(3)]
+            _wait(lambda: second.client().info("replication")["master_link_status"] == "up")
+            for sentinel in self.sentinels:
+                _wait(lambda at=sentinel: self._knows_all(at))  # type: ignore[misc]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _knows_all(self, sentinel: RedisServer) -> bool:
+        found = sentinel.client().sentinel_master(self.SERVICE)
+        return int(found["num-other-sentinels"]) == 2 and int(found["num-slaves"]) == 1
+
+
+class RedisClusterServers:
+    """Run a Cluster of three servers without replicas. A context manager."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.servers: list[RedisServer] = []
+
+    @property
+    def url(self) -> str:
+        """Return the store URL."""
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def owner(self, slot: int) -> RedisServer:
+        """Return the server that has a slot."""
+        for low, high, (_, port, *_), *_ in self.servers[0].client().execute_command("CLUSTER SLOTS"):
+            if low <= slot <= high:
+                return next(server for server in self.servers if server.port == int(port))
+        raise LookupError(f"nobody has slot {slot}")
+
+    def slot(self, key: str) -> int:
+        """Return the slot of a key."""
+        return int(self.servers[0].client().execute_command("CLUSTER KEYSLOT", key))
+
+    def move(self, slot: int, target: RedisServer, pause: float = 0.0) -> None:
+        """Move a slot to another server, key by key, as redis-cli does. pause: seconds between two keys."""
+        source = self.owner(slot)
+        from_, to = source.client(), target.client()
+        names = {server: client.execute_command("CLUSTER MYID") for server, client in ((source, from_), (target, to))}
+        to.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names[source])
+        from_.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names[target])
+        while keys := from_.execute_command("CLUSTER GETKEYSINSLOT", slot, 1):
+            from_.execute_command("MIGRATE", "127.0.0.1", target.port, keys[0], 0, 5000)
+            time.sleep(pause)
+        for client in (to, from_, *(server.client() for server in self.servers)):
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names[target])
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            options = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
+            self.servers = [stack.enter_context(RedisServer(options)) for _ in range(3)]
+            clients = [server.client() for server in self.servers]
+            for number, client in enumerate(clients):
+                low, high = number * 16_384 // 3, (number + 1) * 16_384 // 3 - 1
+                client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
+                clients[0].execute_command("CLUSTER MEET", "127.0.0.1", self.servers[number].port)
+            for client in clients:
+                _wait(lambda at=client: _is_formed(at))  # type: ignore[misc]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def find_redis_server() -> str:
@@ -119,3 +257,16 @@ def _answers(port: int) -> bool:
     except OSError:
         return False
     return reply.startswith((b"+PONG", b"-NOAUTH"))  # -LOADING: not ready yet
+
+
+def _is_formed(client: Any) -> bool:
+    state: Any = client.execute_command("CLUSTER INFO")
+    return state["cluster_state"] == "ok" and int(state["cluster_known_nodes"]) == 3
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise StoreUnavailableError(f"the Redis servers did not find each other within {_START_SECONDS:.0f} s")
+        time.sleep(0.05)

@@ -14,13 +14,18 @@ import redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
+    ClusterError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -30,8 +35,10 @@ from agentspec.errors import StoreError, StoreUnavailableError
 SOCKET_TIMEOUT = 0.25
 """Timeout of connecting and of reading, in seconds."""
 
-# errors that pass by themselves or that the operator can repair, with a correct URL
-_PASSING = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+# errors that pass by themselves or that the operator can repair, with a correct URL; the last from a script while the
+# cluster moves its keys
+_PASSING = ("OOM ", "READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
+_PASSING_TYPES = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
 _MESSAGES = 4096  # most that are read at once
 _TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
@@ -128,10 +135,7 @@ class RedisClient:
                 " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
             ) from None
         except ResponseError as error:
-            passing = str(error).startswith(_PASSING) or type(error).__name__ in (
-                *("OutOfMemoryError", "ReadOnlyError", "ClusterDownError", "TryAgainError", "MasterDownError"),
-                *("MovedError", "AskError"),
-            )
+            passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except (RedisError, RedisClusterException, OSError) as error:
             raise StoreUnavailableError(self._explain(error)) from None

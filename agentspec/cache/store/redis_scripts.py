@@ -10,6 +10,8 @@ _LIBRARY = """
 local tag = ARGV[1]
 local log, sessions, usage, tombstones, doomed =
   tag .. 'log', tag .. 'sessions', tag .. 'usage', tag .. 'tombstones', tag .. 'doomed'
+-- While a cluster moves these keys to another node, this fails, before anything is written.
+redis.call('EXISTS', log, sessions, usage, tombstones, doomed)
 
 local function charge(session, records, bytes, ms)
   local held = redis.call('HGET', sessions, session)

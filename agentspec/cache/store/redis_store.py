@@ -79,10 +79,13 @@ class _Acknowledged:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Hold the state of ``wait``: logs in which something may have changed, and when all are looked at again."""
+    """Hold the state of ``wait``.
+
+    quiet: logs that had nothing behind this cursor, and of which nothing was heard since. look_at: when to look at all.
+    """
 
     notices: Notices
-    changed: set[str] = field(default_factory=set)
+    quiet: dict[str, str] = field(default_factory=dict)
     look_at: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -184,17 +187,19 @@ class RedisStore:
         waiting = self._waiting
         with waiting.lock:
             try:
-                waiting.changed |= {channels[new] for new in waiting.notices.listen(set(channels))}
-                pause = 0.0
+                heard, pause = waiting.notices.listen(set(channels)), 0.0
+                if waiting.look_at <= deadline:
+                    waiting.look_at = 0.0  # now, so that a server that is away is noticed before the wait is over
                 while True:
-                    heard = waiting.notices.heard(pause)
-                    waiting.changed |= {channels[channel] for channel in heard if channel in channels}
-                    now = time.monotonic()
+                    for channel in heard | waiting.notices.heard(pause):
+                        waiting.quiet.pop(channels.get(channel, ""), None)
+                    now, heard = time.monotonic(), set()
                     if now >= waiting.look_at:
-                        waiting.changed, waiting.look_at = set(cursors), now + _LOOK_SECONDS
-                    ends = self._ends(self._watcher, sorted(waiting.changed & set(cursors)))
-                    found = [name for name, at in ends.items() if any(map(_is_before, lows[name], at))]
-                    waiting.changed = set(found)  # which stay until their cursors have passed them
+                        waiting.quiet, waiting.look_at = {}, now + _LOOK_SECONDS
+                    changed = sorted(name for name, at in cursors.items() if waiting.quiet.get(name) != at)
+                    ends = self._ends(self._watcher, changed)
+                    found = [name for name in changed if any(map(_is_before, lows[name], ends[name]))]
+                    waiting.quiet |= {name: cursors[name] for name in set(changed).difference(found)}
                     left = deadline - time.monotonic()
                     if found or left <= 0:
                         return found

@@ -1,0 +1,264 @@
+"""The Redis store in each of its forms, on real servers: TLS, unix socket, ACL user, Sentinel, Cluster, shards."""
+
+import datetime
+import ipaddress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from agentspec.cache.store import EraseRecord, NewEntry, RedisStore, Retention, Store, decode, open_store
+from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
+from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
+from agentspec.testing.server import free_port
+
+NS = "0123456789abcdef.0123456789abcdef01234567"
+PASSWORD = "hunter2-correct-horse"
+
+# what docs/operations.md says, without the name and the password
+RIGHTS = (
+    "~agentspec:* ~{agentspec:* &agentspec:* +eval +evalsha +ping +time +get +set +exists +pexpire +sadd +srem"
+    " +smembers +srandmember +hget +hset +hdel +hincrby +hmget +hgetall +hlen +hscan +xadd +xdel +xrange +xrevrange"
+    " +rpush +lrange +lindex +llen +lpop +lrem +ltrim +rename +publish +subscribe +unsubscribe"
+)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
+    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 5.0)
+
+
+def works(store: Store, namespaces: int = 1) -> None:
+    """Use everything that a store does."""
+    names = [f"{NS}{number}" for number in range(namespaces)]
+    ends = {name: store.newest(name) for name in names}
+    assert set(ends.values()) == {""}
+    assert store.wait(ends, 0.02) == []
+    for name in names:
+        first = store.append(name, [NewEntry("s", b"1", "g"), NewEntry("s", b"2")])
+        store.append(name, [NewEntry("s", b"3", "g")], expect=first[-1])
+        with pytest.raises(SessionConflictError):
+            store.append(name, [NewEntry("s", b"lost")], expect=first[-1])
+        store.append(name, [NewEntry("t", b"4", "g"), NewEntry("", b"5")])
+        assert [entry.payload for entry in store.read(name, session="s")] == [b"1", b"2", b"3"]
+        assert [entry.payload for entry in store.read(name, session="s", after=first[0])] == [b"2", b"3"]
+        assert sorted(entry.payload for entry in store.read(name, group="g")) == [b"1", b"3", b"4"]
+        assert sorted(entry.payload for entry in store.read(name)) == [b"1", b"2", b"3", b"4", b"5"]
+        assert len(list(store.read(name, newest=2))) == 2
+        assert [usage.session for usage in store.sessions(name)] == ["", "s", "t"]
+        erasure = store.erase_session(name, "s")
+        assert (erasure.records, erasure.complete) == (3, True)
+        assert store.tombstones(name) == {"s": erasure.tombstone}
+    assert sorted(store.wait(ends, 5)) == names
+    assert store.namespaces(NS) == names
+    assert store.usage().records == 3 * namespaces
+    assert store.trim(Retention(days=1)).records == 0
+    while store.trim(Retention(records=1)).more:
+        pass
+    assert store.usage().records == 1
+    assert len(store.secret()) == 32
+    store.ping()
+    store.close()
+
+
+@pytest.mark.store
+def test_a_certificate_is_checked_against_its_authority(tmp_path: Path) -> None:
+    certificate(tmp_path)
+    port = free_port()
+    options = {"tls-port": str(port), "tls-cert-file": str(tmp_path / "cert.pem"), "requirepass": PASSWORD}
+    options |= {"tls-key-file": str(tmp_path / "key.pem"), "tls-ca-cert-file": str(tmp_path / "cert.pem")}
+    with RedisServer({**options, "tls-auth-clients": "no"}):
+        url = f"rediss://:{PASSWORD}@127.0.0.1:{port}/1"
+        works(open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}"))
+        with pytest.raises(StoreUnavailableError, match=r"(?i)certificate") as error:
+            open_store(url).ping()
+        assert PASSWORD not in str(error.value)
+        open_store(f"{url}?ssl_cert_reqs=none").ping()
+    with RedisServer({**options, "tls-auth-clients": "yes"}):
+        own = f"&ssl_certfile={tmp_path / 'cert.pem'}&ssl_keyfile={tmp_path / 'key.pem'}"
+        open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}{own}").ping()
+        with pytest.raises(StoreUnavailableError):
+            open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}").ping()
+
+
+def certificate(folder: Path) -> None:
+    """Write key.pem, and cert.pem for 127.0.0.1, which is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "key.pem").write_bytes(key.private_bytes(*private))
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    with RedisServer({"unixsocket": f"{tmp_path}/r.sock"}):
+        works(open_store(f"unix://{tmp_path}/r.sock?db=2&prefix=x"))
+
+
+def test_a_user_with_the_documented_rights_does_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer() as server:
+        server.client().execute_command("ACL SETUSER", "engine", "on", f">{PASSWORD}", *RIGHTS.split())
+        server.client().execute_command("ACL SETUSER", "default", "resetpass")
+        monkeypatch.setenv("AGENTSPEC_REDIS_USERNAME", "engine")
+        monkeypatch.setenv("AGENTSPEC_REDIS_PASSWORD", PASSWORD)
+        works(open_store(f"redis://127.0.0.1:{server.port}/0"))
+        works(open_store(f"redis://127.0.0.1:{server.port}/0?prefix=agentspec:more&shards=3"))
+        store = open_store(f"redis://127.0.0.1:{server.port}/0?prefix=theirs")
+        with pytest.raises(StoreError, match="what the user may do") as error:
+            store.append(NS, [NewEntry("s", b"1")])
+        assert PASSWORD not in str(error.value)
+        with pytest.raises(StoreError, match="AGENTSPEC_REDIS_PASSWORD") as error:
+            open_store(f"redis://somebody:wrong-secret@127.0.0.1:{server.port}/0").ping()  # the URL's user wins
+        assert "wrong-secret" not in str(error.value)
+
+
+def test_the_documented_rights_are_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    documented = text.partition("ACL SETUSER engine")[2].partition("```")[0].replace("\\\n", " ").split()
+    assert documented == ["on", ">PASSWORD", *RIGHTS.split()]
+
+
+def test_an_append_works_without_the_right_to_publish() -> None:
+    with RedisServer() as server:
+        rights = RIGHTS.replace(" +publish", "").replace(" &agentspec:*", "")
+        server.client().execute_command("ACL SETUSER", "engine", "on", f">{PASSWORD}", *rights.split())
+        store = open_store(f"redis://engine:{PASSWORD}@127.0.0.1:{server.port}/0")
+        store.append(NS, [NewEntry("s", b"1")])
+        assert [entry.payload for entry in store.read(NS)] == [b"1"]
+        with pytest.raises(StoreError, match="what the user may do"):
+            store.wait({NS: ""}, 0.1)
+        store.close()
+
+
+@pytest.mark.store
+def test_sentinel() -> None:
+    with RedisSentinels() as servers:
+        works(open_store(servers.url))
+
+
+@pytest.mark.store
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_cluster_spreads_logs_over_its_nodes(shards: int) -> None:
+    with RedisClusterServers() as servers:
+        works(open_store(f"{servers.url}?shards={shards}"), namespaces=6)
+        store = open_store(f"{servers.url}?shards={shards}")
+        for number in range(12):
+            store.append(f"{NS}x{number}", [NewEntry(f"s{part}", b"1") for part in range(8)])
+        assert all(server.client().dbsize() > 12 for server in servers.servers)
+        ends = {f"{NS}x{number}": store.newest(f"{NS}x{number}") for number in range(12)}
+        other = open_store(f"{servers.url}?shards={shards}")
+        assert other.wait(ends, 0.1) == []
+        slowest = 0.0
+        for name in ends:  # one connection hears what is published on any node
+            store.append(name, [NewEntry("s", b"1")])
+            begin = time.monotonic()
+            assert other.wait(ends, 5) == [name]
+            slowest = max(slowest, time.monotonic() - begin)
+            ends[name] = other.newest(name)
+        assert slowest < 0.5  # it was woken: a look at all of them comes once a second only
+        store.close()
+        other.close()
+
+
+@pytest.mark.store
+def test_a_user_of_a_cluster() -> None:
+    with RedisClusterServers() as servers:
+        for server in servers.servers:
+            rights = [*RIGHTS.split(), "+cluster|slots", "+command"]
+            server.client().execute_command("ACL SETUSER", "engine", "on", f">{PASSWORD}", *rights)
+            server.client().execute_command("ACL SETUSER", "default", "resetpass")
+        works(open_store(servers.url.replace("://", f"://engine:{PASSWORD}@")), namespaces=3)
+
+
+@pytest.fixture
+def sharded() -> Iterator[tuple[RedisServer, RedisStore]]:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer())
+        store = open_store(f"{server.url}?shards=4")
+        assert isinstance(store, RedisStore)
+        stack.callback(store.close)
+        yield server, store
+
+
+def test_shards_spread_sessions_and_readers_merge_them(sharded: tuple[RedisServer, RedisStore]) -> None:
+    server, store = sharded
+    works(open_store(f"{server.url}?shards=4&prefix=x"))
+    expected: list[bytes] = []
+    for number in range(300):
+        store.append(NS, [NewEntry(f"s{number % 17}", b"%d" % number, "g")])
+        expected.append(b"%d" % number)
+        time.sleep(0.0011)  # ids of different shards are in order by the millisecond
+    tags = {key.decode().partition("}")[0] for key in server.client().scan_iter("{agentspec:*log")}
+    assert tags == {f"{{agentspec:{NS}:{shard}" for shard in range(4)}
+    entries = list(store.read(NS))
+    assert [entry.payload for entry in entries] == expected
+    assert [entry.sequence for entry in entries] == sorted(entry.sequence for entry in entries)
+    assert [entry.payload for entry in store.read(NS, group="g")] == expected
+    assert [entry.payload for entry in store.read(NS, newest=150)] == expected[150:]
+    assert [entry.payload for entry in store.read(NS, session="s3")] == expected[3::17]
+    for index in (0, 128, 298):
+        assert [entry.payload for entry in store.read(NS, after=entries[index].sequence)] == expected[index + 1 :]
+    assert store.wait({NS: store.newest(NS)}, 0.02) == []
+    assert store.wait({NS: entries[-2].sequence}, 0.02) == [NS]
+    assert store.usage().records == 300
+
+
+def test_a_cursor_of_several_shards_misses_no_entry_with_an_older_id(sharded: tuple[RedisServer, RedisStore]) -> None:
+    """A cluster's nodes have clocks of their own, so that an entry can come with an id below what was read."""
+    _, store = sharded
+    places = {store._place(name): name for name in map(str, range(100))}
+    store.append(NS, [NewEntry(places[0], b"1")])
+    end = store.newest(NS)
+    ahead, behind = (store._shards(NS)[shard].tag for shard in (0, 1))
+    store.command("HSET", f"{ahead}usage", "last", "2000000000000-0")
+    store.append(NS, [NewEntry(places[0], b"of a clock ahead")])
+    (found,) = store.read(NS, after=end)
+    store.append(NS, [NewEntry(places[1], b"of a clock behind")])
+    assert behind != ahead
+    assert store.wait({NS: found.sequence}, 0.5) == [NS]
+    assert [entry.payload for entry in store.read(NS, after=found.sequence)] == [b"of a clock behind"]
+
+
+def test_a_tombstone_in_another_shard_is_seen(sharded: tuple[RedisServer, RedisStore]) -> None:
+    _, store = sharded
+    for name in map(str, range(8)):
+        store.append(NS, [NewEntry(name, b"1")])
+    end = store.newest(NS)
+    erased = []
+    for name in ("3", "5", "6"):
+        erased.append(store.erase_session(NS, name).tombstone)
+        time.sleep(0.0011)
+    assert store.tombstones(NS, after=end) == dict(zip(("3", "5", "6"), erased, strict=True))
+    assert [decode(entry.payload) for entry in store.read(NS, after=end)] == [
+        EraseRecord(name) for name in ("3", "5", "6")
+    ]
+
+
+def test_another_number_of_shards_is_refused_with_the_remedy(sharded: tuple[RedisServer, RedisStore]) -> None:
+    server, store = sharded
+    store.append(NS, [NewEntry("s", b"1")])
+    for given in (1, 8):
+        other = open_store(f"{server.url}?shards={given}")
+        for call in (lambda: other.append(NS, [NewEntry("s", b"2")]), lambda: list(other.read(NS))):  # noqa: B023
+            with pytest.raises(StoreError, match="shards=4"):
+                call()
+    server.client().delete("agentspec:shards")  # as a release without shards left it
+    server.client().set("agentspec:shards", 1)
+    with pytest.raises(StoreError, match="shards=1"):
+        open_store(f"{server.url}?shards=4").append(NS, [NewEntry("s", b"1")])
