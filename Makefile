@@ -20,7 +20,8 @@ test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
 	$(BIN)/python -m pytest -m store
 
-test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, and trainers
+test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, and TRL as it is
+	$(BIN)/python -m pip install --disable-pip-version-check -q "trl>=1.16"
 	$(BIN)/python -m pytest -m rl
 
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)

@@ -6,7 +6,7 @@ fails.
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
@@ -103,8 +104,9 @@ class DraftingEngine:
             fits = snapshot_identity(persistence.logs.of(settings.tenant), self.cache)
             limit = settings.retention_bytes
             self._keeper = SnapshotKeeper(snapshot, self.cache, fits, note=self.step_cost.dump, max_bytes=limit)
-        self._recorder = Recorder(settings.record, shares.figures // 2) if settings.record else None
+        self._recorder = Recorder(settings.record, shares.figures // 4) if settings.record else None
         self._requests: dict[str, RequestState] = {}
+        self._groups = PromptGroups(shares.figures // 4)
         self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder, self._keeper)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
@@ -185,7 +187,7 @@ class DraftingEngine:
         parts = {
             "cache": held.bytes,
             "queues": stored["queued_bytes"],
-            "figures": self.metrics.bytes + (self._recorder.bytes if self._recorder else 0),
+            "figures": self.metrics.bytes + (self._recorder.bytes if self._recorder else 0) + self._groups.bytes,
         }
         return {
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
@@ -301,7 +303,10 @@ class DraftingEngine:
         return fused.drafts
 
     def _start(self, new: NewRequest) -> None:
-        identity, figures = new.identity, RequestFigures()
+        identity, figures = (
+            replace(new.identity, group=self._groups.group_of(new.identity, new.prompt)),
+            RequestFigures(),
+        )
         state = self._requests[new.request_id] = RequestState(
             new.request_id, identity, figures, length=len(new.prompt), prompt_length=len(new.prompt)
         )

@@ -74,6 +74,7 @@ def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> No
 
 
 @pytest.mark.rl
+@pytest.mark.timeout(1500)
 def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> None:
     out, kills = folder / "rollouts.jsonl", random.Random(11)
     written: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from agentspec.cache.store import open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.step_cost import StepCost
@@ -93,6 +94,30 @@ def test_another_session_draws_nothing_where_sessions_keep_to_themselves() -> No
     engine = Engine(scope="session")
     engine.run("a", [1, 2, 3, 100], TEXT[1:], session="s")
     assert engine.run("b", [7, 8, 100], TEXT[1:], session="other") == len(TEXT) - 1
+
+
+def test_samples_of_one_prompt_are_a_group_without_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two problems whose answers begin alike and go on differently, sampled in turns."""
+    answers = {1: TEXT, 2: [*TEXT[:5], *range(300, 355)]}
+
+    def steps(**ids: str) -> int:
+        engine = Engine()
+        taken = [
+            engine.run(
+                f"{turn} {problem}",
+                [problem, *range(3, 60)],
+                answer,
+                **{name: ids[name] + str(problem) for name in ids},
+            )
+            for turn in range(6)
+            for problem, answer in answers.items()
+        ]
+        return sum(taken[4:])
+
+    alone = steps()
+    assert alone == steps(group="g")
+    monkeypatch.setattr(PromptGroups, "group_of", lambda groups, identity, prompt: identity.group)
+    assert alone < steps()
 
 
 @pytest.mark.parametrize("tenant", [None, "t"])

@@ -265,3 +265,43 @@ class TestOffline:
         vars(arguments).update(vars(self.arguments({"method": "arctic", "model": 5})))
         with pytest.raises(ConfigurationError, match="model"):
             arguments.create_speculative_config(None, None)
+
+
+class TestSwitch:
+    """``AGENTSPEC=1``: engines draft that a trainer made, without a word about speculation."""
+
+    @staticmethod
+    def switched(
+        config: dict[str, Any] | None = None, *, stages: int = 1, runner: str = "generate", **more: Any
+    ) -> Any:
+        arguments = TestOffline.arguments(config, **more)
+        model, parallel = SimpleNamespace(runner_type=runner), SimpleNamespace(pipeline_parallel_size=stages)
+        launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
+        return arguments.speculative_config
+
+    def test_an_engine_without_a_method_drafts(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO"):
+            assert self.switched() == launch.speculative_config()
+        assert caplog.messages == ["agentspec: AGENTSPEC=1: this engine drafts from suffix indexes"]
+
+    @pytest.mark.parametrize("environ", [{}, {"AGENTSPEC": ""}, {"AGENTSPEC": "0"}])
+    def test_without_the_variable_nothing_happens(
+        self, environ: dict[str, str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        arguments = TestOffline.arguments(None)
+        with caplog.at_level("DEBUG"):
+            launch.switch_on(arguments, None, None, environ)
+        assert arguments.speculative_config is None and not caplog.messages
+
+    def test_a_method_that_somebody_chose_stays(self) -> None:
+        ngram = {"method": "ngram", "num_speculative_tokens": 4}
+        assert self.switched(dict(ngram)) == ngram
+        assert self.switched(None, spec_method="ngram") is None
+
+    @pytest.mark.parametrize("engine", [{"stages": 2}, {"runner": "pooling"}])
+    def test_an_engine_that_cannot_draft_stays_as_it_is(self, engine: dict[str, Any]) -> None:
+        assert self.switched(**engine) is None
+
+    def test_another_value_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="AGENTSPEC='yes': 1 lets"):
+            launch.switch_on(None, None, None, {"AGENTSPEC": "yes"})

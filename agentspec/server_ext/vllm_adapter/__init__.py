@@ -243,7 +243,7 @@ def register() -> None:
         check_version(vllm.__version__)
     except UnsupportedEngineError as error:
         # Leave this vLLM alone. If it is told to use agentspec's proposer, the proposer raises the same error.
-        logger.debug("agentspec stays out: %s", error)
+        logger.log(logging.WARNING if launch.is_switched_on() else logging.DEBUG, "agentspec stays out: %s", error)
         return
     install([patch for patch in current_patches() if patch.process != "runner"])
 

@@ -26,6 +26,9 @@ logger = logging.getLogger("vllm.agentspec")
 PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 """Class that vLLM loads as its ``custom_class``."""
 
+SWITCH = "AGENTSPEC"
+"""Environment variable that lets engines draft which nobody configured."""
+
 STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
 
@@ -231,11 +234,41 @@ def create_speculative_config(
     original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
     """Translate the user's method and decide the draft limit before vLLM makes its speculative configuration."""
+    switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
     if _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH:
         server_secret(load_settings(engine_args.additional_config))  # for the processes that vLLM starts
     return original(engine_args, target_model_config, target_parallel_config)
+
+
+def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ``AGENTSPEC=1`` asks every engine to draft. Raises ConfigurationError for another value."""
+    asked = environ.get(SWITCH) or "0"
+    if asked not in ("0", "1"):
+        raise ConfigurationError(f"{SWITCH}={asked!r}: 1 lets every vLLM engine draft with agentspec, 0 does nothing")
+    return asked == "1"
+
+
+def switch_on(
+    engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Let an engine draft with agentspec that has no speculative method, where ``AGENTSPEC=1`` asks for it.
+
+    So trainers that make their own engine need no change. An engine that cannot draft stays as it is, with a warning.
+    """
+    if not is_switched_on(environ):
+        return
+    given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
+    if given is not None or getattr(engine_args, "spec_model", None) is not None:
+        logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
+    elif model_config.runner_type != "generate":
+        logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
+    elif parallel_config.pipeline_parallel_size > 1:
+        logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
+    else:
+        engine_args.speculative_config = speculative_config()
+        logger.info("agentspec: %s=1: this engine drafts from suffix indexes", SWITCH)
 
 
 def translate_method(engine_args: Any) -> None:

@@ -1,0 +1,79 @@
+"""Find requests that answer the same prompt, so that they are a group although nobody gave them an id.
+
+Trainers sample one prompt many times and send no ids. A later turn continues a prompt that was seen; it joins that
+prompt's group. The first request of a prompt is in no group: a prompt that does not return costs a note and no memory
+for its text.
+"""
+
+import hashlib
+from collections import OrderedDict
+
+from agentspec.cache import context_hashes
+from agentspec.cache.tokens import TokenIds
+from agentspec.errors import InvalidTokenError
+from agentspec.server_ext.identity import Identity
+
+_MAX_LENGTHS = 256
+_LONGEST = 32_768  # tokens; hashing longer prompts would take too much of a step
+_LEAST_CONTINUED = 32  # tokens of a prompt that a later turn can be recognised by
+_PROMPT_BYTES, _LENGTH_BYTES = 400, 150
+
+_Prompt = tuple[str | None, str | None, int]  # tenant, principal, hash
+
+
+class PromptGroups:
+    """Name the groups of requests without ids. Remembers the prompts used last, and the lengths that they have.
+
+    max_bytes: most memory for that, roughly.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._prompts: OrderedDict[_Prompt, int] = OrderedDict()  # the hash of the prompt where its conversation began
+        self._lengths: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is remembered, in bytes, roughly."""
+        return len(self._prompts) * _PROMPT_BYTES + len(self._lengths) * _LENGTH_BYTES
+
+    def group_of(self, identity: Identity, prompt: TokenIds) -> str | None:
+        """Return the group of a request that starts: the given one, if there is one.
+
+        prompt: token ids, int32 [P] or a sequence of int.
+        """
+        named = identity.group is not None or identity.session is not None
+        if named or identity.scope != "tenant" or not 0 < len(prompt) <= _LONGEST:
+            return identity.group
+        try:
+            hashes = context_hashes(prompt)
+        except InvalidTokenError:  # e.g. the placeholder of an image
+            return None
+        whole = (identity.tenant, identity.principal, int(hashes[-1]))
+        root = self._prompts.get(whole)
+        if root is None:
+            root = self._continued(identity, hashes.tolist())
+        self._note(whole, len(prompt), whole[2] if root is None else root)
+        if root is None:
+            return None
+        owner = f"{identity.principal} {root:016x}"
+        return hashlib.blake2b(owner.encode(), digest_size=16, person=b"prompt group").hexdigest()
+
+    def _continued(self, identity: Identity, hashes: list[int]) -> int | None:
+        """Return where the conversation began whose longest known prompt these tokens begin with."""
+        for length in sorted(self._lengths, reverse=True):
+            if _LEAST_CONTINUED <= length < len(hashes):
+                root = self._prompts.get((identity.tenant, identity.principal, hashes[length - 1]))
+                if root is not None:
+                    return root
+        return None
+
+    def _note(self, prompt: _Prompt, length: int, root: int) -> None:
+        self._prompts[prompt] = root
+        self._prompts.move_to_end(prompt)
+        self._lengths[length] = None
+        self._lengths.move_to_end(length)
+        if len(self._lengths) > min(_MAX_LENGTHS, len(self._prompts)):
+            self._lengths.popitem(last=False)
+        if self.bytes > self._max_bytes:
+            self._prompts.popitem(last=False)
