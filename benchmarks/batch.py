@@ -156,8 +156,9 @@ class IndexDrafter:
             a, b = self._step
             batch = len(self._table)  # rows without a draft start or finish in the next step
             self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
-            cost = self._price.cost(batch)
-            budget = self._budget.tokens(batch, self._price.affordable_tokens(batch))
+            prices = self._price.at(batch)
+            cost = prices.cost
+            budget = self._budget.tokens(batch, prices.affordable_tokens)
             max_draft = self._budget.limit(max_draft, budget)
         drafts = self._cache.step(
             self._names,

@@ -280,11 +280,11 @@ class DraftingEngine:
     def _price(self, lookup: _Lookup) -> None:
         """Set the price, the budget and the work of the batch's steps."""
         count = len(lookup.batch)
-        row_seconds = self.step_cost.row_seconds(count)
-        if row_seconds is not None:
-            lookup.work = min(_WORK_SHARE * count * row_seconds, DEFAULT_WORK_SECONDS)
-        lookup.cost = self.step_cost.cost(count)
-        lookup.budget = self.budget.tokens(count, self.step_cost.affordable_tokens(count))
+        prices = self.step_cost.at(count)
+        if prices.row_seconds is not None:
+            lookup.work = min(_WORK_SHARE * count * prices.row_seconds, DEFAULT_WORK_SECONDS)
+        lookup.cost = prices.cost
+        lookup.budget = self.budget.tokens(count, prices.affordable_tokens)
         lookup.as_of = self.step_cost.version
 
     def _draft(
@@ -298,7 +298,7 @@ class DraftingEngine:
                 lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, cost=cost, work_seconds=work
             )
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
-        fused = self.fusion.draft(rows, model, cost, self.step_cost.row_seconds(len(step.batch)))
+        fused = self.fusion.draft(rows, model, cost, self.step_cost.at(len(step.batch)).row_seconds)
         self._model_seconds = fused.seconds
         return fused.drafts
 

@@ -168,6 +168,18 @@ class _Batch:
         return self.share * self.levels[True].base(slope) + (1.0 - self.share) * self.levels[False].seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Hold what is known of steps with some number of rows."""
+
+    cost: float
+    """price of verifying one more token, as a share of a step; from LOWEST_COST to HIGHEST_COST where it is measured"""
+    affordable_tokens: float
+    """draft tokens that keep a step within STEP_MULTIPLE times one without drafts"""
+    row_seconds: float | None
+    """seconds of a step without drafts, divided by its rows; None: not measured yet"""
+
+
 class StepCost:
     """Estimate the price of verifying one more token, and the draft tokens that a step can afford. Does no I/O.
 
@@ -178,13 +190,11 @@ class StepCost:
     def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
         self.given = given
         self.version = 0
-        """number that changes whenever the price or the affordable tokens may have changed"""
+        """number that changes whenever the prices may have changed"""
         self._default = default
         self._batches: dict[int, _Batch] = {}
         self._waiting: list[tuple[int, int, float]] = []
-        self._prices: dict[int, float] = {}  # by number of rows, until more is known
-        self._affordable: dict[tuple[int, float], float] = {}  # draft tokens, by number of rows and multiple
-        self._units: dict[int, float] = {}
+        self._prices: dict[int, Prices] = {}  # by number of rows, until more is known
         self._rows = 1
         self._steps = 0
         self._largest = 0  # most tokens in a step, of rows and drafts
@@ -198,27 +208,12 @@ class StepCost:
         if len(self._waiting) >= min(_TOGETHER, 1 + self._steps // 16):
             self._take_in()
 
-    def cost(self, rows: int) -> float:
-        """Return the current price in a batch of ``rows`` rows, as a share of a step.
-
-        A measured price lies between LOWEST_COST and HIGHEST_COST.
-        """
-        if self.given is not None:
-            return self.given
-        price = self._prices.get(rows)
-        if price is None:
-            price = self._prices[rows] = self._price(rows)
-        return price
-
-    def affordable_tokens(self, rows: int) -> float:
-        """Return how many draft tokens keep a step of ``rows`` rows within STEP_MULTIPLE.
-
-        If a step takes a seconds without drafts and b more for each draft token, d tokens fit if
-        a + b * d = STEP_MULTIPLE * a. The price is b * rows / a, so d = (STEP_MULTIPLE - 1) * rows / price.
-        """
-        if self.given is not None:
-            return (STEP_MULTIPLE - 1.0) * rows / self.given
-        return self.tokens_within(rows, AIMED_MULTIPLE)
+    def at(self, rows: int) -> Prices:
+        """Return the current prices in a batch of ``rows`` rows."""
+        prices = self._prices.get(rows)
+        if prices is None:
+            prices = self._prices[rows] = self._prices_at(rows)
+        return prices
 
     def tokens_within(self, rows: int, multiple: float) -> float:
         """Return how many draft tokens keep a step of ``rows`` rows within ``multiple`` times one without drafts.
@@ -230,20 +225,19 @@ class StepCost:
         beyond the measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft
         tokens measured.
         """
-        tokens = self._affordable.get((rows, multiple))
-        if tokens is None:
-            tokens = self._affordable[rows, multiple] = self._tokens_within(rows, multiple)
-        return tokens
-
-    def row_seconds(self, rows: int) -> float | None:
-        """Return the seconds of a step of ``rows`` rows without drafts, divided by rows; None: not measured yet."""
-        unit = self._units.get(rows)
-        if unit is None:
-            batch = self._nearest(rows)
-            if batch is None:
-                return None
-            unit = self._units[rows] = batch.base(self._slope(batch)[0]) / rows
-        return unit
+        tokens = 0.0
+        batch = self._nearest(rows)
+        if batch is not None:
+            usual, unit = batch.usual, batch.usual.seconds / batch.rows
+            base = usual.base(self._slope(batch)[0])
+            plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
+            mean, _, deviation = self._posterior(batch, unit, unit)
+            slope = max(mean, 0.0) + deviation
+            left = multiple * plain - usual.seconds - usual.noise
+            tokens = (usual.drafted + left / slope) * rows / batch.rows
+            most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
+            tokens = min(tokens, _GROWTH * most)
+        return max(tokens, (multiple - 1.0) * rows)
 
     def stats(self) -> dict[str, Any]:
         """Return the current estimate as JSON, for as many rows as the latest step had.
@@ -257,7 +251,7 @@ class StepCost:
         slope, evidence = self._slope(batch) if batch is not None else (0.0, 0.0)
         return {
             "given": self.given,
-            "cost": self.cost(self._rows),
+            "cost": self.at(self._rows).cost,
             "evidence": evidence,
             "rows": self._rows,
             "ms_per_draft_token": 1e3 * slope,
@@ -316,30 +310,19 @@ class StepCost:
                 slopes[key] = self._slope(batch)[0] if batch.levels else 0.0
             batch.learn(drafted, seconds, slopes[key], self._steps)
         self._prices.clear()
-        self._affordable.clear()
-        self._units.clear()
 
-    def _price(self, rows: int) -> float:
-        batch = self._nearest(rows)
-        if batch is None:
-            return self._default
-        slope, _ = self._slope(batch)
-        return min(max(slope * rows / batch.base(slope), LOWEST_COST), HIGHEST_COST)
-
-    def _tokens_within(self, rows: int, multiple: float) -> float:
-        tokens = 0.0
+    def _prices_at(self, rows: int) -> Prices:
+        cost, row_seconds = self._default, None
         batch = self._nearest(rows)
         if batch is not None:
-            usual, unit = batch.usual, batch.usual.seconds / batch.rows
-            base = usual.base(self._slope(batch)[0])
-            plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
-            mean, _, deviation = self._posterior(batch, unit, unit)
-            slope = max(mean, 0.0) + deviation
-            left = multiple * plain - usual.seconds - usual.noise
-            tokens = (usual.drafted + left / slope) * rows / batch.rows
-            most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
-            tokens = min(tokens, _GROWTH * most)
-        return max(tokens, (multiple - 1.0) * rows)
+            slope, _ = self._slope(batch)
+            base = batch.base(slope)
+            cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
+        if self.given is None:
+            return Prices(cost, self.tokens_within(rows, AIMED_MULTIPLE), row_seconds)
+        # If a step takes a seconds without drafts and b more for each draft token, d tokens fit if
+        # a + b * d = STEP_MULTIPLE * a. The price is b * rows / a.
+        return Prices(self.given, (STEP_MULTIPLE - 1.0) * rows / self.given, row_seconds)
 
     def _slope(self, batch: _Batch) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""

@@ -143,11 +143,11 @@ def test_a_restart_goes_on_with_the_saved_indexes_and_prices(tmp_path: Path) -> 
     engine.run("a", [1, 2, 3], TEXT, session="s")
     for step in range(200):
         engine.proposer.step_cost.observe(1, step % 5, 0.010 + 0.001 * (step % 5))
-    price = engine.proposer.step_cost.cost(1)
+    price = engine.proposer.step_cost.at(1).cost
     engine.proposer.close()
     again = Engine(snapshot=tmp_path / "saved")
-    assert again.proposer.step_cost.cost(1) == pytest.approx(price)
-    assert again.proposer.step_cost.cost(1) != Engine().proposer.step_cost.cost(1)
+    assert again.proposer.step_cost.at(1).cost == pytest.approx(price)
+    assert again.proposer.step_cost.at(1).cost != Engine().proposer.step_cost.at(1).cost
     assert again.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s") < len(TEXT) / 3
     assert again.proposer.stats()["snapshot"]["loaded_tokens"] > 0
     again.proposer.close()
@@ -166,11 +166,11 @@ def test_what_a_snapshot_and_the_store_both_hold_counts_once(tmp_path: Path) -> 
 
 def test_prices_that_cannot_be_read_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     costs = StepCost()
-    fresh = costs.cost(1)
+    fresh = costs.at(1).cost
     for damaged in (b"no json", b"[]", b'{"batches": {"1": {}}}', b'{"batches": {"1": {"levels": {"0": {"x": 1}}}}}'):
         costs.restore(damaged)
     costs.restore(b"")  # there is no snapshot
-    assert costs.cost(1) == fresh
+    assert costs.at(1).cost == fresh
     assert len(caplog.records) == 4
 
 

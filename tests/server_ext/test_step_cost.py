@@ -49,7 +49,7 @@ class Machine:
 def test_it_finds_the_price_in_noise(per_token: float, rows: int) -> None:
     machine, cost = Machine(per_token), StepCost()
     machine.run(cost, 1500, rows)
-    assert cost.cost(rows) == pytest.approx(machine.true_cost(rows), rel=0.2)
+    assert cost.at(rows).cost == pytest.approx(machine.true_cost(rows), rel=0.2)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
@@ -67,7 +67,7 @@ def test_pauses_do_not_count() -> None:
     machine, cost = Machine(0.0004), StepCost()
     machine.pauses = 0.03
     machine.run(cost, 2000)
-    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.25)
+    assert cost.at(1).cost == pytest.approx(machine.true_cost(1), rel=0.25)
 
 
 def test_pauses_at_the_very_beginning_do_not_count() -> None:
@@ -75,21 +75,21 @@ def test_pauses_at_the_very_beginning_do_not_count() -> None:
     for seconds in (8.0, 0.011, 3.0):
         cost.observe(1, 0, seconds)
     machine.run(cost, 400)
-    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.3)
+    assert cost.at(1).cost == pytest.approx(machine.true_cost(1), rel=0.3)
 
 
 def test_before_anything_is_known_it_is_the_default() -> None:
     machine, cost = Machine(0.003), StepCost(0.03)
-    assert cost.cost(1) == cost.cost(64) == 0.03
+    assert cost.at(1).cost == cost.at(64).cost == 0.03
     machine.run(cost, 4, longest=16)
-    assert cost.cost(1) == 0.03
+    assert cost.at(1).cost == 0.03
     assert cost.stats()["evidence"] == 0.0
 
 
 def test_steps_without_drafts_say_nothing_about_their_price() -> None:
     machine, cost = Machine(0.003), StepCost()
     machine.run(cost, 3000, longest=0)
-    assert cost.cost(1) == pytest.approx(DEFAULT_COST, rel=1e-6)
+    assert cost.at(1).cost == pytest.approx(DEFAULT_COST, rel=1e-6)
     assert cost.stats()["evidence"] == 0.0
     assert cost.stats()["ms_per_step"] == pytest.approx(11.0, rel=0.05)
 
@@ -98,7 +98,7 @@ def test_drafts_of_one_length_say_nothing_either() -> None:
     cost = StepCost()
     for _ in range(3000):
         cost.observe(1, 4, 0.02)
-    assert cost.cost(1) == pytest.approx(DEFAULT_COST, rel=0.3)
+    assert cost.at(1).cost == pytest.approx(DEFAULT_COST, rel=0.3)
 
 
 def test_little_evidence_moves_it_a_little() -> None:
@@ -115,7 +115,7 @@ def test_what_rows_cost_is_not_taken_for_the_price_of_drafts() -> None:
     for _ in range(600):
         machine.run(cost, 10, rows=machine.random.randint(1, 8), longest=8)
     for rows in (1, 2, 4, 8):
-        assert cost.cost(rows) == pytest.approx(machine.true_cost(rows), rel=0.35)
+        assert cost.at(rows).cost == pytest.approx(machine.true_cost(rows), rel=0.35)
 
 
 def test_more_rows_make_a_draft_token_dearer() -> None:
@@ -123,11 +123,13 @@ def test_more_rows_make_a_draft_token_dearer() -> None:
     machine, cost = Machine(0.0005, per_row=0.0005), StepCost()
     for rows in (1, 2, 4, 8, 16, 40, 100) * 20:
         machine.run(cost, 25, rows, longest=4)
-    prices = [cost.cost(rows) for rows in (1, 2, 4, 8, 16, 40, 100)]
+    prices = [cost.at(rows).cost for rows in (1, 2, 4, 8, 16, 40, 100)]
     assert all(more > 0.95 * fewer for fewer, more in pairwise(prices))
-    assert cost.cost(8) == pytest.approx(0.0005 * 8 / (0.01 + 0.0005 * 8), rel=0.25)
-    assert cost.cost(100) == pytest.approx(0.0005 * 100 / (0.01 + 0.0005 * 100), rel=0.25)
-    assert cost.cost(90) == pytest.approx(cost.cost(100), rel=0.15)  # of few steps yet: what is known of the nearest
+    assert cost.at(8).cost == pytest.approx(0.0005 * 8 / (0.01 + 0.0005 * 8), rel=0.25)
+    assert cost.at(100).cost == pytest.approx(0.0005 * 100 / (0.01 + 0.0005 * 100), rel=0.25)
+    assert cost.at(90).cost == pytest.approx(
+        cost.at(100).cost, rel=0.15
+    )  # of few steps yet: what is known of the nearest
 
 
 def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
@@ -136,7 +138,7 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
     for pace in (1.0, 1.5, 1.0, 1.8):
         machine.pace = pace
         machine.run(cost, 600)
-    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.25)
+    assert cost.at(1).cost == pytest.approx(machine.true_cost(1), rel=0.25)
 
 
 def test_a_price_that_changes_is_followed() -> None:
@@ -144,22 +146,22 @@ def test_a_price_that_changes_is_followed() -> None:
     machine.run(cost, 1500)
     machine.per_token = 0.002
     machine.run(cost, 3000)
-    assert cost.cost(1) == pytest.approx(machine.true_cost(1), rel=0.2)
+    assert cost.at(1).cost == pytest.approx(machine.true_cost(1), rel=0.2)
 
 
 def test_a_price_measured_too_high_cannot_silence_drafting_for_good() -> None:
     machine, cost = Machine(0.02), StepCost()
     machine.run(cost, 500)
-    assert cost.cost(1) == HIGHEST_COST
+    assert cost.at(1).cost == HIGHEST_COST
     machine.run(cost, 8000, longest=0)
-    assert cost.cost(1) < 2 * DEFAULT_COST
+    assert cost.at(1).cost < 2 * DEFAULT_COST
 
 
 @pytest.mark.parametrize(("per_token", "bound"), [(0.0, LOWEST_COST), (-0.0005, LOWEST_COST), (0.1, HIGHEST_COST)])
 def test_the_price_stays_within_its_bounds(per_token: float, bound: float) -> None:
     machine, cost = Machine(per_token, noise=0.01, base=0.02), StepCost()
     machine.run(cost, 3000, rows=4)
-    assert cost.cost(4) == pytest.approx(bound, abs=0.0005)
+    assert cost.at(4).cost == pytest.approx(bound, abs=0.0005)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -169,7 +171,7 @@ def test_times_that_cannot_be_are_passed_over(seconds: float) -> None:
         cost.observe(1, 3, seconds)
         cost.observe(0, 0, 0.01)
     assert cost.stats()["steps"] == 0
-    assert cost.cost(1) == DEFAULT_COST
+    assert cost.at(1).cost == DEFAULT_COST
 
 
 def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
@@ -178,8 +180,8 @@ def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
     for _ in range(40):
         single.run(cost, 25, rows=1)
         many.run(cost, 25, rows=8)
-    assert cost.cost(1) == pytest.approx(single.true_cost(1), rel=0.3)
-    assert cost.cost(8) == pytest.approx(many.true_cost(8), rel=0.2)
+    assert cost.at(1).cost == pytest.approx(single.true_cost(1), rel=0.3)
+    assert cost.at(8).cost == pytest.approx(many.true_cost(8), rel=0.2)
 
 
 def allowed(cost: StepCost, rows: int) -> float:
@@ -253,7 +255,7 @@ def tokens_per_second(machine: Machine, rows: int, price: float | None) -> float
     for number in range(1000):
         if number == 200:
             tokens = elapsed = 0.0  # settled
-        now = round(cost.cost(rows) if price is None else price, 3)
+        now = round(cost.at(rows).cost if price is None else price, 3)
         drafts = [drafted_for(chance, now) for chance in luck.choices((0.3, 0.6, 0.8, 0.95), k=rows)]
         drafted = sum(length for length, _ in drafts)
         seconds = machine.seconds(rows, drafted)
