@@ -176,7 +176,7 @@ class RequestTagger:
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
         mac = self.callers.mac
         if named is None:
-            return owner if adapter is None else mac("tenant", owner, adapter)
+            return owner if adapter is None else f"{mac('adapter', adapter)}/{owner or ''}"
         if salt is None and adapter is None and not _LOOKS_QUALIFIED.fullmatch(named):
             return named
         apart = mac("apart", salt, adapter)

@@ -8,7 +8,7 @@ records of a session, a group or a tenant's corpus are applied, and the cache ig
 import logging
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
 
-
-_MAX_CORPORA = 4096
-"""Tenants whose corpus counts as loaded."""
 
 Result = TypeVar("Result")
 
@@ -71,7 +68,6 @@ class Persistence:
         self._arrived: Loaded | None = None  # of its records, those from _applied on are to be applied
         self._applied = 0
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
-        self._corpora: OrderedDict[str | None, None] = OrderedDict()  # tenants whose corpus was requested
         self._restored = 0
         self._refused: Counter[str] = Counter()
 
@@ -115,8 +111,8 @@ class Persistence:
             self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and cache.needs_load(tenant, group=group):
             self._loader.request(Wanted(log, tenant, group=group))
-        if identity.scope == "tenant":
-            self._request_corpus(tenant)
+        if identity.scope == "tenant" and self._preload and cache.needs_load(tenant):
+            self._loader.request(Wanted(log, tenant), self._preload)
 
     def has_loaded(self) -> bool:
         """Return whether there may be something to do for ``apply_loaded``."""
@@ -139,14 +135,15 @@ class Persistence:
                 if time.thread_time() >= until:
                     return count
             self._arrived = None
-            wanted = loaded.wanted
-            if loaded.complete and (wanted.session or wanted.group):
-                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group)
+            if loaded.complete:
+                cache.mark_loaded(loaded.wanted.tenant, loaded.wanted.session, group=loaded.wanted.group)
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float, tenant: str | None = None) -> int:
         """Load a tenant's newest turns before serving, in at most ``timeout`` seconds. Return their number."""
-        corpus = self._request_corpus(tenant)
+        corpus = Wanted(self.logs.of(tenant), tenant)
+        if self._preload:
+            self._loader.request(corpus, self._preload)
         deadline = time.monotonic() + timeout
         count, pending = 0, True
         while pending and time.monotonic() < deadline:
@@ -206,16 +203,6 @@ class Persistence:
         if self._arrived is None:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
-
-    def _request_corpus(self, tenant: str | None) -> Wanted:
-        """Request the newest part of a tenant's log, unless that was done."""
-        wanted = Wanted(self.logs.of(tenant), tenant)
-        if self._preload and (tenant in self._corpora or self._loader.request(wanted, self._preload)):
-            self._corpora[tenant] = None
-            self._corpora.move_to_end(tenant)
-            if len(self._corpora) > _MAX_CORPORA:
-                self._corpora.popitem(last=False)
-        return wanted
 
     def _erase(self, store: Store, session: str, logs: Iterable[str], forget: Callable[[], None]) -> Erasure:
         forget()

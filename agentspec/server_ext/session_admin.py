@@ -6,7 +6,7 @@ for its answer. All names here are keys (`Identity.session`), so whoever asks mu
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -52,9 +52,11 @@ class SessionAdmin:
     def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
 
-        "list", principal, any principal, how many: the sessions used last, as dicts. "read", session: its records.
-        "write", session, records: append those that it lacks, and load it; the number of new ones. "tenants", session:
-        under which tenants it holds text. "erase", session, tenants: remove it everywhere.
+        "list", tenant, principal, any of both, how many: the sessions used last, as dicts.
+        "read", session, tenant, any tenant: its records.
+        "write", session, tenant, records: append those that it lacks, and load it; the number of new ones.
+        "tenants", session: under which tenants it holds text. "erase", session, tenants: remove it everywhere.
+        A tenant stands for itself and for those that an adapter or a cache salt sets apart from it.
         """
         try:
             self._jobs[job] = self._submit(what, *args)
@@ -94,19 +96,19 @@ class SessionAdmin:
     def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
         if what == "erase":
             return self._erase(*args)
-        if what == "list":
-            return (self._persistence.submit(lambda store: _list(store, self._logs(store), *args)),)
-        if what == "write":
-            return (self._persistence.submit(lambda store: self._write(store, *args)),)
-        session = args[0]
         if what == "tenants":
-            held = {state.identity.tenant for state in self._of(session)}
-            return (self._persistence.submit(lambda store: [*held | _tenants(store, self._logs(store), session)]),)
-        return (self._persistence.submit(lambda store: _payloads(store, self._logs(store), session)),)
+            args = (*args, {state.identity.tenant for state in self._of(args[0])})
+        jobs: dict[str, Callable[..., Any]] = {
+            "list": self._list,
+            "read": self._read,
+            "write": self._write,
+            "tenants": self._tenants,
+        }
+        return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
 
     def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
         def forget() -> None:
-            for tenant in tenants:
+            for tenant in {*tenants, *self._cache.tenants()}:  # the cache may hold what the store never got
                 self._cache.remove_session(tenant, session)
             if self._keeper is not None:
                 self._keeper.erased()
@@ -119,59 +121,62 @@ class SessionAdmin:
     def _of(self, session: str) -> list[RequestState]:
         return [state for state in self._running.values() if state.identity.session == session]
 
+    def _logs(self, store: Store, tenant: str | None, anybody: bool = False) -> list[str]:
+        logs = self._persistence.logs
+        return store.namespaces(logs.prefix if anybody else logs.family(tenant))
+
+    def _list(
+        self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
+    ) -> list[dict[str, Any]]:
+        held: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several logs
+        for log in self._logs(store, tenant, anybody):
+            for usage in store.sessions(log):
+                if usage.session:
+                    held.setdefault(usage.session, []).append((log, usage))
+        found: list[dict[str, Any]] = []
+        for session in sorted(held, key=lambda session: -max(usage.used for _, usage in held[session])):
+            parts = sorted(held[session], key=lambda part: part[1].used)
+            owners = () if anybody else (turn.principal for turn in _turns(store, parts[-1][0], session, newest=1))
+            if (anybody or principal in owners) and (shown := _shown(store, session, parts)):
+                found.append(shown)
+                if len(found) >= count:
+                    break
+        return found[:count]
+
+    def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> list[bytes]:
+        logs = self._logs(store, tenant, anybody)
+        return [entry.payload for log in logs for entry in store.read(log, session=session)]
+
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes]) -> int:
-        held = {_name_of(record) for log in self._logs(store) for record in _turns(store, log, session)}
+        held = {_name_of(record) for log in self._logs(store, tenant) for record in _turns(store, log, session)}
         new = [payload for payload in payloads if _name_of(decode(payload)) not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
         self._persistence.load_again(tenant, session)
         return len(new)
 
-    def _logs(self, store: Store) -> list[str]:
-        return store.namespaces(self._persistence.logs.prefix)
+    def _tenants(self, store: Store, session: str, held: Set[str | None]) -> list[str | None]:
+        logs = self._logs(store, None, anybody=True)
+        return [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
 
 
-def _list(store: Store, logs: Sequence[str], principal: str | None, anybody: bool, count: int) -> list[dict[str, Any]]:
-    """Return the sessions of a principal, or of anybody: the ``count`` that were used last."""
-    usages: dict[str, list[tuple[str, SessionUsage]]] = {}  # by session, which may be in several tenants' logs
-    for log in logs:
-        for usage in store.sessions(log):
-            if usage.session:
-                usages.setdefault(usage.session, []).append((log, usage))
-    found: list[dict[str, Any]] = []
-    for session in sorted(usages, key=lambda session: -max(usage.used for _, usage in usages[session])):
-        if len(found) >= count:
-            break
-        held = sorted(usages[session], key=lambda each: each[1].used)
-        last = held[-1][0]
-        if not anybody and not any(turn.principal == principal for turn in _turns(store, last, session, newest=1)):
-            continue
-        tokens, newest = 0, None
-        for log, _ in held:
-            for newest in _turns(store, log, session):
-                tokens += len(newest.prompt_tail) + len(newest.response)
-        if newest is None:
-            continue
-        found.append(
-            {
-                "id": newest.session_name,
-                "key": session,
-                "tokens": tokens,
-                "turns": sum(usage.records for _, usage in held),
-                "bytes": sum(usage.bytes for _, usage in held),
-                "used": held[-1][1].used,
-                "group": newest.group_name,
-            }
-        )
-    return found
-
-
-def _payloads(store: Store, logs: Sequence[str], session: str) -> list[bytes]:
-    return [entry.payload for log in logs for entry in store.read(log, session=session)]
-
-
-def _tenants(store: Store, logs: Sequence[str], session: str) -> set[str | None]:
-    return {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}
+def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]) -> dict[str, Any] | None:
+    """Return a session as the list shows it; None if no turn is left. parts: what its logs hold of it, newest last."""
+    tokens, newest = 0, None
+    for log, _ in parts:
+        for newest in _turns(store, log, session):
+            tokens += len(newest.prompt_tail) + len(newest.response)
+    if newest is None:
+        return None
+    return {
+        "id": newest.session_name,
+        "key": session,
+        "tokens": tokens,
+        "turns": sum(usage.records for _, usage in parts),
+        "bytes": sum(usage.bytes for _, usage in parts),
+        "used": parts[-1][1].used,
+        "group": newest.group_name,
+    }
 
 
 def _turns(store: Store, namespace: str, session: str, newest: int | None = None) -> Iterable[TurnRecord]:

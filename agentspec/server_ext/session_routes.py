@@ -88,7 +88,7 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
         raise HTTPException(status_code=403, detail=detail)
     count = max(0, min(limit, _LONGEST_LIST))
     found: dict[str, dict[str, Any]] = {}
-    for answer in await _run(engine, "list", owner.principal, admin, count):
+    for answer in await _run(engine, "list", owner.tenant, owner.principal, admin, count):
         found |= {session["key"]: session for session in answer}
     newest = sorted(found.values(), key=lambda session: -session["used"])[:count]
     shown = newest if admin else [{name: session[name] for name in session if name != "key"} for session in newest]
@@ -99,7 +99,8 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
 async def export_session(request: Request, session_id: str) -> JSONResponse:
     """Return a session's turns, or 404 if the caller has no such session."""
     engine = drafting_engine(request)
-    payloads = await _run(engine, "read", _identity(engine, session_id).session)
+    identity = _identity(engine, session_id)
+    payloads = await _run(engine, "read", identity.session, identity.tenant, identity.principal is None)
     log = await asyncio.to_thread(served_model_key, engine.vllm_config)
     session = await asyncio.to_thread(_export, session_id, log, payloads)
     if session is None:

@@ -267,6 +267,23 @@ def test_a_salted_session_needs_its_salt(start: Start) -> None:
     assert server.listed(ADA, headers=salt) == []
 
 
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_a_session_under_an_adapter_is_one_session(start: Start, tenant: str | None) -> None:
+    server = start(ADA, BOB, tenant=tenant)
+    other = list(range(600, 660))
+    server.say(server.identity(ADA, "one", adapter="tuned@/adapters/tuned"), other)
+    server.say(server.identity(ADA, "one"))
+    server.say(server.identity(BOB, "one", adapter="tuned@/adapters/tuned"))
+    assert server.listed(ADA) == ["one"]
+    (listed,) = server.call(ADA, "GET").json()["sessions"]
+    assert (listed["turns"], listed["tokens"]) == (2, 2 * len(PROMPT) + len(TEXT) + len(other))
+    export = server.call(ADA, "GET", "one")
+    assert sorted(turn["response"][0] for turn in export.json()["turns"]) == [TEXT[0], other[0]]
+    assert server.call(ADA, "PUT", "one", content=export.content).json()["added"] == 0
+    assert server.erase(ADA, "one").json()["records"] == 2
+    assert (server.listed(ADA), server.listed(BOB)) == ([], ["one"])
+
+
 class TestExportAndImport:
     def test_a_session_moves_to_another_caller_and_serves_itself_alone(self, start: Start) -> None:
         server = start(ADA, BOB)
@@ -422,6 +439,17 @@ class TestErasure:
         server.call(ADA, "DELETE", "one")
         assert not server.drafts(with_adapter, list(range(600, 660)))
         assert not server.drafts(server.identity(ADA, "one"))
+
+    def test_a_session_whose_turns_never_reached_the_store_goes_too(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = start(ADA, engines=1)
+        monkeypatch.setattr(server.engines[0]._persistence, "save", lambda turn, identity: None)
+        with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        server.say(with_adapter)
+        assert server.drafts(with_adapter)
+        assert server.erase(ADA, "one").status_code == 200
+        assert not server.drafts(with_adapter)
 
     def test_while_another_process_reads_old_pages_it_is_not_complete(self, start: Start, tmp_path: Path) -> None:
         server = start(ADA, engines=1)

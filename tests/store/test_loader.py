@@ -287,3 +287,73 @@ def test_close_ends_the_thread_even_if_nobody_takes(store: FlakyStore) -> None:
     assert not loader._thread.is_alive()
     assert not loader.request(session("s0"))
     assert not loader.is_pending(session("s0"))
+
+
+def corpus(tenant: str) -> Wanted:
+    return Wanted(f"log-of-{tenant}", tenant)
+
+
+def test_each_tenant_gets_the_newest_of_its_own_log(store: FlakyStore, loader: BackgroundLoader) -> None:
+    for number in range(300):
+        store.append(corpus("abc"[number % 3]).namespace, [entry_of(turn("s", number))])
+    for tenant in "abcd":
+        assert loader.request(corpus(tenant), 50)
+    assert loader.stats().corpora == 4
+    found: dict[Wanted, list[int]] = {}
+
+    def ended() -> bool:
+        while loaded := loader.take():
+            found.setdefault(loaded.wanted, []).extend(map(number_of, loaded.records))
+        return not any(loader.is_pending(corpus(tenant)) for tenant in "abcd")
+
+    wait_until(ended)
+    expected = {tenant: list(range(150 + place, 300, 3)) for place, tenant in enumerate("abc")}
+    assert found == {corpus(tenant): numbers for tenant, numbers in {**expected, "d": []}.items()}
+    assert loader.stats().corpora == 0
+
+
+def test_a_corpus_is_not_read_again_before_all_of_it_was_taken(store: FlakyStore) -> None:
+    loader = BackgroundLoader(store, max_ready_bytes=1)  # room for one batch
+    for number in range(500):
+        store.append(NS, [entry_of(turn("s", number))])
+    store.calls = 0
+    records = []
+    for _ in range(4):
+        assert loader.request(CORPUS, 500)
+        wait_until(loader.has_ready)
+        loaded = loader.take()
+        assert loaded is not None
+        records += loaded.records
+    records += gather(loader, CORPUS)
+    assert [number_of(record) for record in records] == list(range(500))
+    assert store.calls == 1
+    assert loader.request(CORPUS, 500)  # all was taken; whoever asks again gets it again
+    assert len(gather(loader, CORPUS)) == 500
+    loader.close()
+
+
+def test_corpora_are_bounded_apart_from_sessions(store: FlakyStore) -> None:
+    store.gate.clear()
+    loader = BackgroundLoader(store, max_pending=2)
+    loader.request(session("first"))
+    wait_until(lambda: loader._current is not None)
+    assert [loader.request(corpus(tenant), 10) for tenant in "abc"] == [True, True, False]
+    assert loader.request(session("a")) and loader.request(corpus("a"), 10)
+    assert (loader.stats().corpora, loader.stats().refused) == (2, 1)
+    store.gate.set()
+    gather(loader, session("a"), corpus("a"), corpus("b"))
+    assert loader.request(corpus("c"), 10)
+    loader.close()
+
+
+def test_a_corpus_that_cannot_be_read_is_given_up_and_asked_for_again(
+    store: FlakyStore, loader: BackgroundLoader
+) -> None:
+    fill(store, 9)
+    store.error = StoreError("damaged file")
+    loader.request(CORPUS, 9)
+    wait_until(lambda: loader.stats().given_up == 1)
+    assert not loader.is_pending(CORPUS) and loader.stats().corpora == 0
+    store.error = None
+    assert loader.request(CORPUS, 9)
+    assert len(gather(loader, CORPUS)) == 9

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
-from agentspec.cache.store import LogNames, frame, model_key
+from agentspec.cache.store import LogNames, frame, mac, model_key
 from agentspec.cache.store.base import check_namespace
 from agentspec.errors import InvalidSessionError
 
@@ -43,6 +43,18 @@ def test_a_logs_name_tells_nothing_without_the_secret() -> None:
     names = {LogNames("0" * 16, secret).of("acme") for secret in (b"one", b"other")}
     assert len(names) == 2 and not any("acme" in name for name in names)
     assert "secret" not in repr(LogNames("0" * 16, b"secret of the server"))
+
+
+@pytest.mark.parametrize("tenant", [None, "acme", "0123456789abcdef" * 2, "a/b"])
+def test_what_is_set_apart_from_a_tenant_has_logs_of_its_own_in_the_tenants_family(tenant: str | None) -> None:
+    logs = LogNames("0" * 16, b"secret")
+    apart = [f"{mac(b'secret', 'apart', salt)}/{tenant or ''}" for salt in ("one", "two")]
+    names = [logs.of(each) for each in (tenant, *apart)]
+    assert len(set(names)) == 3
+    assert all(name.startswith(logs.family(tenant)) and check_namespace(name) for name in names)
+    assert {logs.family(each) for each in apart} == {logs.family(tenant)}
+    others = [None, "acme", "acme2", "b", "a/b", "0123456789abcdef" * 2]
+    assert sum(logs.of(other).startswith(logs.family(tenant)) for other in others) == 1
 
 
 def test_the_unnamed_tenant_is_no_named_one() -> None:

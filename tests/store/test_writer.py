@@ -361,3 +361,72 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
         sys.setswitchinterval(before)
     assert turns > 100
     writer.close()
+
+
+def test_each_log_gets_its_records_in_order(store: FlakyStore) -> None:
+    writer = BackgroundWriter(store)
+    for number in range(1000):
+        writer.put(f"log-{number % 7}", turn("s", number))
+    assert writer.flush(20)
+    for log in range(7):
+        found = [number_of(decode(entry.payload)) for entry in store.read(f"log-{log}")]
+        assert found == list(range(log, 1000, 7))
+    assert len(store.appended) < 200  # batches, not records
+    writer.close()
+
+
+def test_a_log_whose_append_is_unsure_gets_the_same_records_again_and_no_other_does(store: FlakyStore) -> None:
+    sent: list[tuple[str, list[NewEntry]]] = []
+    original = store.append
+
+    def unsure(namespace: str, entries: list[NewEntry]) -> None:
+        sent.append((namespace, entries))
+        if namespace == "b" and len(sent) < 6:
+            raise StoreUnavailableError("timeout")
+        original(namespace, entries)
+
+    store.append = unsure  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, batch_seconds=0.2, breaker=quick())
+    for number in range(9):
+        writer.put("abc"[number % 3], turn("s", number))
+    assert writer.flush(20)
+    tried = [entries for namespace, entries in sent if namespace == "b"]
+    assert len(tried) > 3 and all(entries == tried[0] for entries in tried)
+    assert [namespace for namespace, _ in sent if namespace != "b"] == ["a", "c"]
+    assert [len(list(store.read(log))) for log in "abc"] == [3, 3, 3]
+    stats = writer.stats()
+    assert (stats.persisted, stats.queued, stats.queued_bytes) == (9, 0, 0)
+    writer.close()
+
+
+def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakyStore) -> None:
+    original = store.append
+
+    def picky(namespace: str, entries: list[NewEntry]) -> None:
+        if any(number_of(decode(entry.payload)) == 13 for entry in entries):
+            raise StoreError("too large")
+        original(namespace, entries)
+
+    store.append = picky  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, breaker=quick())
+    for number in range(60):
+        writer.put(f"log-{number % 3}", turn("s", number))
+    assert writer.flush(20)
+    found = sorted(number_of(decode(entry.payload)) for log in range(3) for entry in store.read(f"log-{log}"))
+    assert found == [number for number in range(60) if number != 13]
+    assert (writer.stats().refused, writer.stats().persisted) == (1, 59)
+    writer.close()
+
+
+def test_an_erased_session_leaves_the_queue_of_every_log(store: FlakyStore) -> None:
+    store.error = StoreUnavailableError("away")
+    writer = BackgroundWriter(store, breaker=quick())
+    for number in range(6):
+        writer.put("ab"[number % 2], turn("gone" if number < 4 else "kept", number))
+    wait_until(lambda: writer.stats().failed > 2)
+    assert writer.forget("gone", 10)
+    store.error = None
+    assert writer.flush(20)
+    assert [[number_of(decode(entry.payload)) for entry in store.read(log)] for log in "ab"] == [[4], [5]]
+    assert (writer.stats().erased, writer.stats().queued_bytes) == (4, 0)
+    writer.close()

@@ -2,21 +2,25 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SCHEMA = "agentspec-log-1"
 """Part of every name. It stays when records get a new version, so that an old log is found and refused by name."""
 
-_MODEL_BYTES, _TENANT_DIGITS = 8, 24
+_MODEL_BYTES, _TENANT_DIGITS, _APART_DIGITS = 8, 24, 16
+_APART = re.compile("[0-9a-f]{32}/(.*)", re.DOTALL)
+"""A tenant apart from another one, by LoRA adapter or cache salt: a MAC of these, and the other's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogNames:
-    """Name the logs of a model: one for each tenant, ``<16 hexadecimal digits>.<24 hexadecimal digits>``.
+    """Name the logs of a model: one for each tenant, ``<16 hexadecimal digits>.<24>``, or ``<16>.<24>.<16>``.
 
     The first part (``find_model_key``) is the same for all logs of a model and its tokenizer, on every server. The
-    second is a MAC of the tenant, so that names in a store tell nothing about tenants.
+    second is a MAC of the tenant, so that names in a store tell nothing about tenants. Tenants that only an adapter or
+    a cache salt sets apart from another one share its second part and have a third.
 
     secret: the servers' (``server_secret``). Servers that share a store need the same one.
     """
@@ -30,8 +34,16 @@ class LogNames:
         return f"{self.model}."
 
     def of(self, tenant: str | None) -> str:
-        """Return the name of a tenant's log. None: the log of callers who cannot be told apart."""
-        return self.prefix + mac(self.secret, "log", tenant)[:_TENANT_DIGITS]
+        """Return the name of a tenant's log. None: the tenant of callers who cannot be told apart."""
+        whole = self.family(tenant)
+        if tenant is not None and _APART.fullmatch(tenant):
+            return f"{whole}.{mac(self.secret, 'log apart', tenant)[:_APART_DIGITS]}"
+        return whole
+
+    def family(self, tenant: str | None) -> str:
+        """Return what the names of a tenant's log, and of the logs set apart from it, begin with."""
+        apart = None if tenant is None else _APART.fullmatch(tenant)
+        return self.prefix + mac(self.secret, "log", (apart[1] or None) if apart else tenant)[:_TENANT_DIGITS]
 
 
 def model_key(config: str, tokenizer: str) -> str:
