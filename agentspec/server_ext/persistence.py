@@ -179,12 +179,17 @@ class Persistence:
         return self._jobs.submit(job)
 
     def stats(self) -> dict[str, Any]:
-        """Return the state of the writer and the loader, as JSON. refused: turns that cannot be used, by kind."""
-        writer, loader = self._writer.stats(), self._loader.stats()
+        """Return the state of the writer and the loader, as JSON.
+
+        refused: turns that cannot be used, by kind. lost, missing: as ``Losses`` counts them.
+        """
+        writer, loader, losses = self._writer.stats(), self._loader.stats(), self._store.losses()
         kinds = {"damaged": loader.damaged, "unknown_version": loader.unknown, **self._refused}
         return {
             "writer": writer.as_dict(),
             "loader": loader.as_dict(),
+            "lost": losses.lost,
+            "missing": losses.missing,
             "restored": self._restored,
             "refused": sum(kinds.values()),
             "refused_by_kind": {kind: count for kind, count in kinds.items() if count},

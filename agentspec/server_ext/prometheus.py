@@ -51,6 +51,8 @@ _COUNTERS = (
     _Figure("store_failed_writes", "store.writer.failed", "Writes that failed; they are repeated."),
     _Figure("store_failed_reads", "store.loader.failed", "Reads that failed; they are repeated."),
     _Figure("store_damaged_records", "store.loader.damaged", "Stored records skipped because they are damaged."),
+    _Figure("store_lost_records", "store.lost", "Records that the store acknowledged to this engine and lost since."),
+    _Figure("store_missing_records", "store.missing", "Records that reads found referred to, but gone."),
 )
 _GAUGES = (
     _Figure("requests_running", "running", "Requests that drafts are made for."),

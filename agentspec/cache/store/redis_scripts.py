@@ -85,11 +85,10 @@ APPEND = (
 -- ARGV: tag, writer, batch, milliseconds until the writer's key expires, and until all others do (0: never),
 -- bytes that an entry costs beside its payload, channel, session and newest id that are expected ('*': any), then for
 -- each entry: session, payload, 1 and a group or 0 and ''. Returns the first id ('' for a conflict), the batch of this
--- writer that was the last one here, and the newest id before this batch ('' for none).
+-- writer that was the last one here ('' for none), and the first id that these keys ever had.
 local writer, batch, cost = tag .. 'w:' .. ARGV[2], ARGV[3], tonumber(ARGV[6])
 local number, first = string.match(redis.call('GET', writer) or '', '^(%d+) (.+)$')
-local newest = redis.call('HGET', usage, 'last') or ''
-if number == batch then return {first, number, newest} end
+if number == batch then return {first, number, redis.call('HGET', usage, 'born') or ''} end
 if ARGV[9] ~= '*' then
   if (id_of(redis.call('LINDEX', tag .. 's:' .. ARGV[8], -1)) or '') ~= ARGV[9] then return {'', '', ''} end
 end
@@ -121,13 +120,14 @@ for i = 10, #ARGV, 4 do
   charge(session, 1, #payload + cost, ms)
 end
 redis.call('HSET', usage, 'last', id)
+redis.call('HSETNX', usage, 'born', first)
 redis.call('SET', writer, batch .. ' ' .. first, 'PX', ARGV[4])
 if ARGV[5] ~= '0' then
   for _, key in ipairs({log, sessions, usage, tombstones, doomed}) do redis.call('PEXPIRE', key, ARGV[5]) end
   for _, key in ipairs(lists) do redis.call('PEXPIRE', key, ARGV[5]) end
 end
 redis.pcall('PUBLISH', ARGV[7], id)
-return {first, number or '', newest}
+return {first, number or '', redis.call('HGET', usage, 'born')}
 """
 )
 

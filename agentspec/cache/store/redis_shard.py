@@ -10,9 +10,11 @@ from agentspec.cache.store.redis_client import RedisClient
 ENTRY_BYTES = 90
 """Bytes that the server needs for an entry beside its payload, in a log that mixes them, measured on Redis 7."""
 
+WRITER_SECONDS = 3_600
+"""Time after which the server forgets the last batch of a writer."""
+
 _ROWS = 128  # most entries, and
 _ROWS_BYTES = 1 << 20  # about the most bytes, that a read takes at once
-_WRITER_EXPIRY_MS = 3_600_000
 
 Id = tuple[int, int]
 """Place of an entry in its log: milliseconds and a count."""
@@ -24,12 +26,12 @@ class Appended(NamedTuple):
     """Hold the answer to an append.
 
     first: the first entry's id. before: number of this writer's last batch that the server had, 0 if it knows none.
-    newest: id of the newest entry that it had.
+    born: the first id that the shard ever had, which tells it from another one after the server lost everything.
     """
 
     first: Id
     before: int
-    newest: Id
+    born: bytes
 
 
 class _Reference(NamedTuple):
@@ -63,12 +65,16 @@ class RedisShard:
         expiry_ms: time after which the keys expire, 0: never. expected: session whose newest entry must have the id
         ``newest``.
         """
-        arguments: list[str | bytes | int] = [self.tag, writer, number, _WRITER_EXPIRY_MS, expiry_ms, ENTRY_BYTES]
+        arguments: list[str | bytes | int] = [self.tag, writer, number, WRITER_SECONDS * 1000, expiry_ms, ENTRY_BYTES]
         arguments += [self._channel, expected or "", newest]
         for session, payload, group, _ in entries:
             arguments += (session, payload, 0 if group is None else 1, group or "")
-        first, before, last = self._run(redis_scripts.APPEND, arguments)
-        return Appended(parsed(first), int(before or 0), parsed(last) if last else START) if first else None
+        first, before, born = self._run(redis_scripts.APPEND, arguments)
+        return Appended(parsed(first), int(before or 0), born) if first else None
+
+    def has(self, number: Id) -> bool:
+        """Return whether the log has an entry with this id."""
+        return bool(self._client.command("XRANGE", f"{self.tag}log", wire(number), wire(number)))
 
     def erase(self, session: str, tombstone: bytes) -> tuple[int, Id | None]:
         """Erase a session. Returns how many entries it had, and the id of its tombstone."""

@@ -54,7 +54,17 @@ from agentspec.cache.store.base import (
 )
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.redis_client import Notices, RedisAddress, RedisClient
-from agentspec.cache.store.redis_shard import START, Appended, Id, RedisShard, cursor, id_of, parsed, wire
+from agentspec.cache.store.redis_shard import (
+    START,
+    WRITER_SECONDS,
+    Appended,
+    Id,
+    RedisShard,
+    cursor,
+    id_of,
+    parsed,
+    wire,
+)
 from agentspec.errors import StoreError, StoreVersionError
 
 logger = logging.getLogger(__name__)
@@ -70,11 +80,16 @@ _NAMED = 20  # lost records that a line of the log names
 
 @dataclass(slots=True)
 class _Acknowledged:
-    """Hold what the server acknowledged of this process in one shard: its last batch, its newest id, its records."""
+    """Hold what the server acknowledged of this process in one shard.
+
+    batch, last, at: number, last id and time of the last batch. records: how many in all. born: as in Appended.
+    """
 
     batch: int = 0
-    newest: Id = START
+    last: Id = START
+    at: float = 0.0
     records: int = 0
+    born: bytes = b""
 
 
 @dataclass(slots=True)
@@ -140,7 +155,7 @@ class RedisStore:
                 if answer is None:
                     self._unsure = None
                     raise conflict(expected or "")
-                self._note(namespace, shards[place].tag, answer, part)
+                self._note(namespace, shards[place], answer, part)
                 for offset, index in enumerate(indices):
                     sequences[index] = cursor((answer.first[0], answer.first[1] + offset))
             self._unsure = None
@@ -279,19 +294,24 @@ class RedisStore:
         """Send one command to the server, and return its answer."""
         return self._client.command(*command)
 
-    def _note(self, namespace: str, tag: str, answer: Appended, part: Sequence[NewEntry]) -> None:
+    def _note(self, namespace: str, shard: RedisShard, answer: Appended, part: Sequence[NewEntry]) -> None:
         """Compare what a shard had before a batch with what it has acknowledged, and name what it has lost."""
-        held = self._acknowledged.setdefault(tag, _Acknowledged())
-        self._acknowledged.move_to_end(tag)
+        held = self._acknowledged.setdefault(shard.tag, _Acknowledged(born=answer.born))
+        self._acknowledged.move_to_end(shard.tag)
         if len(self._acknowledged) > _REMEMBERED:
             self._acknowledged.popitem(last=False)
-        # A writer that rested has no key there any more, but its entries, or others' after them, are.
-        rested = answer.before == 0 and answer.newest >= held.newest
-        if answer.before < held.batch and not rested:
-            self._name_lost(namespace, tag, answer.before, held)
-        last = (answer.first[0], answer.first[1] + len(part) - 1)
-        held.batch, held.newest, held.records = self._number, last, held.records + len(part)
-        self._batches.append((tag, self._number, [entry.name for entry in part]))
+        if answer.born != held.born:
+            self._name_lost(namespace, shard.tag, 0, held)
+        elif answer.before < held.batch and not (answer.before == 0 and self._rested(shard, held)):
+            self._name_lost(namespace, shard.tag, answer.before, held)
+        held.batch, held.at, held.born = self._number, time.monotonic(), answer.born
+        held.last = (answer.first[0], answer.first[1] + len(part) - 1)
+        held.records += len(part)
+        self._batches.append((shard.tag, self._number, [entry.name for entry in part]))
+
+    def _rested(self, shard: RedisShard, held: _Acknowledged) -> bool:
+        """Return whether the server forgot only the number of the last batch, after its time or by eviction."""
+        return time.monotonic() - held.at > WRITER_SECONDS / 2 or shard.has(held.last)
 
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
         """Count and log the records that a shard had acknowledged behind batch ``before``, its last one."""
