@@ -75,7 +75,7 @@ def mixed_calls(options: argparse.Namespace) -> list[Call]:
 
 
 def _lanes(options: argparse.Namespace, workload: str, rows: int) -> Iterator[Call]:
-    lanes: dict[str, int] = {}
+    lanes: dict[str | None, int] = {}
     for call in engines.short_calls(options, workload):
         lane = lanes.setdefault(call.session, len(lanes) % rows)
         yield replace(call, lane=f"{workload}, row {lane}")

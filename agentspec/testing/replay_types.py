@@ -31,11 +31,12 @@ class ReplayError(AgentSpecError):
 class Call:
     """Hold one recorded model call. ``prompt``: token ids int32[P], P >= 1. ``response``: int32[R], R >= 1.
 
-    ``lane``: calls of one lane never run at the same time (default: the session is the lane). With as many lanes as
-    slots, each lane keeps its slot until its calls run out.
+    ``session``: None: the call names none. ``lane``: calls of one lane never run at the same time (default: the session
+    is the lane, and a call without one has its own). With as many lanes as slots, each lane keeps its slot until its
+    calls run out.
     """
 
-    session: str
+    session: str | None
     prompt: Int32
     response: Int32
     group: str | None = None

@@ -135,9 +135,9 @@ class Engine:
         """Start a call. Return its id in outputs, and the engine's own id for it."""
         from vllm import SamplingParams
 
-        extra: dict[str, Any] = {REPLAY_KEY: [int(token) for token in call.response], "session_id": call.session}
-        if call.group is not None:
-            extra["group_id"] = call.group
+        extra: dict[str, Any] = {REPLAY_KEY: [int(token) for token in call.response]}
+        ids = {"session_id": call.session, "group_id": call.group}
+        extra |= {name: value for name, value in ids.items() if value is not None}
         params = SamplingParams(
             temperature=0.0, max_tokens=len(call.response), ignore_eos=True, detokenize=False, extra_args=extra
         )
@@ -257,8 +257,9 @@ class Replay:
         return self._engine.accepted_by_source(running.request_id)
 
 
-def _lane(call: Call) -> str:
-    return call.session if call.lane is None else call.lane
+def _lane(call: Call) -> str | int:
+    lane = call.session if call.lane is None else call.lane
+    return id(call) if lane is None else lane
 
 
 # --- The replay in vLLM's model runner
