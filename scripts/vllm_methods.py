@@ -33,6 +33,8 @@ READ = (
     "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
     "vllm.v1.spec_decode.medusa:MedusaProposer",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
     "vllm.v1.spec_decode.ngram_proposer:NgramProposer.__init__",
@@ -40,7 +42,6 @@ READ = (
     "vllm.v1.structured_output.utils:apply_grammar_bitmask",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState",
     "vllm.v1.worker.gpu_input_batch:InputBatch",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
 )
 """What the adapter calls, or builds on, without wrapping it."""

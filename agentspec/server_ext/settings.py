@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_session_id
@@ -44,43 +44,6 @@ class MemoryShares:
         part = max_bytes // 16
         queue, figures = min(part, QUEUE_BYTES), min(part, _LARGEST_FIGURES)
         return cls(max_bytes - 2 * queue - figures, queue, figures)
-
-
-class NgramSettings(BaseModel):
-    """Hold the settings of vLLM's prompt look-up, by vLLM's names.
-
-    For example {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: Literal["ngram"]
-    num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
-    """Tokens that the look-up drafts; suffix drafts may be longer."""
-    prompt_lookup_min: int | None = Field(default=None, ge=1)
-    """Shortest n-gram to look up; None: vLLM's default."""
-    prompt_lookup_max: int | None = Field(default=None, ge=1)
-    """Longest n-gram to look up; None: vLLM's default."""
-
-
-class MedusaSettings(BaseModel):
-    """Hold the settings of Medusa heads that were trained for the served model, by vLLM's names.
-
-    For example {"method": "medusa", "model": "folder or hub id", "num_speculative_tokens": 4}.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: Literal["medusa"]
-    model: str = Field(min_length=1)
-    """Folder or hub id of the Medusa heads."""
-    num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT)
-    """Number of Medusa heads to use."""
-    revision: str | None = None
-    """Revision of the hub repository; None: the default one."""
-
-
-DrafterSettings = Annotated[NgramSettings | MedusaSettings, Field(discriminator="method")]
 
 
 class Settings(BaseModel):
@@ -124,6 +87,8 @@ class Settings(BaseModel):
     """Number of newest stored turns to read into the suffix indexes at start."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
     """Longest time that the start waits for stored turns, in seconds; the rest is loaded while serving."""
+    max_draft: int | None = Field(default=None, ge=1, le=MAX_DRAFT)
+    """Longest draft of one request, in tokens. None: as long as the engine can verify."""
     verify_cost: float | None = Field(default=None, gt=0.0, le=1.0)
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
@@ -138,8 +103,6 @@ class Settings(BaseModel):
     """Data type of the speculator's weights; auto: the served model's."""
     speculator_fp8: Literal["off", "head", "all"] = "off"
     """Speculator weights in FP8: none, the head, or the projections too. FP8 halves the bytes to read."""
-    drafter: DrafterSettings | None = None
-    """vLLM's own drafter to use beside the suffix index, in place of a speculator."""
     score_suffix_drafts: bool = True
     """True: the draft model scores the suffix drafts, which changes, cuts or drops them. False: it only drafts."""
     arctic_suffix_rule: ArcticSettings | None = None
@@ -163,12 +126,6 @@ class Settings(BaseModel):
             raise ValueError("give the name of an HTTP header, such as X-Principal")
         return value
 
-    @model_validator(mode="after")
-    def _one_draft_model(self) -> "Settings":
-        if self.speculator is not None and self.drafter is not None:
-            raise ValueError("speculator and drafter: there is one draft model; give one of them")
-        return self
-
 
 def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings from vLLM's ``additional_config`` value and the environment.
@@ -179,6 +136,11 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
     if not isinstance(section, Mapping):
         kind = type(section).__name__
         raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {kind}")
+    if "drafter" in section:
+        raise ConfigurationError(
+            "agentspec setting 'drafter' has gone: give the method to vLLM, with the same keys: --speculative-config "
+            "'{\"method\": …}', offline engine_options(speculative_config={…})"
+        )
     values: dict[str, Any] = dict(section)
     for field, variable in _ENVIRONMENT.items():
         if environ.get(variable):

@@ -12,8 +12,7 @@ parameters and their defaults. One index serves all requests of a principal, wha
 all requests of the server. agentspec's budget in tokens (``max_tokens``) limits the past requests that the index holds,
 except that 0 still means none.
 
-``{"method": "ngram", …}`` and ``{"method": "medusa", …}`` under ``agentspec serve``, or where the engine has agentspec
-settings: vLLM's own drafter, with its own parameters, beside the suffix indexes. Elsewhere they stay vLLM's.
+vLLM's other methods stay as they are configured: ``vllm_adapter.native_methods``.
 """
 
 from collections.abc import Mapping
@@ -21,10 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.settings import MedusaSettings, NgramSettings
 
-NATIVE_METHODS = ("ngram", "medusa")
-METHODS = ("arctic", "suffix", *NATIVE_METHODS)
+METHODS = ("arctic", "suffix")
 
 # Maps agentspec's name of each of the rule's parameters to vLLM's and to ArcticInference's.
 _RULE = {
@@ -41,8 +38,6 @@ _KNOWN = {
         *(*_COMMON, "model", "enable_suffix_decoding", "suffix_speculative_tokens"),
         *(name for names in _RULE.values() for name in names),
     },
-    "ngram": {*NgramSettings.model_fields, "model", "disable_by_batch_size"},
-    "medusa": {*MedusaSettings.model_fields, "disable_by_batch_size"},
 }
 NOTHING = {"max_spec_factor": 0.0}
 """Parameters that make every suffix draft empty, so that only the draft model drafts."""
@@ -78,8 +73,6 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
     settings: dict[str, Any] = {}
     if config.get("disable_by_batch_size") is not None:
         settings["disable_by_batch_size"] = _number(config, "disable_by_batch_size", 1)
-    if method in NATIVE_METHODS:
-        return _native(config, settings, max_draft)
     return _suffix(config, settings) if method == "suffix" else _arctic(config, settings, max_draft)
 
 
@@ -123,13 +116,6 @@ def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int 
         settings["scope"] = "none"
     longest = _number(config, "suffix_speculative_tokens", 0) if "suffix_speculative_tokens" in config else 0
     return Translation(longest or _at_least(tokens or 0, max_draft), settings)
-
-
-def _native(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
-    own = MedusaSettings if config["method"] == "medusa" else NgramSettings
-    settings["drafter"] = {name: config[name] for name in own.model_fields if config.get(name) is not None}
-    tokens = 0 if config.get("num_speculative_tokens") is None else _number(config, "num_speculative_tokens", 1)
-    return Translation(_at_least(tokens, max_draft), settings)
 
 
 def _at_least(tokens: int, max_draft: int | None) -> int | None:

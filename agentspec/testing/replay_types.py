@@ -129,7 +129,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     if method == "none":
         return None
     if method == "agentspec":
-        from agentspec.server_ext.vllm_adapter.launch import speculative_config as agentspec_config
+        from agentspec.server_ext.vllm_adapter.launch import own_config as agentspec_config
 
         return agentspec_config(max_draft)
     config: dict[str, Any] = {"method": method}

@@ -1,4 +1,7 @@
-"""vLLM's own drafters beside the trees: the text stays vLLM's, and what they draft is verified and accepted."""
+"""vLLM's own drafters beside the suffix index: the text stays vLLM's, and what both draft is accepted.
+
+Each method takes a server of its own: `make test-drafters`.
+"""
 
 from collections.abc import Iterator
 
@@ -10,7 +13,7 @@ from tests.end_to_end.conftest import MODEL, speculating
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 
 HEADS = MODEL.with_name("medusa")
 DRAFTERS = {

@@ -179,8 +179,9 @@ def test_a_worker_that_shuts_down_closes_the_extension_first() -> None:
 class Extension:
     """Stands for a RunnerExtension."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, native: Any = None) -> None:
         self.vllm_config = vllm_config
+        self.waiting = None
         self.engine = SimpleNamespace(
             stats=lambda: {"steps": 7}, request=lambda name, caller, admin: {"asked": (name, caller, admin)}
         )
@@ -291,7 +292,7 @@ class TestPatches:
         installed: list[Any] = []
         monkeypatch.setattr(vllm_adapter, "install", installed.extend)
         for method in ("ngram", "custom_class"):
-            config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
+            config = TestStart.config(speculative_config=SimpleNamespace(method=method, model=PROPOSER_PATH))
             vllm_adapter.init_device(
                 lambda worker: installed.append("runner made"), SimpleNamespace(vllm_config=config)
             )

@@ -159,6 +159,7 @@ class SureModel:
 
     positions = 4
     overlaps = False
+    choices = None
 
     def launch(self, rows: Sequence[int], proposals: NDArray[np.int64]) -> Callable[[], ModelDraft]:
         tokens = np.where(proposals == FREE, 7, proposals)

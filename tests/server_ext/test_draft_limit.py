@@ -69,10 +69,13 @@ def test_adapters_leave_what_a_step_can_hold(tmp_path: Path, given: dict[str, An
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 def test_a_given_number_wins(tmp_path: Path, model: dict[str, Any]) -> None:
     assert draft_limit(tmp_path, model, engine_options(max_draft=37, store="memory://"))[0] == 37
+    setting = {**engine_options(store="memory://"), "additional_config": {"agentspec": {"max_draft": 36}}}
+    assert draft_limit(tmp_path, model, setting)[0] == 36
 
 
 def test_a_draft_model_may_draft_all_it_was_told_to(tmp_path: Path) -> None:
-    options = engine_options(store="memory://", drafter={"method": "ngram", "num_speculative_tokens": 9})
+    method = {"method": "ngram", "num_speculative_tokens": 9}
+    options = engine_options(store="memory://", speculative_config=method)
     assert draft_limit(tmp_path, MAMBA, options)[0] == 9
 
 

@@ -271,6 +271,7 @@ class Oracle:
     def __init__(self, text: Sequence[int], right: float, sure: float = 0.8, overlaps: bool = False) -> None:
         self.positions = 3
         self.overlaps = overlaps
+        self.choices: Sequence[int] | None = None
         self.length = 0
         self.launched: list[tuple[list[int], Int64]] = []
         self._text = text

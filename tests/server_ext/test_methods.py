@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec.cache import DraftPolicy
-from agentspec.errors import ConfigurationError, SpeculatorError
+from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.engine import draft_policy
 from agentspec.server_ext.settings import Settings, load_settings
@@ -99,8 +99,6 @@ def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str,
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
         ({"method": "suffix", "enable_suffix_decoding": False}, "enable_suffix_decoding"),
         ({"method": "eagle3"}, "eagle3"),
-        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 3}, "prompt_lookup is not known"),
-        ({"method": "medusa", "model": "heads", "num_speculative_tokens": 0}, "num_speculative_tokens"),
     ],
 )
 def test_a_key_that_cannot_work_is_named(config: dict[str, Any], message: str) -> None:
@@ -119,46 +117,10 @@ def test_a_parameter_of_the_rule_out_of_range_is_named() -> None:
         load_settings({"agentspec": {"arctic_suffix_rule": {"min_token_prob": 2.0}}}, environ={})
 
 
-@pytest.mark.parametrize(
-    ("config", "drafter"),
-    [
-        (
-            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "disable_by_batch_size": 8},
-            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
-        ),
-        (
-            {"method": "medusa", "model": "heads", "num_speculative_tokens": 20},
-            {"method": "medusa", "model": "heads", "num_speculative_tokens": 20},
-        ),
-    ],
-)
-def test_vllms_own_drafters_stand_beside_the_trees(config: dict[str, Any], drafter: dict[str, Any]) -> None:
-    translation = translate(config)
-    assert translation.max_draft is None
-    assert translate(config, 16).max_draft == max(16, config["num_speculative_tokens"])
-    settings = Settings(store="memory://", **translation.settings)
-    assert settings.drafter is not None
-    assert settings.drafter.model_dump(exclude_none=True) == drafter
-    assert settings.disable_by_batch_size == config.get("disable_by_batch_size")
-
-
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [
-        ({"method": "eagle3"}, "eagle3"),
-        ({"method": "medusa", "num_speculative_tokens": 4}, "model"),
-        ({"method": "ngram"}, "num_speculative_tokens"),
-    ],
-)
-def test_a_drafter_that_cannot_work_is_named(drafter: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        load_settings({"agentspec": {"drafter": drafter}}, environ={})
-
-
-def test_there_is_one_draft_model() -> None:
+def test_the_setting_that_was_names_the_new_way() -> None:
     drafter = {"method": "ngram", "num_speculative_tokens": 4}
-    with pytest.raises(ConfigurationError, match="one of them"):
-        load_settings({"agentspec": {"drafter": drafter, "speculator": "folder"}}, environ={})
+    with pytest.raises(ConfigurationError, match="give the method to vLLM"):
+        load_settings({"agentspec": {"drafter": drafter}}, environ={})
 
 
 class TestServe:
@@ -186,9 +148,25 @@ class TestServe:
         own = json.dumps({"agentspec": {"tenant": "acme"}})
         assert self.served({"method": "suffix"}, "--additional-config", own)[1]["tenant"] == "acme"
 
-    @pytest.mark.parametrize("method", ["draft_model", "eagle3", None])
-    def test_another_method_is_refused_with_the_remedy(self, method: str | None) -> None:
-        with pytest.raises(ConfigurationError, match="vllm serve"):
+    @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "ngram"])
+    def test_vllms_methods_stay_as_they_are(self, method: str) -> None:
+        given = {"method": method, "model": "m", "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+        speculative, settings = self.served(given, max_draft=32)
+        assert speculative == given
+        assert settings == {"max_draft": 32}
+
+    def test_vllm_finds_the_method_of_a_model_itself(self) -> None:
+        assert self.served({"model": "head-eagle3", "num-speculative-tokens": 3})[0] == {
+            "model": "head-eagle3",
+            "num_speculative_tokens": 3,
+        }
+
+    @pytest.mark.parametrize(
+        ("method", "remedy"),
+        [(None, "vllm serve"), ("custom_class", "vllm serve"), ("dspark", "vllm serve"), ("mlp_speculator", "arctic")],
+    )
+    def test_another_method_is_refused_with_the_remedy(self, method: str | None, remedy: str) -> None:
+        with pytest.raises((ConfigurationError, UnsupportedEngineError), match=remedy):
             self.served({"method": method})
 
     def test_a_folder_that_holds_no_speculator_shows_before_vllm_starts(self, tmp_path: Path) -> None:
@@ -247,14 +225,6 @@ class TestOffline:
         launch.translate_method(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
-    @pytest.mark.parametrize(("additional", "ours"), [({}, False), ({"agentspec": {}}, True)])
-    def test_vllms_own_drafters_are_vllms_without_settings_of_ours(
-        self, additional: dict[str, Any], ours: bool
-    ) -> None:
-        arguments = self.arguments({"method": "medusa", "model": "heads", "num_speculative_tokens": 4}, additional)
-        launch.translate_method(arguments)
-        assert (arguments.speculative_config["method"] == "custom_class") == ours
-
     def test_vllm_itself_makes_such_a_config(self) -> None:
         """The wrap is where vLLM makes its SpeculativeConfig of what the user wrote."""
         from vllm.engine.arg_utils import EngineArgs
@@ -281,7 +251,7 @@ class TestSwitch:
 
     def test_an_engine_without_a_method_drafts(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO"):
-            assert self.switched() == launch.speculative_config()
+            assert self.switched() == launch.own_config()
         assert caplog.messages == ["agentspec: AGENTSPEC=1: this engine drafts from suffix indexes"]
 
     @pytest.mark.parametrize("environ", [{}, {"AGENTSPEC": ""}, {"AGENTSPEC": "0"}])

@@ -1,10 +1,10 @@
-"""vLLM's own drafters as they are built beside the trees: real proposers of vLLM, without a running engine."""
+"""vLLM's own drafters beside the suffix index: how they are configured, and when and for how many tokens they run."""
 
-import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,171 +12,298 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from vllm.config import set_current_vllm_config
-from vllm.distributed import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
 
-from agentspec.errors import SpeculatorError
-from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft
-from agentspec.server_ext.settings import MedusaSettings, NgramSettings
-from agentspec.server_ext.vllm_adapter.draft_models import MedusaDrafter, NgramDrafter
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.fusion.calibrator import UNKNOWN
+from agentspec.server_ext.fusion.draft_model import FREE
+from agentspec.server_ext.vllm_adapter import native_drafters, runner
+from agentspec.server_ext.vllm_adapter.launch import engine_options, uses_agentspec
+from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, as_model_draft
+from agentspec.server_ext.vllm_adapter.native_methods import adopt, as_configured, drafter_tokens
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
-WIDTH, VOCABULARY = 192, 1536
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+BESIDE = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM's configuration of the demo's model, and the one-process group that its layers need."""
-    config = EngineArgs(
-        model=str(MODEL), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8
-    ).create_engine_config()
-    group = tmp_path_factory.mktemp("group") / "init"
-    patch = pytest.MonkeyPatch()
-    if not torch.accelerator.is_available():  # as vLLM's CPU runner has it
-        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{group}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-    yield config
-    destroy_model_parallel()
-    destroy_distributed_environment()
-    patch.undo()
+def configured(method: dict[str, Any], max_draft: int | None = None, **options: Any) -> Any:
+    """vLLM's configuration of the demo's model with one of its own methods and agentspec's settings."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    vllm_adapter.register()
+    given = engine_options(speculative_config=method, max_draft=max_draft, store="memory://")
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    return EngineArgs(model=str(MODEL), **{**settings, **given, **options}).create_engine_config()
 
 
-def write_heads(folder: Path, heads: int = 3, width: int = WIDTH) -> dict[str, torch.Tensor]:
-    """Random Medusa heads with one shared output matrix, in the published layout."""
-    generator = torch.Generator().manual_seed(5)
+class TestConfiguration:
+    def test_drafts_are_longer_than_the_drafters(self) -> None:
+        config = configured(NGRAM)
+        assert config.speculative_config.method == "ngram"
+        assert config.speculative_config.prompt_lookup_max == 4
+        assert (config.num_speculative_tokens, drafter_tokens(config.speculative_config)) == (MAX_DRAFT, 5)
+        assert uses_agentspec(config)
+        assert not config.scheduler_config.async_scheduling
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / width**0.5
+    def test_the_drafter_gets_kv_slots_for_its_own_tokens(self) -> None:
+        config = configured(BESIDE)
+        assert config.num_speculative_tokens == MAX_DRAFT
+        assert config.num_lookahead_tokens == 3
+        assert config.speculative_config.max_num_new_slots_for_drafting == 1
+        assert config.uniform_decode_query_len == 1
+        assert not config.use_v2_model_runner
+        assert not config.scheduler_config.async_scheduling, "vLLM's default for draft models"
 
-    weights = {f"medusa_heads.{k}.0.linear.weight": random(width, width) for k in range(heads)}
-    weights |= {f"medusa_heads.{k}.0.linear.bias": random(width) for k in range(heads)}
-    weights["lm_heads.0.weight"] = random(VOCABULARY, width) * 5
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": width}
-    config |= {"vocab_size": VOCABULARY, "medusa_num_heads": heads, "medusa_num_layers": 1}
-    config |= {"medusa_fc_bias": True, "original_lm_head": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    return weights
+    def test_the_number_survives_the_way_to_the_worker(self) -> None:
+        config = pickle.loads(pickle.dumps(configured(NGRAM)))
+        assert drafter_tokens(config.speculative_config) == 5
 
+    def test_a_drafter_is_made_for_its_own_tokens(self) -> None:
+        config = configured(BESIDE)
+        own = as_configured(config)
+        assert own.num_speculative_tokens == 3
+        assert config.num_speculative_tokens == MAX_DRAFT
+        assert own.compilation_config is config.compilation_config, "where layers register for their KV cache"
 
-def target() -> Any:
-    """All that a drafter asks of the served model is where it is."""
-    return torch.nn.Linear(1, 1)
+    @pytest.mark.parametrize(("limit", "longest"), [(16, 16), (2, 5)])
+    def test_the_longest_draft_holds_the_drafters(self, limit: int, longest: int) -> None:
+        assert configured(NGRAM, max_draft=limit).num_speculative_tokens == longest
 
+    def test_without_settings_of_ours_it_is_vllms(self) -> None:
+        config = configured(NGRAM, additional_config={})
+        assert config.num_speculative_tokens == 5
+        assert not uses_agentspec(config)
 
-def medusa(engine: Any, folder: Path, tokens: int = 3) -> MedusaDrafter:
-    settings = MedusaSettings(method="medusa", model=str(folder), num_speculative_tokens=tokens)
-    drafter = MedusaDrafter(settings, engine)
-    drafter.load(target())
-    return drafter
+    def test_switched_off_it_is_vllms(self) -> None:
+        config = configured(NGRAM, additional_config={"agentspec": {"enabled": False, "store": "memory://"}})
+        assert config.num_speculative_tokens == 5
+        assert not uses_agentspec(config)
 
-
-def ask(drafter: Any, forward: ForwardPass, rows: list[int], proposals: list[list[int]]) -> ModelDraft:
-    bound = drafter.bind(forward)
-    answer: ModelDraft = bound.launch(rows, np.array(proposals, dtype=np.int64))()
-    bound.close()
-    return answer
-
-
-def test_medusa_drafts_what_its_weights_say(engine: Any, tmp_path: Path) -> None:
-    weights = write_heads(tmp_path)
-    drafter = medusa(engine, tmp_path)
-    # three rows: two drafted tokens of which one was accepted; a prompt still being read; no draft
-    hidden = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
-    forward = ForwardPass(
-        scheduler_output=None,
-        sampled=[[7, 8], [], [9]],
-        sample_hidden_states=hidden,
-        spec_decode_metadata=SimpleNamespace(num_draft_tokens=[2, 0, 0]),
+    @pytest.mark.parametrize(
+        ("method", "options", "message"),
+        [
+            ({"method": "ngram_gpu", "num_speculative_tokens": 3}, {}, 'use "ngram"'),
+            (NGRAM, {"async_scheduling": True}, "leave the option out"),
+            ({**NGRAM, "rejection_sample_method": "block"}, {}, "rejection_sample_method"),
+            (NGRAM, {"additional_config": {"agentspec": {"speculator": "x"}}}, "give one of them"),
+        ],
     )
-    proposed = [[FREE] * 3, [11, FREE, 12], [FREE] * 3]
-    answer = ask(drafter, forward, [0, 0, 2], proposed)
-    for k in range(3):
-        states = hidden[[1, 1, 4]]
-        layer = states @ weights[f"medusa_heads.{k}.0.linear.weight"].T + weights[f"medusa_heads.{k}.0.linear.bias"]
-        head = states + torch.nn.functional.silu(layer)
-        chances = (head @ weights["lm_heads.0.weight"].T).softmax(dim=-1).numpy()
-        assert answer.top[:, k].tolist() == chances.argmax(-1).tolist()
-        taken = np.where(np.array(proposed)[:, k] == FREE, answer.top[:, k], np.array(proposed)[:, k])
-        assert answer.tokens[:, k].tolist() == taken.tolist()
-        np.testing.assert_allclose(answer.top_probabilities[:, k], chances.max(-1), rtol=1e-4)
-        np.testing.assert_allclose(answer.probabilities[:, k], chances[[0, 1, 2], taken], rtol=1e-4)
+    def test_what_cannot_work_is_refused_with_the_remedy(
+        self, method: dict[str, Any], options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises((ConfigurationError, UnsupportedEngineError), match=message):
+            configured(method, **options)
+
+    def test_the_other_model_runner_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        with pytest.raises(ConfigurationError, match="unset the variable"):
+            configured(NGRAM)
 
 
-def test_some_of_the_heads_will_do(engine: Any, tmp_path: Path) -> None:
-    write_heads(tmp_path)
-    drafter = medusa(engine, tmp_path, tokens=2)
-    forward = ForwardPass(scheduler_output=None, sampled=[[7]], sample_hidden_states=torch.ones(1, WIDTH))
-    assert ask(drafter, forward, [0], [[FREE, FREE]]).tokens.shape == (1, 2)
+class Native:
+    """Stands for a drafter of vLLM's. It drafts 7, 8, 9, …"""
+
+    def __init__(self) -> None:
+        self.num_speculative_tokens = 0
+        self.empty_runs = 0
+
+    def dummy_run(self, num_tokens: int) -> None:
+        self.empty_runs += num_tokens
 
 
-def test_the_engines_own_configuration_stays(engine: Any, tmp_path: Path) -> None:
-    write_heads(tmp_path)
-    medusa(engine, tmp_path)
-    assert engine.speculative_config is None
+class Runner:
+    """Stands for vLLM's model runner with a drafter of its own that drafts ``tokens`` tokens."""
+
+    def __init__(self, method: str, tokens: int = 3, *, data_parallel: int = 1) -> None:
+        spec = SimpleNamespace(
+            method=method,
+            num_speculative_tokens=tokens,
+            parallel_drafting=False,
+            use_eagle=lambda: method == "eagle3",
+            uses_draft_model=lambda: method == "draft_model",
+            use_dflash=lambda: False,
+        )
+        adopt(spec, 16)
+        parallel = SimpleNamespace(data_parallel_size=data_parallel)
+        self.vllm_config = SimpleNamespace(speculative_config=spec, parallel_config=parallel)
+        self.drafter = Native()
+        self.effective_drafter_max_model_len = 100
+        self.input_batch = SimpleNamespace(req_ids=["a", "b"])
+        self.ran: list[int] = []
+        self._draft_probs: Any = None
+        self._draft_prob_req_ids: Any = None
+        self._draft_token_ids: Any = None
+
+    def forward(self, longest: int = 50) -> ForwardPass:
+        scheduled = SimpleNamespace(num_spec_tokens_to_schedule=16)
+        result = ForwardPass(scheduled, [[1], [2]], common_attn_metadata=SimpleNamespace(max_seq_len=longest))
+
+        def native() -> torch.Tensor:
+            self.ran.append(scheduled.num_spec_tokens_to_schedule)
+            self._draft_probs = "of these tokens"
+            return torch.arange(7, 7 + self.ran[-1]).repeat(2, 1)
+
+        result.native = native
+        return result
 
 
-def test_heads_of_another_width_are_refused(engine: Any, tmp_path: Path) -> None:
-    write_heads(tmp_path, width=64)
-    with pytest.raises(SpeculatorError, match=r"hidden_size of .* is 64, the served model's is 192"):
-        medusa(engine, tmp_path)
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_drafters, "tensor_parallel_group", lambda: None)
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    monkeypatch.setattr(Native, "propose", SpecDecodeBaseProposer.propose, raising=False)
 
 
-def test_more_tokens_than_heads_are_refused(engine: Any, tmp_path: Path) -> None:
-    write_heads(tmp_path, heads=2)
-    with pytest.raises(SpeculatorError, match="num_speculative_tokens=3 heads"):
-        medusa(engine, tmp_path)
+def ask(drafter: NativeDrafter, forward: ForwardPass, rows: Sequence[int], tokens: int) -> list[list[int]]:
+    bound = drafter.bind(forward)
+    answer = bound.launch(rows, np.full((len(rows), tokens), FREE, np.int64))()
+    bound.close()
+    drafted: list[list[int]] = answer.tokens.tolist()
+    return drafted
 
 
-def test_a_folder_without_heads_is_refused(engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(SpeculatorError, match="cannot load"):
-        medusa(engine, tmp_path / "nothing")
+@pytest.mark.usefixtures("one_rank")
+class TestRuns:
+    @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+    def test_it_drafts_as_many_tokens_as_it_is_asked_for(self, method: str) -> None:
+        holder = Runner(method)
+        drafter = NativeDrafter(holder)
+        assert drafter.choices == (0, 1, 2, 3)
+        forward = holder.forward()
+        assert ask(drafter, forward, [1], 2) == [[7, 8]]
+        assert holder.ran == [2]
+        assert forward.scheduler_output.num_spec_tokens_to_schedule == 16, "the scheduler's own again"
+        assert holder._draft_probs is None, "the rejection sampler must not take these tokens for sampled ones"
+
+    def test_one_with_a_kv_cache_takes_in_every_step(self) -> None:
+        holder = Runner("eagle3")
+        NativeDrafter(holder).bind(holder.forward()).close()
+        assert holder.ran == [0]
+
+    def test_one_without_a_kv_cache_rests(self) -> None:
+        holder = Runner("ngram")
+        drafter = NativeDrafter(holder)
+        assert drafter.choices == (0, 3)
+        drafter.bind(holder.forward()).close()
+        assert holder.ran == []
+        assert ask(drafter, holder.forward(), [0], 3) == [[7, 8, 9]]
+
+    def test_it_does_not_run_over_the_end_of_its_texts(self) -> None:
+        holder = Runner("eagle3")
+        drafter = NativeDrafter(holder)
+        assert drafter.bind(holder.forward(longest=97)).choices == (0, 1, 2, 3)
+        bound = drafter.bind(holder.forward(longest=98))
+        assert bound.choices == (0,)
+        bound.close()
+        assert holder.ran == []
+        assert holder.drafter.empty_runs == 0
+
+    def test_data_parallel_ranks_run_the_same_passes(self) -> None:
+        holder = Runner("eagle3", data_parallel=2)
+        drafter = NativeDrafter(holder)
+        assert drafter.choices == (3,)
+        drafter.bind(holder.forward()).close()
+        assert holder.ran == [3]
+        drafter.bind(holder.forward(longest=99)).close()
+        assert (holder.ran, holder.drafter.empty_runs) == ([3], 1)
+
+    def test_after_some_errors_it_is_left_alone(self) -> None:
+        holder = Runner("eagle3")
+        drafter, forward = NativeDrafter(holder), holder.forward()
+        tried = []
+
+        def fail() -> None:
+            tried.append(1)
+            raise RuntimeError("no memory")
+
+        forward.native = fail
+        for _ in range(8):
+            try:
+                drafter.bind(forward).close()
+            except RuntimeError:
+                continue
+        assert len(tried) == native_drafters._FAILURES
+
+    def test_the_other_ranks_draft_what_the_first_asks_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[int] = []
+
+        class Link:
+            def __init__(self, group: Any, positions: int) -> None:
+                pass
+
+            def tell_number(self, number: int) -> None:
+                told.append(number)
+
+            def hear_number(self) -> int:
+                return told[-1]
+
+        monkeypatch.setattr(native_drafters, "tensor_parallel_group", lambda: "two ranks")
+        monkeypatch.setattr(native_drafters, "RankLink", Link)
+        first, second = Runner("eagle3"), Runner("eagle3")
+        leader, follower = NativeDrafter(first), NativeDrafter(second)
+        ask(leader, first.forward(), [0], 2)
+        follower.follow(second.forward())
+        leader.bind(first.forward()).close()
+        follower.follow(second.forward())
+        assert first.ran == second.ran == [2, 0]
+        assert told == [2, 0]
+        broken = second.forward()
+        broken.native = None
+        with pytest.raises(AssertionError):
+            follower.follow(broken)
+        assert follower.out_of_step is not None
 
 
-def ngram(engine: Any, **settings: Any) -> NgramDrafter:
-    drafter = NgramDrafter(NgramSettings(method="ngram", **settings), engine)
-    drafter.load(target())
-    return drafter
+def test_tokens_without_probabilities_get_one_for_all() -> None:
+    answer = as_model_draft([[3, 4], [5]], np.full((2, 2), FREE, np.int64))
+    assert answer.tokens.tolist() == [[3, 4], [5, 0]]
+    assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN], [UNKNOWN, 0.0]]
 
 
-def batch_of(*texts: list[int]) -> Any:
-    """What of vLLM's InputBatch n-gram look-up reads."""
-    tokens = np.zeros((8, 256), dtype=np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    lengths = np.array([len(text) for text in texts] + [0] * (8 - len(texts)), dtype=np.int32)
-    return SimpleNamespace(num_reqs=len(texts), num_tokens_no_spec=lengths, token_ids_cpu=tokens)
+class TestTime:
+    """vLLM asks some drafters before the sampled tokens are on the host; the suffix indexes need them."""
+
+    @staticmethod
+    def drafted(sampled: Any) -> tuple[list[Any], Any]:
+        """Return what the engine drafted for, in order with vLLM's bookkeeping, and the runner's drafts after it."""
+        order: list[Any] = []
+        holder = Runner("eagle3")
+
+        def draft(_: Any, forward: ForwardPass) -> list[list[int]]:
+            order.append(forward.sampled)
+            return [[5], []]
+
+        holder.agentspec = SimpleNamespace(waiting=None, draft=draft)  # type: ignore[attr-defined]
+        holder._draft_token_ids = runner.propose_draft_token_ids(pytest.fail, holder, "output", sampled)
+
+        def bookkeeping(_: Any) -> tuple[Any, ...]:
+            order.append("bookkeeping")
+            return None, None, None, [[1], [2]], None
+
+        runner.bookkeeping_sync(bookkeeping, holder)
+        return order, holder._draft_token_ids
+
+    def test_a_tensor_waits_for_the_bookkeeping(self) -> None:
+        assert self.drafted(torch.tensor([[1], [2]])) == (["bookkeeping", [[1], [2]]], [[5], []])
+
+    def test_lists_are_drafted_for_at_once(self) -> None:
+        assert self.drafted([[3], [4]])[0] == [[[3], [4]], "bookkeeping"]
 
 
-def test_ngram_answers_for_the_rows_asked(engine: Any) -> None:
-    drafter = ngram(engine, num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3)
-    batch = batch_of([1, 2, 3, 4, 5, 6, 7, 1, 2], [9, 9, 9, 9], [1, 2, 3])
-    forward = ForwardPass(scheduler_output=None, sampled=[[2], [9], [3]], input_batch=batch)
-    free = [FREE] * 4
-    # following row 0's text, following a text that departs from it at its second token, and a row without a match
-    answer = ask(drafter, forward, [0, 0, 0, 2], [free, [3, 4, FREE, FREE], [3, 99, FREE, FREE], free])
-    assert answer.top[:3].tolist() == [[3, 4, 5, 6]] * 3
-    assert answer.tokens[:3].tolist() == [[3, 4, 5, 6], [3, 4, 5, 6], [3, 99, 5, 6]]
-    sure = answer.probabilities > 0
-    assert sure.tolist() == [[True] * 4, [True] * 4, [True, False, False, False], [False] * 4]
-    assert (answer.top_probabilities[2] > 0).tolist() == [True, True, False, False]
+def test_the_store_is_read_when_vllm_loads_the_drafter() -> None:
+    loaded: list[Any] = []
+    runner.load_native(lambda target: loaded.append("weights"), SimpleNamespace(load=loaded.append), "target")  # type: ignore[arg-type]
+    assert loaded == ["weights", "target"]
 
 
 THREADS = """
 import numpy
 import torch
-from agentspec.server_ext.vllm_adapter.draft_models import limit_numba_threads
+from agentspec.server_ext.vllm_adapter.native_drafters import limit_numba_threads
 limit_numba_threads()
 import numba
 @numba.njit(parallel=True)
@@ -193,8 +320,3 @@ def test_ngram_leaves_the_workers_threads_alone() -> None:
     environment.pop("NUMBA_NUM_THREADS", None)  # the tests before have set it in this process
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_ngrams_that_vllm_refuses_are_refused(engine: Any) -> None:
-    with pytest.raises(SpeculatorError, match="prompt_lookup_min"):
-        ngram(engine, num_speculative_tokens=4, prompt_lookup_min=5, prompt_lookup_max=3)

@@ -64,7 +64,7 @@ class TestSecrets:
             {"store": {"url": URL}},
             {"store": URL, "max_tokens": 1},
             {"store": URL, "typo": 1},
-            {"store": URL, "speculator": "x", "drafter": {"method": "ngram", "num_speculative_tokens": 1}},
+            {"store": URL, "drafter": {"method": "ngram", "model": URL}},
             {"record": {"to": URL}},
             URL,
             [URL],

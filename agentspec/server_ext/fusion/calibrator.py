@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 OWN, AGREED, RIVAL, JUDGED = range(4)
 
+UNKNOWN = 0.5
+"""Probability that stands for one that a model does not give."""
 _LIMIT = 6.0
 """Largest absolute log-odds; anything beyond counts as certain."""
 _BINS = 13
@@ -64,6 +66,15 @@ class AcceptanceCalibrator:
         """Score the model's token at a position without a suffix draft. model: the model's probability of it."""
         accepted, seen = self._bins.get(_bin(position, model), (0.0, 0.0))
         return ScoredToken(token, (accepted + _PRIOR * model) / (seen + _PRIOR), OWN, position, (model,))
+
+    def worth(self, tokens: int) -> list[float]:
+        """Return the expected tokens of a draft of 1, 2, … ``tokens`` of the model's own, without probabilities."""
+        result, total, reached = [], 0.0, 1.0
+        for position in range(tokens):
+            reached *= self.own(0, position, UNKNOWN).probability
+            total += reached
+            result.append(total)
+        return result
 
     def agreed(self, token: int, position: int, suffix: float, model: float) -> ScoredToken:
         """Score a token that both drafts share. suffix, model: its probabilities."""

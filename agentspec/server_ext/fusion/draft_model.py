@@ -30,19 +30,25 @@ class ModelDraft:
 class StepModel(Protocol):
     """Run a draft model for one step, at most once.
 
-    ``positions``: n, the tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that launching it
-    before the suffix index drafts saves time.
+    ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
+    launching it before the suffix index drafts saves time.
+    ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
+    proposals. Another one drafts for the whole batch, and its own tokens only, without probabilities; these are then
+    the numbers of tokens that it can be asked for in this step, ascending. The time of the smallest cannot be saved.
     """
 
     @property
     def positions(self) -> int: ...
     @property
     def overlaps(self) -> bool: ...
+    @property
+    def choices(self) -> Sequence[int] | None: ...
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         """Start drafting. Returns a function that waits for the answer and returns it.
 
         rows: [R] rows of the engine's batch, which may repeat. proposals: int64 [R, n], tokens that the model has to
-        take and score, then FREE. Both the call and the returned function may raise the model's errors.
+        take and score, then FREE. A model with ``choices`` gets FREE alone, as many as tokens are asked for. Both the
+        call and the returned function may raise the model's errors.
         """
         ...

@@ -3,6 +3,8 @@
 If the model runs on the host, the suffix index drafts first, and the model runs only for rows with something to gain. A
 model on a GPU runs in parallel to the host. It is launched first, for rows chosen by the last step, and the suffix
 index drafts meanwhile. Such a model cannot score the suffix draft, which does not exist yet when it starts.
+
+A drafter of vLLM's own runs over the whole batch behind the suffix index (``StepModel.choices``).
 """
 
 import logging
@@ -156,6 +158,8 @@ class DraftFusion:
             tokens = drafts.lists()
             values = [draft_value(e, len(draft), cost) for e, draft in zip(expected, tokens, strict=True)]
             pace = Pace(sum(values) / len(values), unit)
+            if model.choices is not None:
+                return self._with_whole_batch(rows, drafts, expected, model, model.choices, pace, cost)
             widths = [
                 0 if room == 0 else 2 if draft and self._scores else 1
                 for room, draft in zip(rows.max_draft_tokens.tolist(), tokens, strict=True)
@@ -165,6 +169,34 @@ class DraftFusion:
         if question is None:
             return FusedDrafts(drafts)
         return self._hear(rows, drafts, expected, question, model.positions, cost)
+
+    def _with_whole_batch(
+        self,
+        rows: DraftRows,
+        drafts: StepDrafts,
+        expected: Sequence[float],
+        model: StepModel,
+        choices: Sequence[int],
+        pace: Pace,
+        cost: float,
+    ) -> FusedDrafts:
+        """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
+        rooms, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
+        tokens = self.scheduler.choose_tokens(rows.states, expected, rooms, worth, choices, pace)
+        chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens else []
+        proposals = np.full((len(chosen), tokens), FREE, dtype=np.int64)
+        begin = time.perf_counter()
+        answer = model.launch([int(rows.rows[i]) for i in chosen], proposals)
+        seconds = time.perf_counter() - begin
+        self.scheduler.passes.observe(len(rows.states), tokens, seconds)
+        if not chosen:
+            return FusedDrafts(drafts)
+        own = list(range(len(chosen)))
+        question = _Question(chosen, [-1] * len(chosen), own, answer, seconds)
+        return FusedDrafts(
+            self._hear(rows, drafts, expected, question, model.positions, cost).drafts,
+            self.scheduler.passes.saved(len(rows.states), tokens) or 0.0,
+        )
 
     def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
         """Launch the model for the chosen rows. drafts: suffix drafts of all rows, to follow and score; or None."""

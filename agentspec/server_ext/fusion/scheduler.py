@@ -6,6 +6,9 @@ scheduler learns gains from the rows on which the model ran, by request and by t
 The model runs on rows whose gains together exceed the tokens that a step yields in the time that the model takes. If
 drafts do not pay, as in large batches, there is no gain, and the model does not run.
 
+A drafter of vLLM's runs over the whole batch, and its first pass in any case. Then the choice is how many tokens it
+drafts.
+
 Gains are measured only where the model runs. So a small share of the time goes to trials on all rows, which show when
 a model that was useless for a while becomes useful again.
 """
@@ -82,11 +85,39 @@ class ModelTime:
         return low + (high - low) * (rows - below) / (above - below)
 
 
+class PassTime:
+    """Estimate how long a drafter of whole batches takes for each further token, in seconds."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, ModelTime] = {}
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add the time of a run over a batch of ``rows`` rows that drafted so many tokens in each."""
+        self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
+
+    def saved(self, rows: int, tokens: int) -> float | None:
+        """Return the time that drafting nothing would save; None before the first run that drafted.
+
+        It is the slope of a line through the times seen, by number of tokens. While only one number was seen, the
+        first pass, which cannot be saved, counts as long as each further one.
+        """
+        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items()]
+        most = max(known, default=(0, 0.0))
+        if most[0] == 0:
+            return None
+        if len(known) == 1:
+            return most[1] * tokens / (most[0] + 1)
+        middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
+        over = sum((number - middle) * (seconds - mean) for number, seconds in known)
+        return float(max(0.0, tokens * over / sum((number - middle) ** 2 for number, _ in known)))
+
+
 class DraftModelScheduler:
     """Choose the rows for which the draft model runs, and learn its gains. Plain arithmetic, no I/O."""
 
     def __init__(self) -> None:
         self.time = ModelTime()
+        self.passes = PassTime()
         self._gains = [RunningMean(max(0.0, _FIRST_GAIN - bound / 4), _FIRST_WEIGHT) for bound in _BOUNDS]
         self._credit = 0.0
         self.trials = 0
@@ -118,12 +149,49 @@ class DraftModelScheduler:
                 best, count = surplus, number
         if count:
             return sorted(i for _, i in gains[:count])
-        self._credit = min(self._credit + _TRIAL_SHARE * pace.unit * len(states), everything)
-        if self._credit < everything:
-            return []
+        return able if self._may_try(everything, pace.unit * len(states)) else []
+
+    def choose_tokens(
+        self,
+        states: Sequence[RequestState],
+        promised: Sequence[float],
+        rooms: Sequence[int],
+        worth: Sequence[float],
+        choices: Sequence[int],
+        pace: Pace,
+    ) -> int:
+        """Return how many tokens a drafter of whole batches shall draft, one of ``choices``.
+
+        promised: expected tokens of each row's suffix draft. rooms: most tokens of each row's draft. worth: expected
+        tokens of the drafter's own draft of 1, 2, … tokens. choices: ascending; the time of the first cannot be saved.
+        """
+        able = [i for i, room in enumerate(rooms) if room > 0]
+        least, most = choices[0], choices[-1]
+        if least == most or not able:
+            return least
+        saved = self.passes.saved(len(states), most)
+        if pace.unit is None or saved is None:
+            return most  # while nothing is known
+        gain = sum(max(0.0, self.gain(states[i], promised[i])) for i in able)
+        tokens_a_second = pace.rate / pace.unit
+        best, count = 0.0, least
+        for tokens in choices[1:]:
+            time = self.passes.saved(len(states), tokens) or 0.0
+            surplus = gain * worth[tokens - 1] / worth[most - 1] - tokens_a_second * time
+            if surplus > best:
+                best, count = surplus, tokens
+        if count > least:
+            return count
+        return most if self._may_try(saved, pace.unit * len(states)) else least
+
+    def _may_try(self, cost: float, step: float) -> bool:
+        """Return whether a trial that takes ``cost`` seconds is due. step: seconds of a step without drafts."""
+        self._credit = min(self._credit + _TRIAL_SHARE * step, cost)
+        if self._credit < cost:
+            return False
         self._credit = 0.0
         self.trials += 1
-        return able
+        return True
 
     def gain(self, state: RequestState, promised: float) -> float:
         """Return the gain to expect from running the model on a row of this request, in tokens."""

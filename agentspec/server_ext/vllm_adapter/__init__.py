@@ -4,7 +4,9 @@
 ``frontend``      writes identities into requests in the API server, and asks the engines for their figures
 ``runner``        drafts in the worker, from an object on vLLM's model runner
 ``step_reader``   reads the runner's batch after a step into a ``Step``
-``draft_models``  runs speculators and vLLM's own drafters beside the suffix index, on all tensor-parallel ranks
+``draft_models``  runs speculators beside the suffix index, on all tensor-parallel ranks
+``native_methods``   configures vLLM's own methods, beside which agentspec drafts
+``native_drafters``  runs their drafters
 ``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens
 
 PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
@@ -22,7 +24,7 @@ from typing import Any, Literal
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, runner
+from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
@@ -149,8 +151,9 @@ def current_patches() -> list[Patch]:
 
 
 def init_device(original: Callable[[Any], None], worker: Any) -> None:
-    """Patch the model runner before a worker makes its own, if its engine drafts with agentspec."""
+    """Check the engine and patch the model runner before a worker makes its own, if it drafts with agentspec."""
     if uses_agentspec(worker.vllm_config):
+        check_engine(worker.vllm_config)
         install([patch for patch in current_patches() if patch.process == "runner"])
     original(worker)
 
@@ -167,6 +170,8 @@ _WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"  # the CPU's runner inherits from it
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+_SPECULATIVE = "vllm.config.speculative:SpeculativeConfig"
 _GRAPHS = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
 _SAMPLING = "vllm.v1.sample.rejection_sampler"
 _SAMPLER = f"{_SAMPLING}:RejectionSampler"
@@ -179,6 +184,16 @@ PATCHES = (
           "full CUDA graphs are for steps without drafts", since=(0, 29)),
     Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
+    Patch("all", _CONFIG, "use_v2_model_runner", native_methods.use_v2_model_runner,
+          "agentspec drafts in the V1 model runner"),
+    Patch("all", _CONFIG, "num_lookahead_tokens", native_methods.of_config,
+          "KV slots for as many tokens as vLLM's drafter drafts, not for the longest draft"),
+    Patch("all", _CONFIG, "num_prefill_lookahead_tokens", native_methods.of_config,
+          "prompt tokens that vLLM's drafter reads ahead", since=(0, 31)),
+    Patch("all", _SPECULATIVE, "max_num_new_slots_for_drafting", native_methods.of_method,
+          "input slots that vLLM's drafter adds"),
+    Patch("all", _SPECULATIVE, "use_multi_module_mtp", native_methods.of_method,
+          "as many modules as vLLM's drafter uses"),
     Patch("frontend", _MIDDLEWARE, "__call__", frontend.authenticate,
           "remembers who sent a request; lets the administrator's key pass to our routes", since=(0, 29)),
     Patch("frontend", _OLD_MIDDLEWARE, "__call__", frontend.authenticate,
@@ -209,6 +224,10 @@ PATCHES = (
           "attaches agentspec to the runner"),
     Patch("runner", _RUNNER, "propose_draft_token_ids", runner.propose_draft_token_ids,
           "drafts with all that the runner knows; a custom_class proposer gets the sampled tokens alone"),
+    Patch("runner", _PROPOSER, "__init__", native_methods.init_proposer,
+          "makes vLLM's drafter for the tokens that it drafts"),
+    Patch("runner", _RUNNER, "_bookkeeping_sync", runner.bookkeeping_sync,
+          "drafts once the sampled tokens are on the host"),
     Patch("runner", _RUNNER, "_on_request_state_removed", runner.on_request_state_removed,
           "tells the engine that a request has ended"),
     Patch("runner", _RUNNER, "_input_fits_in_drafter", runner.input_fits_in_drafter,

@@ -1,35 +1,22 @@
-"""Run draft models beside the suffix index in vLLM's worker: the target's hidden states in, drafted tokens out.
+"""Run draft models beside the suffix index in vLLM's worker: agentspec's own speculators (MLP, LSTM).
 
-``SpeculatorDrafter``  agentspec's own speculators (MLP, LSTM)
-``MedusaDrafter``      vLLM's Medusa heads on the target's last hidden state, asked like a speculator
-``NgramDrafter``       vLLM's prompt look-up, which needs the batch's token ids only
-
-Drafters with attention of their own (EAGLE, MTP, draft models) cannot run inside a ``custom_class``;
-docs/other-drafters.md says why.
+``native_drafters`` has the drafters of vLLM.
 """
 
-import copy
 import logging
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentspec.errors import SpeculatorError
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.draft_model import FREE, Int64
-from agentspec.server_ext.settings import MedusaSettings, NgramSettings, Settings
+from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 logger = logging.getLogger("vllm.agentspec")
-
-_NGRAM_PROBABILITY = 0.5
-"""Probability given to every n-gram token, because n-gram gives none. The acceptance rate is learned by position."""
 
 
 class BoundModel(ABC):
@@ -37,6 +24,7 @@ class BoundModel(ABC):
 
     positions: int
     overlaps: bool
+    choices: Sequence[int] | None = None
 
     @abstractmethod
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
@@ -69,14 +57,10 @@ class ModelDrafter(ABC):
 
 
 def build_draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | None:
-    """Return the draft model of the settings, not loaded yet; None where they name none."""
-    if not settings.enabled:
+    """Return the speculator of the settings, None where they name none."""
+    if not settings.enabled or settings.speculator is None:
         return None
-    if isinstance(settings.drafter, NgramSettings):
-        return NgramDrafter(settings.drafter, vllm_config)
-    if isinstance(settings.drafter, MedusaSettings):
-        return MedusaDrafter(settings.drafter, vllm_config)
-    return None if settings.speculator is None else SpeculatorDrafter(settings, vllm_config.model_config)
+    return SpeculatorDrafter(settings, vllm_config.model_config)
 
 
 # --- Tensor parallelism
@@ -109,7 +93,7 @@ class RankLink:
         """Send the R rows and ``proposals``, int64 [R, n], of this step from the first rank."""
         import torch
 
-        self._broadcast(torch.tensor([len(rows)]))
+        self.tell_number(len(rows))
         if rows:
             self._broadcast(torch.from_numpy(np.column_stack((np.asarray(rows, dtype=np.int64), proposals))))
 
@@ -117,13 +101,25 @@ class RankLink:
         """Return the rows and proposals that the first rank sent. Call it on the other ranks."""
         import torch
 
-        count = torch.zeros(1, dtype=torch.int64)
-        self._broadcast(count)
-        plan = torch.zeros((int(count), 1 + self._positions), dtype=torch.int64)
+        plan = torch.zeros((self.hear_number(), 1 + self._positions), dtype=torch.int64)
         if len(plan):
             self._broadcast(plan)
         told: Int64 = plan.numpy()
         return told[:, 0].tolist(), told[:, 1:]
+
+    def tell_number(self, number: int) -> None:
+        """Send one number from the first rank."""
+        import torch
+
+        self._broadcast(torch.tensor([number]))
+
+    def hear_number(self) -> int:
+        """Return the number that the first rank sent. Call it on the other ranks."""
+        import torch
+
+        number = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(number)
+        return int(number)
 
     def _broadcast(self, tensor: Any) -> None:
         import torch
@@ -257,174 +253,3 @@ def _fetch(drafted: Any) -> Callable[[], ModelDraft]:
         )
 
     return wait
-
-
-# --- vLLM's own drafters
-
-
-def native_config(vllm_config: Any, **speculative: Any) -> Any:
-    """Return a copy of the engine's configuration with one of vLLM's own speculative methods.
-
-    ``speculative``: fields of vLLM's SpeculativeConfig. Raises what SpeculativeConfig raises for them.
-    """
-    from vllm.config import SpeculativeConfig
-
-    config = copy.copy(vllm_config)  # vLLM's ``replace`` would derive all fields anew
-    config.speculative_config = SpeculativeConfig(
-        target_model_config=vllm_config.model_config,
-        target_parallel_config=vllm_config.parallel_config,
-        **speculative,
-    )
-    return config
-
-
-class MedusaDrafter(SpeculatorDrafter):
-    """Run vLLM's Medusa heads in place of a speculator. Raises SpeculatorError where they do not fit."""
-
-    def __init__(self, settings: MedusaSettings, vllm_config: Any) -> None:
-        self._medusa = settings
-        self._vllm_config = vllm_config
-        self.link: RankLink | None = None
-
-    def load(self, target: Any) -> None:
-        self.loop = None  # frees what an earlier call loaded
-        self.device = next(target.parameters()).device
-        self.loop = MedusaLoop(self._medusa, self._vllm_config, self.device)
-        self._dtype = self.loop.dtype
-        group = tensor_parallel_group()
-        self.link = None if group is None else RankLink(group, self.loop.positions)
-        logger.info("agentspec: Medusa heads %s draft %d tokens", self._medusa.model, self.loop.positions)
-
-
-class MedusaLoop:
-    """Run vLLM's Medusa heads behind the interface of a speculator's DraftLoop.
-
-    Head k does not see the tokens before its own, so a token proposed at one position does not change the draft at the
-    next.
-    """
-
-    def __init__(self, settings: MedusaSettings, vllm_config: Any, device: Any) -> None:
-        from vllm.config import set_current_vllm_config
-
-        try:
-            from vllm.v1.spec_decode.medusa import MedusaProposer
-        except ImportError as error:
-            raise SpeculatorError(
-                "drafter: this vLLM has no Medusa heads; 0.32 is the last version that has them"
-            ) from error
-        try:
-            config = native_config(vllm_config, **settings.model_dump(exclude_none=True))
-            given = config.speculative_config.draft_model_config.get_hidden_size()
-            wanted = vllm_config.model_config.get_hidden_size()
-            if given != wanted:
-                raise SpeculatorError(
-                    f"drafter: hidden_size of {settings.model} is {given}, the served model's is {wanted}; "
-                    "give heads that were trained for it"
-                )
-            native = MedusaProposer(config, device)
-            with set_current_vllm_config(config):  # vLLM's loader reads it
-                native.load_model(None)
-        except SpeculatorError:
-            raise
-        except Exception as error:  # vLLM, transformers and the hub raise whatever they like
-            raise SpeculatorError(
-                f"drafter: vLLM cannot load {settings.model} as Medusa heads: {error}; "
-                f"see that it has num_speculative_tokens={settings.num_speculative_tokens} heads of this vocabulary"
-            ) from error
-        self.positions = settings.num_speculative_tokens
-        self.dtype = native.dtype
-        self._model: Any = native.model
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
-
-    def __call__(self, hidden: Any, tokens: Any, proposal: Any = None) -> Any:
-        """Return the DraftedTokens of B rows. hidden [B, H]: the state that produced the newest token.
-
-        ``tokens`` are not read. Under tensor parallelism only the first rank gets logits; the answer of the other
-        ranks is not used.
-        """
-        import torch
-
-        from agentspec.server_ext.speculator.selection import DraftedTokens, choose, part_of
-
-        with torch.inference_mode():
-            heads = self._model.compute_logits(self._model(hidden))
-            if not heads:
-                nothing = hidden.new_zeros((len(hidden), self.positions), dtype=torch.float32)
-                return DraftedTokens(nothing.long(), nothing, nothing.long(), nothing)
-            logits = torch.stack(heads, dim=1)[..., : self._vocab_size]
-            given = tokens.new_full(logits.shape[:2], FREE) if proposal is None else proposal
-            wanted = given.flatten()
-            chosen = choose(part_of(logits.flatten(0, 1), wanted), wanted, None)
-            return DraftedTokens(*(column.view(given.shape) for column in chosen))
-
-
-class NgramDrafter(ModelDrafter):
-    """Run vLLM's NgramProposer on the host, for the rows asked about only."""
-
-    def __init__(self, settings: NgramSettings, vllm_config: Any) -> None:
-        self._settings = settings
-        self._vllm_config = vllm_config
-        self.positions = settings.num_speculative_tokens
-        self.native: Any = None
-
-    def load(self, target: Any) -> None:
-        limit_numba_threads()
-        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-
-        fields = self._settings.model_dump(exclude_none=True)
-        try:
-            self.native = NgramProposer(native_config(self._vllm_config, **fields))
-        except ValueError as error:
-            raise SpeculatorError(f"drafter: vLLM refuses it: {error}") from error
-        # Compile now. vLLM's own warm-up asks for no row, so the first step would wait seconds for the compiler.
-        self.native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
-
-    def bind(self, forward: ForwardPass) -> "BoundNgram":
-        return BoundNgram(self, forward.input_batch)
-
-
-class BoundNgram(BoundModel):
-    """Look up n-grams in one step. ``batch``: vLLM's InputBatch."""
-
-    overlaps = False
-
-    def __init__(self, drafter: NgramDrafter, batch: Any) -> None:
-        self.positions = drafter.positions
-        self._native = drafter.native
-        self._batch = batch
-
-    def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
-        wanted: list[list[int]] = [[] for _ in range(self._batch.num_reqs)]
-        for row in rows:
-            wanted[row] = [0]  # vLLM only checks that it is not empty
-        lengths, tokens = self._batch.num_tokens_no_spec, self._batch.token_ids_cpu
-        found = self._native.propose(self.positions, wanted, lengths, tokens)
-        return lambda: _ngram_draft([found[row] for row in rows], proposals)
-
-
-def limit_numba_threads() -> None:
-    """Let numba start as many threads as torch has. Too late once numba is imported.
-
-    Where numba counts the cores itself, its first use sets OpenMP's number of threads to that for the whole worker,
-    torch included.
-    """
-    import torch
-
-    if "numba" not in sys.modules:
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
-
-
-def _ngram_draft(found: Sequence[Sequence[int]], proposals: Int64) -> ModelDraft:
-    """Return the n-gram drafts as a ModelDraft. Probability 0 from the first token on that n-gram did not draft."""
-    own: Int64 = np.zeros(proposals.shape, dtype=np.int64)
-    given = np.zeros(proposals.shape, dtype=bool)
-    for row, tokens in enumerate(found):
-        own[row, : len(tokens)] = tokens
-        given[row, : len(tokens)] = True
-    forced = proposals != FREE
-    agrees = given & (~forced | (proposals == own))
-    before = np.ones_like(agrees)
-    before[:, 1:] = np.logical_and.accumulate(agrees, axis=1)[:, :-1]
-    probabilities: NDArray[np.float32] = np.where(agrees & before, _NGRAM_PROBABILITY, 0.0).astype(np.float32)
-    tops: NDArray[np.float32] = np.where(given & before, _NGRAM_PROBABILITY, 0.0).astype(np.float32)
-    return ModelDraft(np.where(forced, proposals, own), probabilities, own, tops)

@@ -1,8 +1,8 @@
 """Turn the user's options into vLLM's configuration: ``agentspec serve``, offline options, and the draft limit.
 
 ``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over agentspec's.
-When vLLM makes its speculative configuration, agentspec takes over methods of ArcticInference and vLLM there, and
-chooses the draft limit by model where the user gave none.
+When vLLM makes its speculative configuration, agentspec takes over methods of ArcticInference, stands beside those of
+vLLM (``native_methods``), and chooses the draft limit by model where the user gave none.
 """
 
 import importlib.metadata
@@ -19,7 +19,8 @@ from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.speculative_methods import METHODS, NATIVE_METHODS, translate
+from agentspec.server_ext.speculative_methods import METHODS, translate
+from agentspec.server_ext.vllm_adapter import native_methods
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -59,15 +60,21 @@ def serve_arguments(
     result = list(arguments)
     translated: dict[str, Any] = {}
     method = _take_option(result, *_SPECULATIVE_FLAGS)
-    if method is not None:
-        max_draft, translated = _translate_option(method, max_draft)
+    config = None if method is None else _with_underscores(_json_object("--speculative-config", method))
+    if config is not None and config.get("method") in METHODS:
+        translation = translate(config, max_draft)
+        _check_given_limit(translation.max_draft)
+        max_draft, translated, config = translation.max_draft, translation.settings, None
+    elif config is not None:
+        native_methods.check_name(config)
     for argument in result:
         if argument.startswith(("--spec-", "--speculative-config.", "--speculative_config.")):
             raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     given = _take_option(result, "--additional-config", "--additional_config")
     additional = {} if given is None else _json_object("--additional-config", given)
     load_settings(additional)  # report wrong settings now
-    additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings}
+    given_limit = {} if config is None or max_draft is None else {"max_draft": max_draft}
+    additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
     checked = load_settings(additional)
     if (store := additional["agentspec"].pop("store", None)) is not None:
         hand_on_store(store, "--additional-config", environ)
@@ -75,7 +82,7 @@ def serve_arguments(
     admin_key()
     if checked.api_keys_file is not None:
         ApiKeysFile(checked.api_keys_file)
-    result += ["--speculative-config", json.dumps(speculative_config(max_draft))]
+    result += ["--speculative-config", json.dumps(config or own_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
 
@@ -95,20 +102,29 @@ def hand_on_store(url: str, option: str, environ: MutableMapping[str, str] = os.
         environ["AGENTSPEC_STORE"] = url
 
 
-def engine_options(*, max_draft: int | None = None, **settings: Any) -> dict[str, Any]:
+def engine_options(
+    *, max_draft: int | None = None, speculative_config: Mapping[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
     """Return keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
 
     ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
-    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model.
+    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model. speculative_config: a
+    method of vLLM's or ArcticInference's to draft beside; None: the suffix indexes draft alone.
     Raises ConfigurationError for a wrong setting.
     """
     additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
-    load_settings(additional)
     _check_given_limit(max_draft)
-    return {"speculative_config": speculative_config(max_draft), "additional_config": additional}
+    if speculative_config is None:
+        config = own_config(max_draft)
+    else:
+        config = dict(speculative_config)
+        if max_draft is not None:
+            additional["agentspec"]["max_draft"] = max_draft
+    load_settings(additional)
+    return {"speculative_config": config, "additional_config": additional}
 
 
-def speculative_config(max_draft: int | None = None) -> dict[str, Any]:
+def own_config(max_draft: int | None = None) -> dict[str, Any]:
     """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
 
     max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
@@ -120,7 +136,10 @@ def speculative_config(max_draft: int | None = None) -> dict[str, Any]:
 def uses_agentspec(vllm_config: Any) -> bool:
     """Return whether this engine drafts with agentspec."""
     spec = vllm_config.speculative_config
-    return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER_PATH
+    if spec is None:
+        return False
+    own = spec.method == "custom_class" and spec.model == PROPOSER_PATH
+    return own or native_methods.drafter_tokens(spec) is not None
 
 
 # --- Running vLLM's command line
@@ -165,19 +184,6 @@ def name_cpu_build() -> None:
         original("vllm")
     except importlib.metadata.PackageNotFoundError:
         importlib.metadata.version = version
-
-
-def _translate_option(text: str, max_draft: int | None) -> tuple[int | None, dict[str, Any]]:
-    """Translate a user's ``--speculative-config`` into the longest draft (None: not given) and agentspec's settings."""
-    config = _json_object("--speculative-config", text)
-    if config.get("method") not in METHODS:
-        raise ConfigurationError(
-            f"--speculative-config: agentspec is the method here; it stands for {', '.join(METHODS)}, not for "
-            f"{config.get('method')!r}: start plain 'vllm serve' with that one (docs/other-drafters.md says why)"
-        )
-    translation = translate(_with_underscores(config), max_draft)
-    _check_given_limit(translation.max_draft)
-    return translation.max_draft, translation.settings
 
 
 def _check_given_limit(max_draft: int | None) -> None:
@@ -233,13 +239,41 @@ def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
 def create_speculative_config(
     original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
-    """Translate the user's method and decide the draft limit before vLLM makes its speculative configuration."""
+    """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
     switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
-    if _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH:
+    own = _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH
+    beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
+    spec = original(engine_args, target_model_config, target_parallel_config)
+    if spec is not None and beside:
+        draft_beside(spec, engine_args, target_model_config, target_parallel_config)
+    if own or (spec is not None and beside):
         server_secret(load_settings(engine_args.additional_config))  # for the processes that vLLM starts
-    return original(engine_args, target_model_config, target_parallel_config)
+    return spec
+
+
+def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config: Any) -> None:
+    """Draft beside the method of vLLM that ``spec``, its SpeculativeConfig, names.
+
+    Raises ConfigurationError or UnsupportedEngineError with the remedy where that cannot work.
+    """
+    native_methods.check_method(spec)
+    native_methods.check_runner(os.environ)
+    settings = load_settings(engine_args.additional_config)
+    if settings.speculator is not None:
+        raise ConfigurationError(
+            f"speculator and --speculative-config {spec.method!r}: there is one draft model; give one of them"
+        )
+    native_methods.schedule_synchronously(engine_args)
+    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
+    native_methods.adopt(spec, limit)
+
+
+def _has_settings(engine_args: Any) -> bool:
+    """Return whether the engine has agentspec's settings, which ``agentspec serve`` always gives."""
+    additional = engine_args.additional_config
+    return isinstance(additional, Mapping) and "agentspec" in additional
 
 
 def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
@@ -267,15 +301,15 @@ def switch_on(
     elif parallel_config.pipeline_parallel_size > 1:
         logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
     else:
-        engine_args.speculative_config = speculative_config()
+        engine_args.speculative_config = own_config()
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes", SWITCH)
 
 
 def translate_method(engine_args: Any) -> None:
-    """Take over ``method: arctic`` and ``suffix``, and run ``ngram`` and ``medusa`` beside suffix drafts.
+    """Take over ``method: arctic`` and ``suffix``.
 
     Do so where the engine has agentspec settings: an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives. Take over the first two also where ArcticInference is not installed.
+    ``agentspec serve`` always gives; or where ArcticInference is not installed.
     Raises ConfigurationError for a key that the method does not know.
     """
     config = _with_underscores(engine_args.speculative_config)
@@ -287,15 +321,14 @@ def translate_method(engine_args: Any) -> None:
     additional = engine_args.additional_config
     additional = dict(additional) if isinstance(additional, Mapping) else {}
     method = config.get("method")
-    asked = "agentspec" in additional or (method not in NATIVE_METHODS and not _has_arctic_inference())
-    if method not in METHODS or not asked:
+    if method not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
         return
     translation = translate(config)
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
     load_settings(additional)  # report wrong settings now
     engine_args.additional_config = additional
     _check_given_limit(translation.max_draft)
-    engine_args.speculative_config = speculative_config(translation.max_draft)
+    engine_args.speculative_config = own_config(translation.max_draft)
     for alias in aliases.values():
         setattr(engine_args, alias, None)
 
@@ -311,10 +344,8 @@ def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -
     if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
         return
     settings = load_settings(engine_args.additional_config)
-    wanted = settings.speculator_tokens or 1
-    if settings.drafter is not None:
-        wanted = settings.drafter.num_speculative_tokens
-    limit = max(default_draft_limit(engine_args, model_config, parallel_config), wanted)
+    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
+    limit = max(limit, settings.speculator_tokens or 1)
     engine_args.speculative_config = {**engine_args.speculative_config, "num_speculative_tokens": limit}
 
 

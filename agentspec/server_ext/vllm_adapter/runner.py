@@ -2,9 +2,11 @@
 
 vLLM's ``custom_class`` proposer gets neither request ids nor the scheduler's output, and is not told when a request
 ends. So the engine is not the runner's drafter but ``runner.agentspec``, made with the runner. The wrapped methods and
-the worker's RPC find it there. A runner without it works as before.
+the worker's RPC find it there. A runner without it works as before. The runner's drafter is ``AgentSpecProposer``, or
+one of vLLM's own, beside which the engine drafts (``native_drafters``).
 """
 
+import functools
 import json
 import logging
 import os
@@ -20,8 +22,10 @@ from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
-from agentspec.server_ext.vllm_adapter.draft_models import build_draft_model
+from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_draft_model
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
+from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens
 
 logger = logging.getLogger("vllm.agentspec")
@@ -32,23 +36,27 @@ kept for logprobs, and the softmax under random sampling."""
 _LOGITS_COPIES_SORTED = 8
 """Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
 _FREE_ON_HOST = 0.25
+_SAMPLED = 3
+"""Place of the sampled tokens, one list a row, in what the runner's ``_bookkeeping_sync`` returns."""
 
 
 class RunnerExtension:
     """Draft for one model runner of vLLM, which carries this object as ``runner.agentspec``.
 
-    engine: None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: None where the
-    settings name none. drafted_nothing: whether the latest step left every row without a draft.
+    engine: None on every tensor-parallel rank but the first, whose drafts vLLM takes. draft_model: a speculator or
+    vLLM's own drafter; None: there is none. drafted_nothing: whether the latest step left every row without a draft.
+    waiting: the pass whose tokens are not on the host yet.
 
     The constructor, ``load`` and ``wake`` raise AgentSpecError with the remedy, and while vLLM decodes ``draft`` alone.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, native: ModelDrafter | None = None) -> None:
         self.settings = load_settings(vllm_config.additional_config)
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
         self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
-        self.draft_model = build_draft_model(self.settings, vllm_config)
+        self.draft_model = build_draft_model(self.settings, vllm_config) if native is None else native
         self.drafted_nothing = True
+        self.waiting: ForwardPass | None = None
         self._reported = self._weights_lost = False
         if self.engine is not None:
             longest = vllm_config.model_config.max_model_len
@@ -136,19 +144,54 @@ def extension_of(runner: Any) -> RunnerExtension | None:
 
 def init_runner(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
     """Attach the extension to a new runner, and to its drafter, which vLLM calls to load weights."""
+    vllm_config = args[0] if args else kwargs["vllm_config"]
+    if not uses_agentspec(vllm_config):
+        original(runner, *args, **kwargs)
+        return
+    beside = drafter_tokens(vllm_config.speculative_config) is not None
+    if beside and vllm_config.speculative_config.method == "ngram":
+        limit_numba_threads()
     original(runner, *args, **kwargs)
-    if uses_agentspec(runner.vllm_config):
-        runner.agentspec = runner.drafter.extension = RunnerExtension(runner.vllm_config)
+    runner.agentspec = RunnerExtension(runner.vllm_config, NativeDrafter(runner) if beside else None)
+    if beside:
+        runner.drafter.load_model = functools.partial(load_native, runner.drafter.load_model, runner.agentspec)
+    else:
+        runner.drafter.extension = runner.agentspec
+
+
+def load_native(original: Callable[..., None], extension: RunnerExtension, target: Any, *args: Any) -> None:
+    """Let vLLM's drafter read its weights, and then the extension. vLLM counts the memory of both as the model's."""
+    original(target, *args)
+    extension.load(target)
 
 
 def propose_draft_token_ids(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
-    """Draft from the scheduler's output, the runner's batch and the target's hidden states."""
+    """Draft from the scheduler's output, the runner's batch and the target's hidden states.
+
+    Where the sampled tokens are a tensor, vLLM has not noted them yet: return no drafts, and draft after its
+    bookkeeping.
+    """
     extension = extension_of(runner)
     if extension is None:
         return original(runner, *args)
     forward = ForwardPass(*args)
     forward.input_batch = runner.input_batch
-    return extension.draft(runner, forward)
+    forward.native = functools.partial(original, runner, *args)
+    if isinstance(forward.sampled, list):
+        return extension.draft(runner, forward)
+    extension.waiting = forward
+    return [[] for _ in runner.input_batch.req_ids]
+
+
+def bookkeeping_sync(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draft for a pass that waits, now that the sampled tokens are on the host and in the batch."""
+    result = original(runner, *args, **kwargs)
+    extension = extension_of(runner)
+    if extension is not None and extension.waiting is not None:
+        forward, extension.waiting = extension.waiting, None
+        forward.sampled = result[_SAMPLED]
+        runner._draft_token_ids = extension.draft(runner, forward)
+    return result
 
 
 def on_request_state_removed(original: Callable[..., Any], runner: Any, req_id: str, req_state: Any) -> None:

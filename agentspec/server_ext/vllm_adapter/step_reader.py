@@ -35,6 +35,8 @@ class ForwardPass:
     slot_mappings: Any = None
     input_batch: Any = None
     """vLLM's InputBatch, taken from the runner: vLLM does not pass it"""
+    native: Callable[[], Any] | None = None
+    """runs vLLM's own drafter on this pass"""
 
     def newest(self, rows: Sequence[int]) -> list[int]:
         """Return the last token that each of these rows was given."""

@@ -1,0 +1,190 @@
+"""Run vLLM's own drafter beside the suffix index, as vLLM would: with its layers, its KV cache and its metadata.
+
+vLLM calls ``propose_draft_token_ids`` before the sampled tokens are on the host, or after, depending on the method. The
+runner's wraps hold that call back until they are (``runner.bookkeeping_sync``). Then the suffix indexes draft, fusion
+decides how many tokens vLLM's drafter is to draft, and the held call runs with that number.
+
+A drafter with a KV cache takes in the tokens of every step, drafting or not, so its first forward pass cannot be left
+out. Each token behind the first one takes a further pass. n-grams and Medusa heads have no KV cache, and rest where
+nothing is asked of them.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.server_ext.fusion import ModelDraft
+from agentspec.server_ext.fusion.calibrator import UNKNOWN
+from agentspec.server_ext.fusion.draft_model import Int64
+from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, RankLink, tensor_parallel_group
+from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
+
+logger = logging.getLogger("vllm.agentspec")
+
+_FAILURES = 5
+"""Leave vLLM's drafter alone after this many errors."""
+
+
+class NativeDrafter(ModelDrafter):
+    """Run the drafter of one model runner.
+
+    positions: most tokens that it drafts. choices: numbers of tokens that it can be asked for, ascending.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        config = runner.vllm_config
+        spec, group = config.speculative_config, tensor_parallel_group()
+        tokens = drafter_tokens(spec)
+        assert tokens is not None
+        self.positions = tokens
+        self._runner = runner
+        self._keeps_up = bool(spec.use_eagle() or spec.uses_draft_model())
+        """whether it has a KV cache, which has to take in every step"""
+        self._query_tokens = tokens + bool(spec.use_dflash())
+        self._parallel = group is not None
+        self._ranks_agree = config.parallel_config.data_parallel_size == 1
+        """whether this engine alone decides when the drafter runs; data-parallel ranks of an MoE wait for each other"""
+        self.choices = tuple(self._choices(spec))
+        self.link = RankLink(group, 0) if group is not None and len(self.choices) > 1 else None
+        self._failed = 0
+        native = runner.drafter
+        native.num_speculative_tokens = tokens
+        # The rejection sampler takes drafts as they are, with or without suffix tokens: the likeliest serve best.
+        native._enable_probabilistic_draft_probs = False
+
+    def load(self, target: Any) -> None:
+        """Compile what vLLM's n-gram drafter compiles late. vLLM has read the weights."""
+        native = self._runner.drafter
+        if type(native).__name__ == "NgramProposer":
+            # vLLM's own warm-up asks for no row, so the first step would wait seconds for the compiler.
+            native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
+
+    def bind(self, forward: ForwardPass) -> "BoundNative":
+        return BoundNative(self, forward, self.choices if self._fits(forward) else (0,))
+
+    def follow(self, forward: ForwardPass) -> None:
+        if not self._fits(forward):
+            self._keep_ranks_going()
+            return
+        with self._together():
+            tokens = self.choices[-1] if self.link is None else self.link.hear_number()
+            self.run(forward, tokens)
+
+    def ask(self, forward: ForwardPass, tokens: int) -> list[list[int]]:
+        """Return up to ``tokens`` tokens for each row, or no rows. Call it on the rank whose drafts vLLM takes."""
+        if self._failed >= _FAILURES:
+            return []
+        if not self._fits(forward):
+            self._keep_ranks_going()
+            return []
+        try:
+            with self._together():
+                if self.link is not None:
+                    self.link.tell_number(tokens)
+                drafted = self.run(forward, tokens)
+        except Exception:
+            self._failed += 1
+            raise
+        if drafted is None or isinstance(drafted, list):
+            return drafted or []
+        result: list[list[int]] = drafted.tolist()
+        return result
+
+    def run(self, forward: ForwardPass, tokens: int) -> Any:
+        """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns."""
+        if not tokens and not self._keeps_up:
+            return None
+        assert forward.native is not None
+        runner, scheduled = self._runner, forward.scheduler_output
+        configured = scheduled.num_spec_tokens_to_schedule
+        scheduled.num_spec_tokens_to_schedule = tokens
+        try:
+            return forward.native()
+        finally:
+            scheduled.num_spec_tokens_to_schedule = configured
+            runner._draft_probs = runner._draft_prob_req_ids = None
+
+    def _fits(self, forward: ForwardPass) -> bool:
+        """Return whether no row's draft would reach over the longest text of the drafter, in which it fails."""
+        if not self._keeps_up:
+            return True
+        longest = forward.common_attn_metadata.max_seq_len + self._query_tokens
+        return bool(longest <= self._runner.effective_drafter_max_model_len)
+
+    def _keep_ranks_going(self) -> None:
+        """Run the drafter emptily where other data-parallel ranks may run theirs and wait for this one."""
+        if self._keeps_up and not self._ranks_agree:
+            self._runner.drafter.dummy_run(num_tokens=1)
+
+    def _choices(self, spec: Any) -> Sequence[int]:
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+        drafter = type(self._runner.drafter)
+        if not self._keeps_up:
+            return (0, self.positions)
+        if spec.parallel_drafting or drafter.propose is not SpecDecodeBaseProposer.propose or not self._ranks_agree:
+            return (self.positions,)
+        return range(self.positions + 1)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Remember an error in what all tensor-parallel ranks do together."""
+        try:
+            yield
+        except Exception as error:
+            if self._parallel:
+                self.out_of_step = error
+            raise
+
+
+class BoundNative(BoundModel):
+    """Ask vLLM's drafter in one step, on the first rank."""
+
+    overlaps = False
+
+    def __init__(self, drafter: NativeDrafter, forward: ForwardPass, choices: Sequence[int]) -> None:
+        self.positions = drafter.positions
+        self.choices: Sequence[int] = choices
+        self._drafter = drafter
+        self._forward = forward
+        self._asked = False
+
+    def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
+        """Draft ``proposals.shape[1]`` tokens for the whole batch, and return those of ``rows``."""
+        self._asked = True
+        drafted = self._drafter.ask(self._forward, proposals.shape[1])
+        answer = as_model_draft([drafted[row] for row in rows] if drafted else [], proposals)
+        return lambda: answer
+
+    def close(self) -> None:
+        if not self._asked:
+            self._drafter.ask(self._forward, self.choices[0])
+
+
+def as_model_draft(drafted: Sequence[Sequence[int]], proposals: Int64) -> ModelDraft:
+    """Return drafts of vLLM's as a ModelDraft of the shape of ``proposals``. Probability 0 where a draft is shorter."""
+    tokens: Int64 = np.zeros(proposals.shape, dtype=np.int64)
+    probabilities: NDArray[np.float32] = np.zeros(proposals.shape, dtype=np.float32)
+    for row, draft in enumerate(drafted):
+        tokens[row, : len(draft)] = draft
+        probabilities[row, : len(draft)] = UNKNOWN
+    return ModelDraft(tokens, probabilities, tokens, probabilities)
+
+
+def limit_numba_threads() -> None:
+    """Let numba start as many threads as torch has. Too late once numba is imported.
+
+    Where numba counts the cores itself, its first use sets OpenMP's number of threads to that for the whole worker,
+    torch included.
+    """
+    import torch
+
+    if "numba" not in sys.modules:
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))

@@ -1,0 +1,151 @@
+"""Let one of vLLM's own speculative methods stay as the user configured it, while agentspec drafts beside it.
+
+vLLM knows one number, ``num_speculative_tokens``. For its own methods it says two things: how many tokens the drafter
+drafts, and how long a draft can be. agentspec's drafts are longer. So vLLM makes its configuration with the user's
+number, and ``adopt`` then raises the number to the longest draft and remembers the user's. What concerns the drafter
+(its buffers, its KV slots, how far it looks ahead in a prompt) is computed with the remembered number: PATCHES names
+those places.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.server_ext.speculative_methods import METHODS
+
+NATIVE_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "medusa", "ngram")
+"""vLLM's methods beside which agentspec drafts, by the names that vLLM's SpeculativeConfig has after it was made."""
+
+_REFUSED = {
+    "mlp_speculator": 'give it to agentspec: {"method": "arctic", "model": …} (docs/speculator.md)',
+    "ngram_gpu": 'use "ngram", or leave the method out: the suffix index finds what it finds',
+    "extract_hidden_states": "it drafts nothing; start plain 'vllm serve' with it",
+    "dspark": "only vLLM's V2 model runner has it; start plain 'vllm serve' with it, or use another method",
+}
+"""The remedy for methods that vLLM has and agentspec does not stand beside."""
+
+_DRAFTER_TOKENS = "agentspec_drafter_tokens"
+"""Attribute of vLLM's SpeculativeConfig: the user's ``num_speculative_tokens``. Only an adopted method has it."""
+
+
+def drafter_tokens(speculative_config: Any) -> int | None:
+    """Return how many tokens vLLM's own drafter drafts; None where agentspec does not draft beside one."""
+    tokens: int | None = getattr(speculative_config, _DRAFTER_TOKENS, None)
+    return tokens
+
+
+def adopt(speculative_config: Any, longest: int) -> None:
+    """Let drafts have up to ``longest`` tokens, and at least as many as vLLM's drafter drafts."""
+    tokens = speculative_config.num_speculative_tokens
+    setattr(speculative_config, _DRAFTER_TOKENS, tokens)
+    speculative_config.num_speculative_tokens = max(tokens, longest)
+
+
+def check_name(config: Mapping[str, Any]) -> None:
+    """Raise an error with the remedy for a user's speculative config whose method cannot work, before vLLM starts.
+
+    Without a method vLLM finds one out by the model. Raises ConfigurationError or UnsupportedEngineError.
+    """
+    method = config.get("method")
+    if method in _REFUSED:
+        raise _unsupported(str(method))
+    if method == "custom_class" or (method is None and not config.get("model")):
+        raise ConfigurationError(
+            f"--speculative-config: method {method!r}: name one that agentspec stands for ({', '.join(METHODS)}) or "
+            f"drafts beside ({', '.join(NATIVE_METHODS)}), or start plain 'vllm serve'"
+        )
+
+
+def _unsupported(method: str) -> UnsupportedEngineError:
+    remedy = _REFUSED.get(method, f"known are: {', '.join((*METHODS, *NATIVE_METHODS))}")
+    return UnsupportedEngineError(f"--speculative-config: agentspec does not draft beside {method!r}: {remedy}")
+
+
+def check_method(speculative_config: Any) -> None:
+    """Raise UnsupportedEngineError with the remedy for a speculative config that agentspec cannot draft beside."""
+    method = speculative_config.method
+    if method not in NATIVE_METHODS:
+        raise _unsupported(method)
+    sampling = getattr(speculative_config, "rejection_sample_method", "standard")
+    if sampling != "standard":
+        raise UnsupportedEngineError(
+            f"--speculative-config: rejection_sample_method {sampling!r}: drafts from suffix indexes have no "
+            "probabilities, so only \"standard\" verifies them; leave it out, or start plain 'vllm serve'"
+        )
+    if getattr(speculative_config, "enable_adaptive_verification", False):
+        raise UnsupportedEngineError(
+            "--speculative-config: enable_adaptive_verification: only vLLM's V2 model runner has it; leave it out "
+            "(agentspec cuts each draft where it stops paying), or start plain 'vllm serve'"
+        )
+
+
+def check_runner(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError where the environment demands vLLM's V2 model runner."""
+    if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
+        raise ConfigurationError(
+            "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
+        )
+
+
+def schedule_synchronously(engine_args: Any) -> None:
+    """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
+
+    Raises ConfigurationError where the user switched it on.
+    """
+    if engine_args.async_scheduling:
+        raise ConfigurationError(
+            "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
+            "doesn't wait for; leave the option out"
+        )
+    engine_args.async_scheduling = False
+
+
+def as_configured(vllm_config: Any) -> Any:
+    """Return vLLM's configuration with the user's ``num_speculative_tokens``: a shallow copy where agentspec drafts."""
+    tokens = drafter_tokens(vllm_config.speculative_config)
+    if tokens is None:
+        return vllm_config
+    result = copy.copy(vllm_config)
+    result.speculative_config = _with_tokens(vllm_config.speculative_config, tokens)
+    return result
+
+
+def _with_tokens(speculative_config: Any, tokens: int) -> Any:
+    result = copy.copy(speculative_config)
+    result.num_speculative_tokens = tokens
+    return result
+
+
+# --- What vLLM computes for the drafter
+
+
+def of_config(original: Callable[[Any], int], vllm_config: Any) -> int:
+    """Compute a property of VllmConfig that concerns the drafter."""
+    return int(original(as_configured(vllm_config)))
+
+
+def of_method(original: Callable[[Any], Any], speculative_config: Any) -> Any:
+    """Compute a property of SpeculativeConfig that concerns the drafter."""
+    tokens = drafter_tokens(speculative_config)
+    return original(speculative_config if tokens is None else _with_tokens(speculative_config, tokens))
+
+
+def init_proposer(original: Callable[..., None], proposer: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a drafter with layers of its own for the tokens that it drafts."""
+    original(proposer, as_configured(vllm_config), *args, **kwargs)
+
+
+def use_v2_model_runner(original: Callable[[Any], bool], vllm_config: Any) -> bool:
+    """Choose the V1 model runner where agentspec drafts beside one of vLLM's methods."""
+    if drafter_tokens(vllm_config.speculative_config) is None:
+        return bool(original(vllm_config))
+    for name, option in (("watermark_config", "watermarking"), ("attention_config.hisparse_config", "HiSparse")):
+        holder: Any = vllm_config
+        for part in name.split("."):
+            holder = getattr(holder, part, None)
+        if holder is not None:
+            raise UnsupportedEngineError(
+                f"{option} needs vLLM's V2 model runner, in which agentspec does not draft: start plain 'vllm serve'"
+            )
+    return False
