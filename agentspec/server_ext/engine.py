@@ -99,15 +99,23 @@ class DraftingEngine:
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
+        self._recorder = Recorder(settings.record, shares.figures // 4) if settings.record else None
+        self._requests: dict[str, RequestState] = {}
+        self._groups = PromptGroups(shares.figures // 4)
+        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder, self._drop_snapshot)
+        persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
             fits = snapshot_identity(persistence.logs.of(settings.tenant), self.cache)
             limit = settings.retention_bytes
-            self._keeper = SnapshotKeeper(snapshot, self.cache, fits, note=self.step_cost.dump, max_bytes=limit)
-        self._recorder = Recorder(settings.record, shares.figures // 4) if settings.record else None
-        self._requests: dict[str, RequestState] = {}
-        self._groups = PromptGroups(shares.figures // 4)
-        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder, self._keeper)
+            self._keeper = SnapshotKeeper(
+                snapshot,
+                self.cache,
+                fits,
+                note=self.step_cost.dump,
+                max_bytes=limit,
+                catch_up=lambda: persistence.catch_up_erasures(self.cache),
+            )
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
@@ -253,7 +261,12 @@ class DraftingEngine:
             self._account(lookup, step, drafts, took // count)
         else:
             lookup.quiet += 1
-        return lookup.spread(self.budget.cut(drafts, budget) if len(drafts.token_ids) else [[] for _ in lookup.states])
+        if not len(drafts.token_ids):
+            return [[] for _ in step.batch.request_ids]
+        if not self._persistence.is_current():  # this process was frozen: it may not know what was erased meanwhile
+            self.metrics.counters["steps_held_back"] += 1
+            return [[] for _ in step.batch.request_ids]
+        return lookup.spread(self.budget.cut(drafts, budget))
 
     def _prepare(self, step: Step, lookup: _Lookup | None) -> None:
         """Apply stored turns and start new requests. lookup: of the step before."""
@@ -382,6 +395,11 @@ class DraftingEngine:
             state.figures.steps += lookup.quiet
             state.length += lookup.quiet
         lookup.quiet = 0
+
+    def _drop_snapshot(self) -> None:
+        """Delete the snapshot, because a session was erased."""
+        if self._keeper is not None:
+            self._keeper.erased()
 
     def _leave_batch(self) -> None:
         """Drop the lookup, because the next step has other requests."""

@@ -1,12 +1,14 @@
 """Move finished turns to the store, and stored turns into the cache.
 
 Only background threads touch the store. Everything here returns at once, except ``warm_up``, which is called before the
-engine serves. Load at start, return after eviction and what another process wrote are one operation: the store's
-records of a session, a group or a tenant's corpus are applied, and the cache ignores those that it holds.
+engine serves. Load at start and return after eviction are one operation: the store's records of a session, a group or a
+tenant's corpus are applied, and the cache ignores those that it holds. What other processes write is followed from then
+on.
 """
 
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,8 +20,10 @@ from agentspec.cache.store import (
     BackgroundLoader,
     BackgroundWriter,
     Erasure,
+    Follower,
     Loaded,
     LogNames,
+    MemoryStore,
     Retention,
     Store,
     StoreJobs,
@@ -28,7 +32,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import MemoryShares
 
@@ -36,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
-
+_MAX_FOLLOWED = 256
+"""Tenants whose logs are followed: those used last."""
 
 Result = TypeVar("Result")
 
@@ -46,7 +51,7 @@ class Persistence:
 
     logs: their names. preload: how many of a tenant's newest turns to load into its corpus. retention: limits of the
     store; None: this process leaves it as it is. queue_bytes: limit of the records that wait to be written, and of
-    those that wait to be applied. One thread, the engine's, makes all calls but ``stats``.
+    those that wait to be applied. One thread, the engine's, makes all calls but ``stats`` and ``catch_up_erasures``.
     """
 
     def __init__(
@@ -61,15 +66,66 @@ class Persistence:
         self._preload = preload
         self._store = store
         self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
-        self._loader = BackgroundLoader(store, max_ready_bytes=queue_bytes)
+        self._loader = BackgroundLoader(store, max_ready_bytes=queue_bytes, before_read=self._begin_following)
+        self._follower: Follower | None = None
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
         self._number = 0
         self._arrived: Loaded | None = None  # of its records, those from _applied on are to be applied
         self._applied = 0
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
-        self._restored = 0
+        self._applying = threading.Lock()  # held while a record is checked and restored
+        self._restored = self._followed = 0
         self._refused: Counter[str] = Counter()
+
+    def follow(self, cache: SuffixCache, erased: Callable[[str | None, str], None]) -> None:
+        """Apply from now on what other processes store and erase. Call it once, before any load.
+
+        erased(tenant, session): takes a session from the cache and whatever else holds it, in the follower's thread. A
+        store in this process's memory has no other writers, so there is nothing to follow.
+        """
+        if isinstance(self._store, MemoryStore):
+            return
+        self._follower = Follower(
+            self._store,
+            self._writer_id,
+            self._loader.ready,
+            erase=lambda tenant, session: self._erase_here(tenant, session, erased),
+            erase_again=lambda tenant, session: self._erase_again(tenant, session),
+            forget=cache.forget_tenant,
+            max_logs=_MAX_FOLLOWED,
+        )
+
+    def catch_up_erasures(self, cache: SuffixCache) -> int:
+        """Take from a loaded snapshot what was erased in the store meanwhile. Return the number of sessions.
+
+        Any thread may call it, before the cache is used. Where the store does not tell what was erased, the tenant is
+        forgotten: its log brings back what it may say.
+        """
+        if self._follower is None:
+            return 0
+        before = self._follower.stats().erased
+        tenants = cache.tenants()
+        for tenant in tenants[:-_MAX_FOLLOWED]:
+            cache.forget_tenant(tenant)
+        known = True
+        for tenant in reversed(tenants[-_MAX_FOLLOWED:]):
+            try:
+                if known:
+                    self._follower.begin(self.logs.of(tenant), tenant)
+            except StoreError as error:
+                known = False
+                logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
+            if not known:
+                cache.forget_tenant(tenant)
+        return self._follower.stats().erased - before
+
+    def is_current(self) -> bool:
+        """Return whether every erasure by other processes is known here that is older than a second.
+
+        That is not so where this process was frozen, until it has asked the store. While the store is away it is so.
+        """
+        return self._follower is None or self._follower.is_current()
 
     def next_name(self) -> tuple[str, int]:
         """Return writer and number for the next turn, for ``SuffixCache.finish``."""
@@ -107,11 +163,13 @@ class Persistence:
             return
         tenant, session, group = identity.tenant, identity.session, identity.group
         log = self.logs.of(tenant)
+        if self._follower is not None:
+            self._follower.use(log)
         if session is not None and session not in self._erasures and cache.needs_load(tenant, session):
             self._loader.request(Wanted(log, tenant, session=session))
         if group is not None and cache.needs_load(tenant, group=group):
             self._loader.request(Wanted(log, tenant, group=group))
-        if identity.scope == "tenant" and self._preload and cache.needs_load(tenant):
+        if identity.scope == "tenant" and cache.needs_load(tenant):
             self._loader.request(Wanted(log, tenant), self._preload)
 
     def has_loaded(self) -> bool:
@@ -130,20 +188,20 @@ class Persistence:
             if until is None:
                 until = time.thread_time() + seconds
             while self._applied < len(loaded.records):
-                count += self._restore(cache, loaded.records[self._applied])
+                count += self._restore(cache, loaded, loaded.records[self._applied])
                 self._applied += 1
                 if time.thread_time() >= until:
                     return count
             self._arrived = None
-            if loaded.complete:
-                cache.mark_loaded(loaded.wanted.tenant, loaded.wanted.session, group=loaded.wanted.group)
+            wanted = loaded.wanted
+            if loaded.complete and wanted is not None:
+                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group)
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float, tenant: str | None = None) -> int:
         """Load a tenant's newest turns before serving, in at most ``timeout`` seconds. Return their number."""
         corpus = Wanted(self.logs.of(tenant), tenant)
-        if self._preload:
-            self._loader.request(corpus, self._preload)
+        self._loader.request(corpus, self._preload)
         deadline = time.monotonic() + timeout
         count, pending = 0, True
         while pending and time.monotonic() < deadline:
@@ -179,15 +237,20 @@ class Persistence:
         return self._jobs.submit(job)
 
     def stats(self) -> dict[str, Any]:
-        """Return the state of the writer and the loader, as JSON.
+        """Return the state of writer, loader and follower, as JSON.
 
-        refused: turns that cannot be used, by kind. lost, missing: as ``Losses`` counts them.
+        refused: turns that cannot be used, by kind. lost, missing: as ``Losses`` counts them. follower: None where
+        nothing can be followed. Its "applied": turns of others that the cache was given.
         """
         writer, loader, losses = self._writer.stats(), self._loader.stats(), self._store.losses()
-        kinds = {"damaged": loader.damaged, "unknown_version": loader.unknown, **self._refused}
+        follower = None if self._follower is None else self._follower.stats()
+        damaged = loader.damaged + (follower.damaged if follower else 0)
+        unknown = loader.unknown + (follower.unknown if follower else 0)
+        kinds = {"damaged": damaged, "unknown_version": unknown, **self._refused}
         return {
             "writer": writer.as_dict(),
             "loader": loader.as_dict(),
+            "follower": None if follower is None else {**follower.as_dict(), "applied": self._followed},
             "lost": losses.lost,
             "missing": losses.missing,
             "restored": self._restored,
@@ -202,6 +265,8 @@ class Persistence:
         self._jobs.close()
         self._writer.close()
         self._loader.close()
+        if self._follower is not None:
+            self._follower.close()
         self._store.close()
 
     def _next_loaded(self) -> Loaded | None:
@@ -209,38 +274,64 @@ class Persistence:
             self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
+    def _begin_following(self, log: str, tenant: str | None) -> None:
+        if self._follower is not None:
+            self._follower.begin(log, tenant)
+
+    def _erase_here(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> int:
+        """Erase from this process a session that another one has erased in the store. Runs in the follower's thread."""
+        self._loader.forget(session)
+        with self._applying:  # a turn of it that is being restored is there when this goes on
+            pass
+        erased(tenant, session)  # from here on its requests leave nothing behind
+        self._writer.forget(session)
+        return self._number
+
+    def _erase_again(self, tenant: str | None, session: str) -> None:
+        self._jobs.submit(lambda store: self._erase_in_store(store, self.logs.of(tenant), session))
+
+    def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
+        erasure = store.erase_session(log, session)
+        if self._follower is not None and erasure.tombstone is not None:
+            self._follower.note_own(erasure.tombstone)
+        return erasure
+
     def _erase(self, store: Store, session: str, logs: Iterable[str], forget: Callable[[], None]) -> Erasure:
         forget()
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
-        erased = [store.erase_session(log, session) for log in logs]
+        erased = [self._erase_in_store(store, log, session) for log in logs]
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 
-    def _restore(self, cache: SuffixCache, record: TurnRecord) -> int:
+    def _restore(self, cache: SuffixCache, loaded: Loaded, record: TurnRecord) -> int:
         if record.session in self._erasures:
             return 0
+        turn = FinishedTurn(
+            tenant=record.tenant,
+            session=record.session or None,
+            kept=record.kept,
+            prompt_tail=record.prompt_tail,
+            response=record.response,
+            group=record.group,
+            scope=record.scope,
+            parent=record.parent,
+            block=record.block,
+            writer=record.writer,
+            number=record.number,
+            owner=record.principal,
+        )
+        followed = loaded.wanted is None
         try:
-            cache.restore(
-                FinishedTurn(
-                    tenant=record.tenant,
-                    session=record.session or None,
-                    kept=record.kept,
-                    prompt_tail=record.prompt_tail,
-                    response=record.response,
-                    group=record.group,
-                    scope=record.scope,
-                    parent=record.parent,
-                    block=record.block,
-                    writer=record.writer,
-                    number=record.number,
-                    owner=record.principal,
-                )
-            )
+            with self._applying:
+                if record.session in loaded.forgotten:
+                    return 0
+                cache.restore(turn, held_only=followed)
         except Exception as error:  # e.g. a token that this model does not have
             self._refused[type(error).__name__] += 1
             if self._refused.total() == 1:
                 logger.warning("agentspec: a stored turn cannot be used and is skipped: %s", error)
             return 0
         self._restored += 1
+        self._followed += followed
         return 1

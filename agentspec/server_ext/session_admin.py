@@ -17,7 +17,6 @@ from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, Sto
 from agentspec.server_ext.metrics import Recorder
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.step import RequestState
-from agentspec.server_ext.warm_restart import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ _PART_BYTES = 256 * 1024
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    running: its running requests, by id. recorder: its step record, if one is written. keeper: of its snapshot, if
-    there is one.
+    running: its running requests, by id. recorder: its step record, if one is written. erased: called when a session
+    has left the cache.
     """
 
     def __init__(
@@ -39,13 +38,13 @@ class SessionAdmin:
         persistence: Persistence,
         running: Mapping[str, RequestState],
         recorder: Recorder | None = None,
-        keeper: SnapshotKeeper | None = None,
+        erased: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._persistence = persistence
         self._running = running
         self._recorder = recorder
-        self._keeper = keeper
+        self._erased = erased
         # by the job's name, which the asker chose: its value, and what else has to end before that is told
         self._jobs: OrderedDict[str, tuple[Future[Any], ...]] = OrderedDict()
 
@@ -93,6 +92,12 @@ class SessionAdmin:
             size += len(part[-1])
         return {"value": part, "more": offset + len(part) < len(value)}
 
+    def erased_elsewhere(self, tenant: str | None, session: str) -> None:
+        """Remove a session here that another process has erased in the store. Any thread may call it."""
+        self._blank(session)
+        self._cache.remove_session(tenant, session)
+        self._erased()
+
     def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
         if what == "erase":
             return self._erase(*args)
@@ -110,16 +115,19 @@ class SessionAdmin:
         def forget() -> None:
             for tenant in {*tenants, *self._cache.tenants()}:  # the cache may hold what the store never got
                 self._cache.remove_session(tenant, session)
-            if self._keeper is not None:
-                self._keeper.erased()
+            self._erased()
 
-        for state in self._of(session):  # the rest of their lines in the step record is without a session
-            state.identity = replace(state.identity, session=None, session_name=None)
-        blanked = () if self._recorder is None else (self._recorder.erase(session),)
+        blanked = self._blank(session)
         return self._persistence.erase(session, tenants, forget), *blanked
 
+    def _blank(self, session: str) -> tuple[Future[None], ...]:
+        """Remove a session from the step record, whose further lines of its running requests do not name it."""
+        for state in self._of(session):
+            state.identity = replace(state.identity, session=None, session_name=None)
+        return () if self._recorder is None else (self._recorder.erase(session),)
+
     def _of(self, session: str) -> list[RequestState]:
-        return [state for state in self._running.values() if state.identity.session == session]
+        return [state for state in list(self._running.values()) if state.identity.session == session]
 
     def _logs(self, store: Store, tenant: str | None, anybody: bool = False) -> list[str]:
         logs = self._persistence.logs

@@ -46,9 +46,10 @@ class SnapshotKeeper:
         note: Callable[[], bytes] = bytes,
         interval: float = 300.0,
         max_bytes: int | None = None,
+        catch_up: Callable[[], int] = lambda: 0,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
-        self._note, self._interval, self._max_bytes = note, interval, max_bytes
+        self._note, self._interval, self._max_bytes, self._catch_up = note, interval, max_bytes, catch_up
         self._loaded_note = b""
         self._loaded = threading.Event()
         self._serving = threading.Event()
@@ -146,5 +147,7 @@ class SnapshotKeeper:
         except Exception as error:
             logger.warning("agentspec: the saved suffix indexes are not used, the store is read instead: %s", error)
             return
+        if self._catch_up() > 0:
+            self.erased()
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)

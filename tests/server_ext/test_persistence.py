@@ -230,7 +230,9 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
     engine.flush()
     again = Engine(store)
     again.start([1, 2])
-    wait_until(lambda: again.persistence.stats()["loader"]["delivered"] + len(again.persistence._loader._ready) >= 2)
+    wait_until(
+        lambda: again.persistence.stats()["loader"]["delivered"] + len(again.persistence._loader.ready._asked) >= 2
+    )
     clock = iter(range(10_000))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 1e-4)  # each turn takes a tenth of a millisecond
     assert again.persistence.apply_loaded(again.cache) == 5
@@ -266,7 +268,7 @@ def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore
     engine.flush()
     other = Engine(store)
     name = other.start([7, 8, 100, 101, 102])
-    wait_until(lambda: other.persistence._loader._ready)  # read, and not yet applied
+    wait_until(lambda: other.persistence._loader.ready._asked)  # read, and not yet applied
     other.say([7, 8], text(200), session="kept")
     other.cache.abort(name)
     other.cache.remove_session(TENANT, "s")

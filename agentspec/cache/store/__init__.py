@@ -22,9 +22,11 @@ from agentspec.cache.store.base import (
     trim_sessions,
 )
 from agentspec.cache.store.breaker import CircuitBreaker
+from agentspec.cache.store.follower import Follower, FollowerStats
 from agentspec.cache.store.jobs import StoreJobs
-from agentspec.cache.store.loader import BackgroundLoader, Loaded, LoaderStats, RecordReader, Wanted
+from agentspec.cache.store.loader import BackgroundLoader, LoaderStats, RecordReader
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
+from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
@@ -40,6 +42,8 @@ __all__ = [
     "Entry",
     "EraseRecord",
     "Erasure",
+    "Follower",
+    "FollowerStats",
     "Loaded",
     "LoaderStats",
     "LogNames",
@@ -47,6 +51,7 @@ __all__ = [
     "MemoryStore",
     "MessageRecord",
     "NewEntry",
+    "ReadyRecords",
     "Record",
     "RecordReader",
     "RedisStore",

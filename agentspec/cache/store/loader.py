@@ -3,11 +3,12 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
+from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
@@ -65,34 +66,6 @@ class RecordReader:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Name what to load of a tenant's log: a session or a group, by its key; neither: the tenant's corpus.
-
-    namespace: the log.
-    """
-
-    namespace: str
-    tenant: str | None = None
-    session: str | None = None
-    group: str | None = None
-
-    @property
-    def is_corpus(self) -> bool:
-        """Return whether it is the tenant's corpus."""
-        return self.session is None and self.group is None
-
-
-@dataclass(slots=True)
-class Loaded:
-    """Hold records to apply together. complete: these are the last of what ``wanted`` names, and none was lost."""
-
-    wanted: Wanted
-    records: list[TurnRecord] = field(default_factory=list)
-    size: int = 0
-    complete: bool = False
-
-
 @dataclass(slots=True)
 class LoaderStats:
     """Count what the loader has done since the start.
@@ -143,6 +116,9 @@ class BackgroundLoader:
     order: who applies the records knows which of them it has. A limit on them keeps a session that goes on for ever
     from pushing out all others each time it comes back. Sessions and groups go before corpora. A read that fails while
     the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
+
+    ready: the queue that ``take`` empties, into which others may put records too. before_read(namespace, tenant): is
+    called in the loader's thread before a log is read; it may wait for the store and raise its errors.
     """
 
     def __init__(
@@ -152,9 +128,11 @@ class BackgroundLoader:
         max_pending: int = 4096,
         max_ready_bytes: int = QUEUE_BYTES,
         breaker: CircuitBreaker | None = None,
+        before_read: Callable[[str, str | None], None] = lambda namespace, tenant: None,
     ) -> None:
         self._store = store
-        self._max_pending, self._max_ready_bytes = max_pending, max_ready_bytes
+        self.ready = ReadyRecords(max_ready_bytes)
+        self._max_pending, self._before_read = max_pending, before_read
         self._breaker = breaker or CircuitBreaker()
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
@@ -162,8 +140,6 @@ class BackgroundLoader:
         # what the requests want: sessions and groups until they are read, corpora until they were taken
         self._waiting: set[Wanted] = set()
         self._current: _Job | None = None
-        self._ready: deque[Loaded] = deque()
-        self._ready_bytes = 0
         self._counts = LoaderStats()
         self._closed = self._failure_logged = False
         self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
@@ -190,28 +166,26 @@ class BackgroundLoader:
 
     def has_ready(self) -> bool:
         """Return whether ``take`` has something to return."""
-        return bool(self._ready)
+        return self.ready.has_any()
 
     def take(self) -> Loaded | None:
         """Return the next records to apply, or None if none are ready. Never blocks."""
-        if not self._ready:
-            return None
+        loaded = self.ready.take()
+        if loaded is None or loaded.wanted is None:
+            return loaded
         with self._wake:
-            if not self._ready:
-                return None
-            loaded = self._ready.popleft()
-            self._ready_bytes -= loaded.size
             self._counts.delivered += len(loaded.records)
             if loaded.complete and loaded.wanted.is_corpus:
                 self._end_corpus(loaded.wanted)
-            self._wake.notify()  # wake the thread if it waits for room
-            return loaded
+        return loaded
 
     def is_pending(self, wanted: Wanted) -> bool:
         """Return whether ``take`` may still return records of a session, group or corpus."""
         with self._wake:
             read = self._current is not None and self._current.wanted == wanted
-            return read or wanted in self._waiting or any(loaded.wanted == wanted for loaded in self._ready)
+            if read or wanted in self._waiting:
+                return True
+        return self.ready.holds(wanted)
 
     def forget(self, session: str) -> None:
         """Drop the records of an erased session that were read already. Call it again when the store has erased it."""
@@ -219,15 +193,14 @@ class BackgroundLoader:
             for job in filter(None, (self._current, *self._corpora)):
                 if job.entries is not None:
                     job.forgotten.add(session)
-            for loaded in self._ready:
-                _drop(loaded, {session})
-            self._ready_bytes = sum(loaded.size for loaded in self._ready)
+        self.ready.forget(session)
 
     def close(self, timeout: float = 1.0) -> None:
         """Stop reading. ``take`` still returns what is ready."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+        self.ready.close()
         self._thread.join(timeout)
 
     def stats(self) -> LoaderStats:
@@ -238,7 +211,7 @@ class BackgroundLoader:
                 damaged=self._reader.damaged,
                 unknown=self._reader.unknown,
                 pending=len(self._requests) + (self._current is not None and not self._current.wanted.is_corpus),
-                ready_bytes=self._ready_bytes,
+                ready_bytes=self.ready.bytes,
                 state=self._breaker.state,
             )
 
@@ -279,6 +252,7 @@ class BackgroundLoader:
         """Deliver a session or group, or one slice of a corpus. Returns whether the job is done."""
         if job.entries is None:
             wanted = job.wanted
+            self._before_read(wanted.namespace, wanted.tenant)
             job.forgotten.clear()
             job.entries = self._reader.read(
                 self._store,
@@ -294,8 +268,7 @@ class BackgroundLoader:
             for entry, record in job.entries:
                 seen += 1
                 if isinstance(record, TurnRecord):
-                    loaded.records.append(record)
-                    loaded.size += record.size
+                    loaded.add(record)
                 job.after, job.tries, job.newest = entry.sequence, 0, job.newest - 1
                 if len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES:
                     self._publish(job, loaded)
@@ -309,13 +282,8 @@ class BackgroundLoader:
 
     def _publish(self, job: _Job, loaded: Loaded) -> None:
         """Queue records for ``take``. Waits while the queue is full."""
-        if not (loaded.records or loaded.complete):
-            return
-        with self._wake:
-            self._wake.wait_for(lambda: self._closed or self._ready_bytes < self._max_ready_bytes)
-            _drop(loaded, job.forgotten)
-            self._ready.append(loaded)
-            self._ready_bytes += loaded.size
+        if loaded.records or loaded.complete:
+            self.ready.put(loaded, job.forgotten)
 
     def _queue_of(self, wanted: Wanted) -> deque[_Job]:
         return self._corpora if wanted.is_corpus else self._requests
@@ -359,10 +327,3 @@ class BackgroundLoader:
         except Exception:
             return False
         return True
-
-
-def _drop(loaded: Loaded, sessions: set[str]) -> None:
-    """Remove the records of these sessions."""
-    if any(record.session in sessions for record in loaded.records):
-        loaded.records = [record for record in loaded.records if record.session not in sessions]
-        loaded.size = sum(record.size for record in loaded.records)

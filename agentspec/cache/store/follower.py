@@ -1,0 +1,286 @@
+"""Follow the logs that other processes append to, so that what one wrote the others draft from."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+
+from agentspec.cache.store.base import Store, check_namespace
+from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
+from agentspec.cache.store.loader import RecordReader
+from agentspec.cache.store.ready import Loaded, ReadyRecords
+from agentspec.cache.store.records import EraseRecord, TurnRecord
+
+logger = logging.getLogger(__name__)
+
+LIFE_SECONDS = 1.0
+"""A follower without a sign of life for so long may have missed an erasure: its process may have been frozen."""
+
+_WAIT_SECONDS = 0.25  # longest wait for new entries,
+_FULL_SECONDS = 0.05  # and for room in the queue
+_SLICE = 64  # most records,
+_SLICE_BYTES = 1 << 20  # and about the most bytes, that are queued together
+_MAX_ERASED = 1024  # erased sessions of a log that are remembered
+_MAX_OWN = 4096  # tombstones of this process that are remembered
+
+
+@dataclass(slots=True)
+class FollowerStats:
+    """Count what the follower has done since the start.
+
+    delivered: records of others that were queued. skipped: records of this process. erased: tombstones applied.
+    damaged, unknown: records that RecordReader skipped. failed: calls to the store that failed. logs: logs that are
+    followed. behind: those of them that held more than was read when it was looked at last. delay_ms: age of the newest
+    record when it was queued. state: the breaker's.
+    """
+
+    delivered: int = 0
+    skipped: int = 0
+    erased: int = 0
+    damaged: int = 0
+    unknown: int = 0
+    failed: int = 0
+    logs: int = 0
+    behind: int = 0
+    delay_ms: float = 0.0
+    state: State = "closed"
+
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Return the counts as a JSON-able dict."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Log:
+    """Hold how far a log was followed.
+
+    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. numbers: for each session
+    erased lately, the number of this process's newest turn when the tombstone was applied.
+    """
+
+    tenant: str | None
+    cursor: str
+    erased: str
+    numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+
+class Follower:
+    """Read what other processes append to the logs in use, in a thread.
+
+    writer: this process's own, whose records are skipped. ready: takes the others' records; what does not fit waits in
+    the store. erase(tenant, session): removes an erased session from this process at once, and returns the number of
+    its newest turn. erase_again(tenant, session): erases the session in the store again, because a turn of this process
+    arrived there behind its tombstone. forget(tenant): makes the cache forget a tenant whose log is not followed any
+    more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the
+    follower before the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        writer: str,
+        ready: ReadyRecords,
+        *,
+        erase: Callable[[str | None, str], int],
+        erase_again: Callable[[str | None, str], None],
+        forget: Callable[[str | None], bool],
+        max_logs: int = 256,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._ready = ready
+        self._erase, self._erase_again, self._forget = erase, erase_again, forget
+        self._max_logs = max_logs
+        self._breaker = breaker or CircuitBreaker(max_pause=5.0)
+        self._reader = RecordReader()
+        self._logs: OrderedDict[str, _Log] = OrderedDict()  # the one used last at the end
+        self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
+        self._counts = FollowerStats()
+        self._alive = time.monotonic()
+        self._closed = False
+        self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
+        self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
+        self._thread.start()
+
+    def use(self, namespace: str) -> bool:
+        """Note that a request uses a log. Returns whether it is followed."""
+        with self._wake:
+            if namespace not in self._logs:
+                return False
+            self._logs.move_to_end(namespace)
+            return True
+
+    def begin(self, namespace: str, tenant: str | None) -> None:
+        """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
+
+        Sessions that were erased, and have no entry since, are erased here too. Raises StoreError.
+        """
+        if self.use(check_namespace(namespace)):
+            return
+        begun = time.monotonic()
+        end = self._store.newest(namespace)
+        erased = self._store.tombstones(namespace)
+        used = {usage.session for usage in self._store.sessions(namespace)} if erased else set()
+        for session in erased:
+            if session not in used:
+                self._erase(tenant, session)
+        with self._wake:
+            if not self._logs:
+                self._alive = begun
+            self._logs[namespace] = _Log(tenant, end, end)
+            self._wake.notify()
+        self._leave_idlest()
+
+    def note_own(self, tombstone: str) -> None:
+        """Note the cursor of a tombstone of this process, which has erased the session here already."""
+        with self._wake:
+            self._own[tombstone] = None
+            if len(self._own) > _MAX_OWN:
+                self._own.popitem(last=False)
+
+    def is_current(self) -> bool:
+        """Return whether every erasure that is older than LIFE_SECONDS is known here, as far as the store answers."""
+        return not self._logs or time.monotonic() - self._alive < LIFE_SECONDS
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Stop following."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self._thread.join(timeout)
+
+    def stats(self) -> FollowerStats:
+        """Return the current counts."""
+        with self._wake:
+            return replace(
+                self._counts,
+                damaged=self._reader.damaged,
+                unknown=self._reader.unknown,
+                logs=len(self._logs),
+                state=self._breaker.state,
+            )
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._may_call():
+                continue
+            begun = time.monotonic()
+            try:
+                self._follow()
+            except Exception as error:  # a store may raise anything, and the thread must survive it
+                self._fail(error)
+                if time.monotonic() - begun < LIFE_SECONDS:  # longer: the process may have been frozen meanwhile
+                    self._alive = time.monotonic()
+                continue
+            self._alive = begun
+            if self._breaker.success():
+                logger.warning("agentspec: the logs of other processes can be followed again")
+
+    def _may_call(self) -> bool:
+        """Wait for a log, or for the breaker. Returns whether the store may be called now."""
+        begun = time.monotonic()
+        with self._wake:
+            if not self._logs:
+                self._wake.wait_for(lambda: self._logs or self._closed)
+                return False
+            pause = self._breaker.wait()
+            if pause > 0:
+                self._alive = begun  # it is known that the store is away
+                self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
+                return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
+        return self._breaker.allow()
+
+    def _follow(self) -> None:
+        """Wait for new entries once, and deal with them: with tombstones in any case, with records if there is room."""
+        room = self._ready.has_room()
+        with self._wake:
+            logs = dict(self._logs)
+        cursors = {name: log.cursor if room else max(log.cursor, log.erased) for name, log in logs.items()}
+        found = self._store.wait(cursors, _WAIT_SECONDS if room else _FULL_SECONDS)
+        behind = 0
+        for name in found:
+            if not (self._ready.has_room() and self._read(name, logs[name])):
+                self._look_ahead(name, logs[name])
+                behind += 1
+        with self._wake:
+            self._counts.behind = behind if room else max(behind, self._counts.behind)
+
+    def _read(self, namespace: str, log: _Log) -> bool:
+        """Queue a log's new records while there is room. Returns whether that was all."""
+        courtesy, loaded, at = Courtesy(), Loaded(None), log.cursor
+        for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
+            if isinstance(record, EraseRecord):
+                self._deliver(loaded)
+                loaded = Loaded(None)
+                self._apply(log, record.session, entry.sequence)
+            elif isinstance(record, TurnRecord) and record.writer == self._writer:
+                self._skip(log, record)
+            elif isinstance(record, TurnRecord):
+                loaded.add(record)
+            at = entry.sequence
+            if len(loaded.records) >= _SLICE or loaded.size >= _SLICE_BYTES:
+                self._deliver(loaded)
+                loaded, log.cursor = Loaded(None), at
+                if self._closed or not self._ready.has_room():
+                    return False
+            courtesy.pause()
+        self._deliver(loaded)
+        log.cursor = at
+        log.erased = max(log.erased, at)
+        return True
+
+    def _look_ahead(self, namespace: str, log: _Log) -> None:
+        """Apply the tombstones of a log whose records have to wait."""
+        end = self._store.newest(namespace)
+        for session, cursor in self._store.tombstones(namespace, after=log.erased).items():
+            self._apply(log, session, cursor)
+        log.erased = max(log.erased, end)
+
+    def _apply(self, log: _Log, session: str, cursor: str) -> None:
+        """Apply a tombstone, unless that was done."""
+        if cursor <= log.erased:
+            return
+        log.erased = cursor
+        with self._wake:
+            if cursor in self._own:
+                return
+        log.numbers[session] = self._erase(log.tenant, session)
+        log.numbers.move_to_end(session)
+        if len(log.numbers) > _MAX_ERASED:
+            log.numbers.popitem(last=False)
+        with self._wake:
+            self._counts.erased += 1
+
+    def _skip(self, log: _Log, record: TurnRecord) -> None:
+        """Skip a record of this process. If it was on its way when its session was erased, erase that again."""
+        with self._wake:
+            self._counts.skipped += 1
+        if record.number <= log.numbers.get(record.session, 0):
+            del log.numbers[record.session]
+            self._erase_again(log.tenant, record.session)
+
+    def _deliver(self, loaded: Loaded) -> None:
+        if not loaded.records:
+            return
+        self._ready.put_followed(loaded)
+        with self._wake:
+            self._counts.delivered += len(loaded.records)
+            self._counts.delay_ms = max(0.0, 1e3 * (time.time() - loaded.records[-1].created))
+
+    def _leave_idlest(self) -> None:
+        """Stop following the logs used longest ago that are too many, if the cache can forget their tenants."""
+        with self._wake:
+            idle = list(self._logs.items())[: max(0, len(self._logs) - self._max_logs)]
+        for name, log in idle:
+            if self._forget(log.tenant):
+                with self._wake:
+                    self._logs.pop(name, None)
+
+    def _fail(self, error: Exception) -> None:
+        with self._wake:
+            self._counts.failed += 1
+        if self._breaker.failure():
+            logger.warning("agentspec: the logs of other processes cannot be followed: %s", error)

@@ -1,0 +1,132 @@
+"""Queue records on their way from the store into the cache."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from agentspec.cache.store.records import TurnRecord
+
+_FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so many of the queue
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Name what to load from a tenant's log: a session or a group by its key, or neither: the tenant's corpus."""
+
+    namespace: str
+    tenant: str | None = None
+    session: str | None = None
+    group: str | None = None
+
+    @property
+    def is_corpus(self) -> bool:
+        """Return whether it is the tenant's corpus."""
+        return self.session is None and self.group is None
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Hold records to apply together.
+
+    wanted: what was asked for; None: the records were followed, so they go to what the cache holds only. complete:
+    these are the last of what ``wanted`` names, and none was lost. forgotten: sessions that were erased since ``take``
+    returned it.
+    """
+
+    wanted: Wanted | None
+    records: list[TurnRecord] = field(default_factory=list)
+    size: int = 0
+    complete: bool = False
+    forgotten: set[str] = field(default_factory=set)
+
+    def add(self, record: TurnRecord) -> None:
+        """Add a record."""
+        self.records.append(record)
+        self.size += record.size
+
+    def drop(self, sessions: set[str]) -> None:
+        """Remove the records of these sessions."""
+        if any(record.session in sessions for record in self.records):
+            self.records = [record for record in self.records if record.session not in sessions]
+            self.size = sum(record.size for record in self.records)
+
+
+class ReadyRecords:
+    """Hold what was read until the engine takes it: first what requests wait for, then what was followed. Thread-safe.
+
+    max_bytes: limit of both together. Followed records may take a quarter of it, so that they never keep those out that
+    a request waits for.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._asked: deque[Loaded] = deque()
+        self._followed: deque[Loaded] = deque()
+        self._asked_bytes = self._followed_bytes = 0
+        self._taken: Loaded | None = None
+        self._closed = False
+        self._room = threading.Condition(threading.Lock())
+
+    def put(self, loaded: Loaded, forgotten: set[str]) -> None:
+        """Queue what was asked for, without the sessions that were ``forgotten`` meanwhile. Waits while it is full."""
+        with self._room:
+            self._room.wait_for(lambda: self._closed or self._asked_bytes + self._followed_bytes < self._max_bytes)
+            loaded.drop(forgotten)
+            self._asked.append(loaded)
+            self._asked_bytes += loaded.size
+
+    def put_followed(self, loaded: Loaded) -> None:
+        """Queue followed records. Never waits: call it while ``has_room``."""
+        with self._room:
+            self._followed.append(loaded)
+            self._followed_bytes += loaded.size
+
+    def has_room(self) -> bool:
+        """Return whether followed records may be queued."""
+        return self._followed_bytes < self._max_bytes // _FOLLOWED_SHARE
+
+    def has_any(self) -> bool:
+        """Return whether ``take`` has something to return."""
+        return bool(self._asked or self._followed)
+
+    def take(self) -> Loaded | None:
+        """Return the next records to apply, or None if none are ready."""
+        if not self.has_any():
+            return None
+        with self._room:
+            if self._asked:
+                self._taken = self._asked.popleft()
+                self._asked_bytes -= self._taken.size
+            elif self._followed:
+                self._taken = self._followed.popleft()
+                self._followed_bytes -= self._taken.size
+            else:
+                return None
+            self._room.notify_all()
+            return self._taken
+
+    def holds(self, wanted: Wanted) -> bool:
+        """Return whether ``take`` will return records of what is wanted."""
+        with self._room:
+            return any(loaded.wanted == wanted for loaded in self._asked)
+
+    def forget(self, session: str) -> None:
+        """Drop the records of an erased session, and note it in what was taken last."""
+        with self._room:
+            if self._taken is not None:
+                self._taken.forgotten.add(session)
+            for loaded in (*self._asked, *self._followed):
+                loaded.drop({session})
+            self._asked_bytes = sum(loaded.size for loaded in self._asked)
+            self._followed_bytes = sum(loaded.size for loaded in self._followed)
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory of the records that wait, roughly."""
+        return self._asked_bytes + self._followed_bytes
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
