@@ -465,7 +465,7 @@ def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
         persistence.save(replace(turn, writer=writer, number=number), Identity(tenant="t"))
         persistence._writer.close()
     cache = SuffixCache()
-    cache.restore = lambda turn, held_only: restored.append(turn)  # type: ignore[method-assign]
+    cache.restore = lambda turn, *, held_only=False: restored.append(turn)  # type: ignore[method-assign]
     Persistence(store, LOGS, 100).warm_up(cache, 5.0, "t")
     assert [(turn.session, turn.group) for turn in restored] == [("s", "p"), (None, None)]
 

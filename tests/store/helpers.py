@@ -3,7 +3,7 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgpack
@@ -26,10 +26,10 @@ def tokens(*values: int) -> Int32Array:
 WRITER = "0123456789abcdef"
 
 
-def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None) -> TurnRecord:
+def turn(session: str, number: int, *, prompt: int = 2, group: str | None = None, writer: str = WRITER) -> TurnRecord:
     """A turn that can be told from others: its response is [number, number + 1]."""
     return TurnRecord(
-        writer=WRITER,
+        writer=writer,
         number=number + 1,
         session=session,
         prompt_tail=np.arange(prompt, dtype=np.int32),
@@ -87,6 +87,22 @@ class FlakyStore(MemoryStore):
         self.gate.set()
         self.calls = 0
         self.appended: list[list[NewEntry]] = []
+
+    def append_ungated(self, namespace: str, entries: Sequence[NewEntry]) -> None:
+        """Append as another process does, which nothing holds up."""
+        super().append(namespace, entries)
+
+    def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
+        found = super().wait(cursors, timeout)
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        return found
+
+    def newest(self, namespace: str) -> str:
+        if self.error is not None:
+            raise self.error
+        return super().newest(namespace)
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         self.calls += 1

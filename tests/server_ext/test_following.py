@@ -1,0 +1,329 @@
+"""Several engines on one store: what one says the others draft from, and what one erases none drafts from."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache.store import RecordReader, TurnRecord, open_store
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
+from tests.store.helpers import LOGS, wait_until
+
+TENANT = "t"
+NS = LOGS.of(TENANT)
+
+
+class Replica:
+    """An engine on a store that others share; it takes steps as vLLM's worker makes it."""
+
+    def __init__(self, url: str, snapshot: Path | None = None, preload: int = 100) -> None:
+        self.store = open_store(url)
+        settings = Settings(verify_cost=0.001)
+        self.persistence = Persistence(self.store, LOGS, preload)
+        self.engine = DraftingEngine(settings, self.persistence, 100_000, 16, snapshot=snapshot)
+        self.cache = self.engine.cache
+        self.texts: dict[str, list[int]] = {}
+        self.count = 0
+        self.engine.warm_up()
+
+    def begin(
+        self, prompt: list[int], session: str | None = "s", group: str | None = None, tenant: str = TENANT
+    ) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        identity = Identity(tenant=tenant, session=session, group=group, session_name=session)
+        self.texts[name] = list(prompt)
+        self.step(NewRequest(name, np.array(prompt, np.int32), identity))
+        return name
+
+    def step(self, *started: NewRequest) -> dict[str, list[int]]:
+        """Take one step of all requests, none of which gets tokens. Return their drafts."""
+        names = list(self.texts)
+        width = max([len(text) for text in self.texts.values()], default=0) + 1
+        table = np.zeros((max(len(names), 1), width), np.int32)
+        for row, name in enumerate(names):
+            table[row, : len(self.texts[name])] = self.texts[name]
+        lengths = np.array([len(self.texts[name]) for name in names], np.int32)
+        room, none = np.full(len(names), 4, np.int32), np.zeros(len(names), np.int32)
+        batch = Batch(tuple(names), np.arange(len(names), dtype=np.int32))
+        step = Step(batch, list(started), table, lengths, room, none, 0)
+        return dict(zip(names, self.engine.propose(step), strict=True))
+
+    def end(self, name: str, response: list[int]) -> None:
+        self.texts[name] += response
+        self.step()
+        del self.texts[name]
+        self.engine.finish(name)
+
+    def say(self, prompt: list[int], response: list[int], session: str | None = "s", **names: str) -> None:
+        self.end(self.begin(prompt, session, **names), response)
+
+    def drafts(self, context: list[int], session: str | None = None, **names: str) -> list[int]:
+        """What a request with this prompt is drafted, after steps that index what waits."""
+        name = self.begin(context, session, **names)
+        try:
+            self.cache.catch_up()
+            return self.step()[name]
+        finally:
+            del self.texts[name]
+            self.engine.finish(name, 0)
+
+    def follower(self, name: str) -> int:
+        return int(self.persistence.stats()["follower"][name])
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        """Take steps until the condition holds."""
+        wait_until(lambda: (self.step(), condition())[1])
+
+    def erase(self, session: str) -> None:
+        self.engine.session("begin", f"job-{session}", "erase", session, [TENANT])
+        wait_until(lambda: self.engine.session("poll", f"job-{session}"))
+        answer = self.engine.session("poll", f"job-{session}")
+        assert "error" not in answer, answer
+
+
+Start = Callable[..., Replica]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    replicas: list[Replica] = []
+
+    def start(**options: object) -> Replica:
+        replicas.append(Replica(f"sqlite:///{tmp_path}/log.db", **options))  # type: ignore[arg-type]
+        return replicas[-1]
+
+    yield start
+    for replica in replicas:
+        replica.engine.close()
+
+
+def text(begin: int, count: int = 40) -> list[int]:
+    return list(range(begin, begin + count))
+
+
+def stored(replica: Replica) -> list[TurnRecord]:
+    found = RecordReader().read(replica.store, NS)
+    return [record for _, record in found if isinstance(record, TurnRecord)]
+
+
+def meet(*replicas: Replica, session: str | None = "s", **names: str) -> None:
+    """Let a request of the tenant be in each, so that all follow its log and hold the session."""
+    for number, replica in enumerate(replicas):
+        replica.say([1, 2, 3], text(90_000 + 100 * number), session, **names)
+        wait_until(partial(replica.follower, "logs"))
+        assert replica.persistence._writer.flush(10)
+
+
+def test_what_one_says_the_other_drafts_from(start: Start) -> None:
+    a, b = start(), start()
+    meet(a, b)
+    a.say([1, 2, 3], text(100))
+    a.say([1, 2, 3], text(200), "elsewhere", group="g")
+    b.wait(lambda: b.follower("applied") >= 2)
+    assert b.drafts(text(100, 5), "s") == text(105, 4)
+    assert b.cache.has_session(TENANT, "s") and not b.cache.has_session(TENANT, "elsewhere")
+    assert b.drafts(text(200, 5)) == text(205, 4)  # from the tenant's corpus
+    assert b.drafts(text(200, 5), tenant="u") == []
+    assert a.follower("applied") <= 1 and a.follower("skipped") >= 2  # only what `meet` said
+
+
+def test_a_group_that_is_held_is_followed(start: Start) -> None:
+    a, b = start(), start()
+    meet(a, b, session="x", group="g")
+    b.wait(lambda: not b.cache.needs_load(TENANT, group="g"))
+    a.say([1, 2, 3], text(100), "fresh", group="g")
+    before = b.follower("applied")
+    b.wait(lambda: b.follower("applied") > before)
+    b.cache.catch_up()
+    name = b.begin(text(100, 5), "another", group="g")
+    b.cache.catch_up()
+    draft = b.cache.propose([name], 4, cost=0.0)[0]
+    assert (draft.token_ids.tolist(), draft.source) == (text(105, 4), "group")
+
+
+def test_an_unknown_session_is_loaded_whole_when_a_request_names_it(start: Start) -> None:
+    a, b = start(), start()
+    meet(a, b, session="other")
+    a.say([1, 2, 3], text(100))
+    a.say([1, 2, 3, *text(100)], text(200))
+    b.wait(lambda: b.follower("applied") >= 2)
+    assert b.cache.needs_load(TENANT, "s")
+    b.begin([5], "s")
+    b.wait(lambda: not b.cache.needs_load(TENANT, "s"))
+    a.say([1, 2, 3, *text(100), *text(200)], text(300))
+    b.wait(lambda: b.follower("applied") >= 3)
+    assert b.drafts(text(300, 5), "s") == text(305, 4)
+    assert len(b.store.sessions(NS)) == 2
+
+
+def test_a_tenants_corpus_is_loaded_at_its_first_request(start: Start) -> None:
+    a = start()
+    a.say([1, 2, 3], text(100))
+    assert a.persistence._writer.flush(10)
+    b = start()
+    assert b.drafts(text(100, 5)) == []
+    b.wait(lambda: not b.cache.needs_load(TENANT))
+    assert b.drafts(text(100, 5)) == text(105, 4)
+    assert b.cache.needs_load("u")
+
+
+def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> None:
+    a, b = start(), start(snapshot=tmp_path / "b.trees")
+    meet(a, b)
+    a.say([1, 2, 3], text(100))
+    b.wait(lambda: b.drafts(text(100, 5), "s"))
+    assert b.engine._keeper is not None and b.engine._keeper.save()
+    running = b.begin([1, 2, 3], "s")
+    begin = time.monotonic()
+    a.erase("s")
+    wait_until(lambda: b.follower("erased"))
+    assert time.monotonic() - begin < 3  # mostly some 20 ms
+    assert not b.cache.has_session(TENANT, "s")
+    assert not (tmp_path / "b.trees").exists()
+    assert b.drafts(text(100, 5)) == [] and a.drafts(text(100, 5)) == []
+    b.end(running, text(300))  # it was running while its session was erased
+    assert b.drafts(text(300, 5)) == []
+    assert b.persistence._writer.flush(10)
+    assert [record for record in stored(a) if record.session == "s"] == []
+    a.say([1, 2, 3], text(500))  # the name may be used again, here at once
+    b.wait(lambda: b.drafts(text(500, 5)) == text(505, 4))
+    assert a.drafts(text(500, 5), "s") == text(505, 4)
+    assert a.follower("erased") == 0
+
+
+def test_a_turn_that_was_on_its_way_is_erased_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = start(), start()
+    meet(a, b, session="other")
+    append = b.store.append
+
+    def late(*args: object, **options: object) -> list[str]:
+        a.erase("s")
+        wait_until(lambda: b.follower("erased"))
+        return append(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(b.store, "append", late)
+    b.say([1, 2, 3], text(100))
+    wait_until(lambda: b.follower("erased"))
+    monkeypatch.undo()
+    a.wait(lambda: a.follower("erased") == 1)  # the second tombstone, by the other replica
+    assert [record for record in stored(a) if record.session == "s"] == []
+    assert a.drafts(text(100, 5)) == [] and b.drafts(text(100, 5)) == []
+
+
+def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
+    a, b = start(), start()
+    meet(a, b, session="other")
+    for number in range(100, 3000, 100):
+        a.say([1, 2, 3], text(number))
+    assert a.persistence._writer.flush(10)
+    wait_until(lambda: b.follower("delivered") >= 29)
+    assert b.persistence.apply_loaded(b.cache, 0.0) == 1  # the rest of the batch waits in the engine's hands
+    a.erase("s")
+    wait_until(lambda: b.follower("erased"))
+    for number in range(100, 3000, 100):
+        assert b.drafts(text(number, 5)) == []
+
+
+def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Start, tmp_path: Path) -> None:
+    first = start(snapshot=tmp_path / "trees")
+    first.say([1, 2, 3], text(100))
+    first.say([1, 2, 3], text(200), "kept")
+    first.engine.close()
+    assert (tmp_path / "trees").exists()
+    other = start()
+    other.erase("s")
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.drafts(text(200, 5)) == text(205, 4)
+    assert again.drafts(text(100, 5)) == []
+    assert not (tmp_path / "trees").exists()
+    other.say([1, 2, 3], text(300), "more")
+    again.wait(lambda: again.drafts(text(300, 5)) == text(305, 4))
+
+
+def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentspec.cache.store import SQLiteStore
+    from agentspec.errors import StoreUnavailableError
+
+    first = start(snapshot=tmp_path / "trees")
+    first.say([1, 2, 3], text(100))
+    first.engine.close()
+
+    def away(*_: object, **__: object) -> dict[str, str]:
+        raise StoreUnavailableError("away")
+
+    monkeypatch.setattr(SQLiteStore, "tombstones", away)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.cache.tenants() == [] and again.drafts(text(100, 5)) == []
+
+
+def test_an_engine_drafts_nothing_while_it_cannot_know_what_was_erased(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = start()
+    meet(a)
+    a.say([1, 2, 3], text(100))
+    name = a.begin(text(100, 5))
+    a.cache.catch_up()
+    assert a.step()[name] == text(105, 4)
+    follower = a.persistence._follower
+    assert follower is not None
+    monkeypatch.setattr(follower, "is_current", lambda: False)
+    assert a.step()[name] == []
+    assert a.engine.stats()["counters"]["steps_held_back"] == 1
+    monkeypatch.undo()
+    assert a.step()[name] == text(105, 4)
+
+
+CHILD = """
+import sys, time
+from tests.server_ext.test_following import Replica, text
+replica = Replica(sys.argv[1])
+name = replica.begin(text(100, 5), "probe")
+while True:
+    draft = replica.step()[name]
+    print(int(draft[:4] == text(105, 4)), flush=True)
+    replica.cache.catch_up()
+    time.sleep(0.002)
+"""
+
+
+def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(start: Start, tmp_path: Path) -> None:
+    a = start()
+    a.say([1, 2, 3], text(100))
+    assert a.persistence._writer.flush(10)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, f"sqlite:///{tmp_path}/log.db"], stdout=subprocess.PIPE, bufsize=0
+    )
+    try:
+        assert child.stdout is not None
+        while child.stdout.readline() != b"1\n":  # until it drafts what the other has said
+            assert child.poll() is None
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        os.set_blocking(child.stdout.fileno(), False)
+        while child.stdout.read(65_536):
+            pass
+        os.set_blocking(child.stdout.fileno(), True)
+        a.erase("s")
+        time.sleep(1.1)
+        os.kill(child.pid, signal.SIGCONT)
+        lines = [child.stdout.readline() for _ in range(300)]
+        assert child.poll() is None
+        assert lines.count(b"0\n") == 300, lines
+    finally:
+        child.kill()
+        child.wait()

@@ -1,0 +1,223 @@
+"""The follower alone: what it queues, skips and applies, and what it does when the store fails or the queue is full."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from agentspec.cache.store import CircuitBreaker, Follower, Loaded, ReadyRecords, Wanted, encode
+from agentspec.cache.store.base import NewEntry
+from agentspec.errors import StoreError, StoreUnavailableError
+from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
+
+OTHER = "fedcba9876543210"
+
+
+@dataclass
+class Process:
+    """What a follower needs of its process, and what it was told."""
+
+    store: FlakyStore
+    max_bytes: int = 1 << 20
+    number: int = 0
+    erased: list[tuple[str | None, str]] = field(default_factory=list)
+    erased_again: list[tuple[str | None, str]] = field(default_factory=list)
+    forgotten: list[str | None] = field(default_factory=list)
+    busy: set[str | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ready = ReadyRecords(self.max_bytes)
+        self.follower = Follower(
+            self.store,
+            OTHER,
+            self.ready,
+            erase=self.erase,
+            erase_again=lambda tenant, session: self.erased_again.append((tenant, session)),
+            forget=self.forget,
+            max_logs=3,
+            breaker=CircuitBreaker(threshold=2, first_pause=0.2, max_pause=0.2),
+        )
+        self.begin = self.follower.begin
+
+    def erase(self, tenant: str | None, session: str) -> int:
+        self.ready.forget(session)
+        self.erased.append((tenant, session))
+        return self.number
+
+    def forget(self, tenant: str | None) -> bool:
+        if tenant in self.busy:
+            return False
+        self.forgotten.append(tenant)
+        return True
+
+    def taken(self) -> list[int]:
+        found = []
+        while loaded := self.ready.take():
+            assert loaded.wanted is None
+            found += [number_of(record) for record in loaded.records]
+        return found
+
+    def wait(self, **figures: Any) -> None:
+        wait_until(lambda: all(getattr(self.follower.stats(), name) == value for name, value in figures.items()))
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = Process(FlakyStore())
+    yield process
+    process.store.gate.set()
+    process.follower.close()
+
+
+def test_only_what_others_append_from_now_on_is_queued(process: Process) -> None:
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.begin(NS, "t")
+    process.begin(NS, "t")  # a second time changes nothing
+    process.store.append(NS, [entry_of(turn("s", number)) for number in range(10, 15)])
+    process.store.append("unread", [entry_of(turn("s", 90))])
+    process.wait(delivered=5)
+    assert process.taken() == [10, 11, 12, 13, 14]
+    own = [entry_of(turn("s", number, writer=OTHER)) for number in range(20, 23)]
+    process.store.append(NS, [*own, NewEntry("s", b"damaged"), entry_of(turn("s", 30))])
+    process.wait(delivered=6, skipped=3, damaged=1, behind=0, logs=1)
+    assert process.taken() == [30]
+    assert process.follower.stats().delay_ms >= 0
+
+
+def test_a_tombstone_is_applied_at_once_and_in_order(process: Process) -> None:
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
+    process.store.erase_session(NS, "s")
+    process.store.append(NS, [entry_of(turn("s", 3))])
+    process.wait(erased=1)
+    wait_until(lambda: process.ready.has_any())
+    time.sleep(0.05)
+    assert process.taken() == [2, 3]
+    assert process.erased == [("t", "s")]
+
+
+def test_its_own_tombstones_are_not_applied_again(process: Process) -> None:
+    process.begin(NS, "t")
+    process.store.gate.clear()  # the follower cannot read before it knows
+    process.store.append_ungated(NS, [entry_of(turn("s", 1))])
+    process.follower.note_own(process.store.erase_session(NS, "s").tombstone or "")
+    process.store.gate.set()
+    process.store.append(NS, [entry_of(turn("x", 2))])
+    process.wait(delivered=1)
+    assert process.erased == []
+
+
+def test_what_was_erased_before_is_erased_at_the_beginning_unless_it_was_used_since(process: Process) -> None:
+    process.store.append(NS, [entry_of(turn(name, 1)) for name in ("a", "b")])
+    for name in ("a", "b"):
+        process.store.erase_session(NS, name)
+    process.store.append(NS, [entry_of(turn("b", 2))])
+    process.begin(NS, "t")
+    assert process.erased == [("t", "a")]
+
+
+def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(process: Process) -> None:
+    process.begin(NS, "t")
+    process.number = 7
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.store.erase_session(NS, "s")
+    process.wait(erased=1)
+    process.store.append(NS, [entry_of(turn("s", 7, writer=OTHER))])  # the eighth turn of this process: it came later
+    process.store.append(NS, [entry_of(turn("x", 3, writer=OTHER))])
+    process.wait(skipped=2)
+    assert process.erased_again == []
+    process.store.append(NS, [entry_of(turn("s", 6, writer=OTHER))])  # the seventh, which was on its way
+    process.wait(skipped=3)
+    assert process.erased_again == [("t", "s")]
+
+
+def test_what_does_not_fit_waits_in_the_store_but_no_tombstone_does() -> None:
+    process = Process(FlakyStore(), max_bytes=400_000)
+    process.begin(NS, "t")
+    big = [turn(f"s{number % 7}", number, prompt=2_000) for number in range(400)]
+    for start in range(0, 400, 20):
+        process.store.append(NS, [entry_of(record) for record in big[start : start + 20]])
+    process.wait(behind=1)
+    assert process.ready.bytes < 400_000 // 4 + 64 * big[0].size
+    process.store.erase_session(NS, "s3")
+    process.wait(erased=1)
+    assert process.erased == [("t", "s3")]
+    found: list[int] = []
+    while len(found) < 343:
+        found += process.taken()
+        time.sleep(0.01)
+    assert found == [number for number in range(400) if number % 7 != 3]
+    assert process.erased == [("t", "s3")]  # its place in the log was reached, and nothing done again
+    process.follower.close()
+
+
+def test_what_requests_wait_for_goes_before_what_was_followed(process: Process) -> None:
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    wait_until(process.ready.has_any)
+    process.ready.put(Loaded(Wanted(NS, "t", "s"), [turn("s", 2)]), set())
+    first, second = process.ready.take(), process.ready.take()
+    assert first is not None and number_of(first.records[0]) == 2
+    assert second is not None and number_of(second.records[0]) == 1
+
+
+def test_an_outage_is_survived_and_nothing_is_missed(process: Process) -> None:
+    process.begin(NS, "t")
+    process.store.error = StoreUnavailableError("away")
+    wait_until(lambda: process.follower.stats().state == "open")
+    for _ in range(30):  # the follower knows that the store is away
+        assert process.follower.is_current()
+        time.sleep(0.05)
+    process.store.error = None
+    process.store.append(NS, [entry_of(turn("s", 1))])
+    process.store.erase_session(NS, "gone")
+    process.wait(delivered=1, erased=1, state="closed")
+    assert process.taken() == [1]
+    assert process.follower.stats().failed >= 2
+
+
+def test_it_is_not_current_while_it_cannot_ask(process: Process) -> None:
+    assert process.follower.is_current()  # nothing is followed
+    process.begin(NS, "t")
+    assert process.follower.is_current()
+    process.store.gate.clear()  # its thread hangs in a call, as if it were frozen
+    wait_until(lambda: not process.follower.is_current(), 5)
+    process.store.gate.set()
+    wait_until(process.follower.is_current, 5)
+
+
+def test_a_log_that_cannot_be_begun_is_not_followed(process: Process) -> None:
+    process.store.error = StoreError("no")
+    with pytest.raises(StoreError, match="no"):
+        process.begin(NS, "t")
+    assert process.follower.stats().logs == 0
+    assert not process.follower.use(NS)
+
+
+def test_of_too_many_tenants_those_used_last_are_followed(process: Process) -> None:
+    for number in range(3):
+        process.begin(f"log{number}", f"t{number}")
+    assert process.follower.use("log0")
+    process.begin("log3", "t3")
+    assert process.forgotten == ["t1"]
+    process.busy = {"t2", "t0"}
+    process.begin("log4", "t4")  # the tenants of the idlest logs have running requests
+    assert process.forgotten == ["t1"]
+    process.busy = set()
+    for number in range(5, 40):
+        process.begin(f"log{number}", f"t{number}")
+    assert process.follower.stats().logs == 3
+    assert not process.follower.use("log0") and process.follower.use("log39")
+
+
+def test_two_logs_are_followed_side_by_side(process: Process) -> None:
+    process.begin("a", "ta")
+    process.begin("b", "tb")
+    process.store.append("a", [NewEntry("s", encode(turn("s", 1)))])
+    process.store.append("b", [NewEntry("s", encode(turn("s", 2)))])
+    process.store.erase_session("b", "x")
+    process.wait(delivered=2, erased=1)
+    assert process.erased == [("tb", "x")]
+    assert sorted(process.taken()) == [1, 2]
