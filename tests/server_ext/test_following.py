@@ -292,6 +292,12 @@ CHILD = """
 import sys, time
 from tests.server_ext.test_following import Replica, text
 replica = Replica(sys.argv[1])
+wait = replica.store.wait
+def slow(*args):
+    found = wait(*args)
+    time.sleep(0.3 if found else 0)
+    return found
+replica.store.wait = slow
 name = replica.begin(text(100, 5), "probe")
 while True:
     draft = replica.step()[name]
