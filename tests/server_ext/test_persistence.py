@@ -502,7 +502,7 @@ def test_ten_thousand_tenants_stay_bounded(store: FlakyStore) -> None:
         engine.persistence.apply_loaded(engine.cache)
     engine.load_all()
     loader = engine.persistence._loader
-    assert not (loader._waiting or loader._corpora or loader._requests or loader._ready)
+    assert not (loader._waiting or loader._corpora or loader._requests or loader.has_ready())
     assert engine.cache.stats().bytes <= 4_000_000
     engine.start("r", "tenant 9999", [7, 8, 100, 101, 102])
     engine.load_all()

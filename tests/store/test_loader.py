@@ -299,7 +299,7 @@ def test_each_tenant_gets_the_newest_of_its_own_log(store: FlakyStore, loader: B
     for tenant in "abcd":
         assert loader.request(corpus(tenant), 50)
     assert loader.stats().corpora == 4
-    found: dict[Wanted, list[int]] = {}
+    found: dict[Wanted | None, list[int]] = {}
 
     def ended() -> bool:
         while loaded := loader.take():

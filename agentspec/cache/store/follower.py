@@ -127,6 +127,8 @@ class Follower:
         for session in erased:
             if session not in used:
                 self._erase(tenant, session)
+                with self._wake:
+                    self._counts.erased += 1
         with self._wake:
             if not self._logs:
                 self._alive = begun
