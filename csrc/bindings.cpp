@@ -306,6 +306,17 @@ NB_MODULE(_native, module) {
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "owner"_a.none(), "kept"_a, "parent"_a,
           "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
       .def(
+          "learn_from",
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared,
+             const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
+            std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
+            tokens.insert(tokens.end(), view(response).begin(), view(response).end());
+            const Turn turn{0, 0, 0, std::move(tokens), prompt_tail.size(), record};
+            return cache.learn_from({pointer(session), pointer(group), pointer(tenant), shared}, turn, cost);
+          },
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "prompt_tail"_a.noconvert(),
+          "response"_a.noconvert(), "record"_a, "cost"_a, Released())
+      .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {
             cache.remove_session(session, pointer(tenant));

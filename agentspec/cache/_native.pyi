@@ -58,6 +58,17 @@ class Core:
         self, slot: int, output_limit: int | None, record: int
     ) -> tuple[int, int, int, int, Int32Array] | None: ...
     def abort(self, slot: int) -> None: ...
+    def learn_from(
+        self,
+        session: str | None,
+        group: str | None,
+        tenant: str | None,
+        shared: bool,
+        prompt_tail: Int32Array,
+        response: Int32Array,
+        record: int,
+        cost: float,
+    ) -> int: ...
     def restore(
         self,
         session: str | None,

@@ -13,6 +13,7 @@ namespace agentspec {
 namespace {
 
 constexpr std::chrono::microseconds kBetweenSlices{200};  // in which a saver leaves the lock to others
+constexpr std::size_t kLearnedPerSlice = 8;   // drafts learned from between two looks at other callers
 constexpr std::size_t kSweepPerSlice = 1024;  // units of work for an erasure between two looks at other callers
 
 bool is_same(Token in_text, Token in_row) {
@@ -215,6 +216,55 @@ void Cache::restore(Names names, Turn turn, bool held_only) {
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
   entries_.evict(to.tenant.get());
+}
+
+std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
+  if (settings_.arctic || !names.shared || turn.response().empty()) return 0;
+  Request request;
+  request.shared = true;
+  request.own_group = !names.group;
+  const auto prompt = last_of(std::span(turn.tokens).first(turn.prompt_tail), kLearnedContext);
+  request.prompt_length = request.state.begin = prompt.size();
+  drafter_->start(request.index, prompt, 0, 0);
+  request.index.advance(prompt.size());
+  {
+    std::lock_guard lock(mutex_);
+    if (!find_held(names, request) || request.tenant->corpus.holds(turn.record)) return 0;
+    for (CacheEntry* entry : request.entries()) {
+      if (entry) ++entry->running;
+    }
+    request.learned = learned_of(request);
+  }
+  const Leaving leaving{*this, request};
+  auto left = turn.response();
+  while (true) {
+    {
+      std::lock_guard lock(mutex_);
+      for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
+        drafter_->draft(request.for_drafter(), draft_limit(kMaxDraft), cost);
+        const auto& draft = request.draft.taken;
+        std::size_t right = 0;
+        while (right < std::min(draft.size(), left.size()) && draft[right].token == left[right]) ++right;
+        const auto verified = left.first(std::min(right + 1, left.size()));
+        BySource accepted{}, drafted{};
+        take(request, verified, draft.size(), accepted, drafted);
+        request.index.advance(verified.size());
+        left = left.subspan(verified.size());
+      }
+      entries_.count(*request.tenant);
+    }
+    if (left.empty()) return turn.response().size();
+    std::this_thread::sleep_for(kBetweenSlices);
+  }
+}
+
+Cache::Leaving::~Leaving() {
+  std::lock_guard lock(cache.mutex_);
+  for (CacheEntry* entry : request.entries()) {
+    if (!entry) continue;
+    --entry->running;
+    if (entry->tenant) cache.entries_.forget_if_empty(*entry);
+  }
 }
 
 // Adds a turn to the session, group and tenant of a request. `session`: key of its session, which may not be held.

@@ -17,6 +17,7 @@
 namespace agentspec {
 
 inline constexpr std::size_t kWorkPerStep = 4096;  // positions indexed in one step at most; the clock mostly ends it
+inline constexpr std::size_t kLearnedContext = 512;  // tokens in front of a turn by another process that is learned from
 inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that are always indexed
 
 using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
@@ -87,6 +88,10 @@ class Cache {
   // Adds a stored turn where its record isn't held yet; a turn without a record if its text isn't. `held_only`: only to
   // what is there, which doesn't count as used.
   void restore(Names names, Turn turn, bool held_only);
+  // Drafts a shared turn as if it ran here, and learns from that what is held of its session, group and tenant would have
+  // been worth. Call it before restoring the turn. Holds the lock for some drafts at a time. Returns the tokens of its
+  // response, 0 if its tenant isn't held or has it already.
+  std::size_t learn_from(Names names, const Turn& turn, double cost);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
@@ -135,6 +140,13 @@ class Cache {
       std::lock_guard lock(cache.mutex_);
       cache.entries_.thaw(*entry);
     }
+  };
+
+  // Lets go of what a request that is in no slot draws on.
+  struct Leaving {
+    Cache& cache;
+    Request& request;
+    ~Leaving();
   };
 
   Request& request(std::size_t slot) { return *requests_.at(slot); }

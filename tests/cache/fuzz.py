@@ -204,6 +204,8 @@ class Fuzzer:
                 turn = replace(turn, parent=0)
             elif change == "cut":
                 turn = replace(turn, prompt_tail=turn.prompt_tail[: rng.randrange(len(turn.prompt_tail) + 1)])
+        if rng.random() < 0.3:
+            self.pair.learn_from(turn)
         self.pair.restore(turn, held_only=rng.random() < 0.4)
         self.pair.check_stats()
 

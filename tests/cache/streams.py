@@ -133,6 +133,9 @@ class Pair:
         self.core.restore(turn, held_only=held_only)
         self.oracle.restore(turn, held_only)
 
+    def learn_from(self, turn: FinishedTurn) -> None:
+        assert self.core.learn_from(turn) == self.oracle.learn_from(turn)
+
     def forget_tenant(self, tenant: str | None) -> None:
         assert self.core.forget_tenant(tenant) == self.oracle.forget_tenant(tenant)
 

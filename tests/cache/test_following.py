@@ -1,5 +1,7 @@
 """What a cache makes of turns that another process has just stored, and tenants that are loaded and forgotten."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -122,3 +124,62 @@ def test_a_tenant_is_forgotten_whole_unless_requests_of_it_run() -> None:
     assert (cache.stats().tokens, cache.stats().bytes) == (0, empty.bytes)
     cache.restore(turn(100))
     assert source_behind(cache, 100, tenant="t") == "global"
+
+
+def sure_of(cache: SuffixCache, tenant: str = "t") -> float:
+    """How probable the cache deems the first token of a draft, one that copies a turn of the tenant."""
+    cache.start("probe", [1, 2, 3], tenant=tenant)
+    draft = cache.propose(["probe"], 1, cost=0.0)[0]
+    cache.abort("probe")
+    assert draft.token_ids.tolist() == [4]
+    return float(draft.probabilities[0])
+
+
+def run(cache: SuffixCache, number: int, tenant: str = "t") -> FinishedTurn:
+    """Let a turn that repeats the others run here, verified greedily."""
+    response = list(range(4, 24))
+    cache.start("request", [1, 2, 3], session=f"s{number}", tenant=tenant)
+    while response:
+        drafted = cache.propose(["request"], 8)[0].token_ids.tolist()
+        right = next((i for i, (a, b) in enumerate(zip(drafted, response, strict=False)) if a != b), len(drafted))
+        cache.extend("request", response[: right + 1])
+        response = response[right + 1 :]
+    turn = cache.finish("request", name=("w", number))
+    assert turn is not None
+    return turn
+
+
+def test_a_replica_learns_from_turns_that_ran_elsewhere() -> None:
+    there, learning, restoring = SuffixCache(), SuffixCache(), SuffixCache()
+    for number in range(12):
+        finished = run(there, number)
+        assert learning.learn_from(finished) == (20 if number else 0)  # at first nobody knows the tenant
+        for cache in (learning, restoring):
+            cache.restore(finished)
+            cache.catch_up()
+    assert sure_of(learning) == pytest.approx(sure_of(there), abs=0.02)
+    assert sure_of(restoring) < sure_of(there) - 0.05
+
+
+def test_learning_from_a_turn_keeps_nothing_of_it_and_happens_once() -> None:
+    cache = SuffixCache()
+    cache.restore(turn(100))
+    before = cache.stats()
+    assert cache.learn_from(turn(200)) == 10
+    assert (cache.stats().tokens, cache.stats().requests, cache.stats().pending) == (before.tokens, 0, before.pending)
+    assert source_behind(cache, 200, tenant="t") == ""
+    cache.restore(turn(200))
+    assert cache.learn_from(turn(200)) == 0
+
+
+def test_nobody_learns_from_another_tenants_turns_or_from_private_ones() -> None:
+    ours, theirs = SuffixCache(), SuffixCache()
+    for number in range(12):
+        for cache, tenant in ((ours, "t"), (theirs, "t"), (ours, "other")):
+            run(cache, number + 100 * (tenant == "other"), tenant)
+    finished = run(theirs, 99)
+    before = sure_of(ours, "other")
+    assert ours.learn_from(finished) == 20
+    assert sure_of(ours, "other") == before
+    assert ours.learn_from(replace(finished, scope="session")) == 0
+    assert ours.learn_from(replace(finished, tenant="nobody")) == 0

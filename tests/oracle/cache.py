@@ -22,6 +22,7 @@ from tests.oracle.session import BLOCK, Context, Turn
 
 WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
+LEARNED_CONTEXT = 512  # tokens in front of a turn by another process that is learned from
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
@@ -244,6 +245,29 @@ class Oracle:
                 self._held.forget_if_empty(entry)
         if tenant or not held_only:
             self._held.evict(tenant)
+
+    def learn_from(self, turn: FinishedTurn) -> int:
+        """Learn how drafts of a turn would have fared, and keep nothing of it."""
+        if self._policy.arctic or turn.scope != "tenant" or not len(turn.response):
+            return 0
+        tenant, session, group = self._held.find_held(turn.session, turn.group, turn.tenant, True)
+        if tenant is None or tenant.corpus.holds(turn.record):
+            return 0
+        prompt = [self._as_held(token) for token in turn.prompt_tail.tolist()[-LEARNED_CONTEXT:]]
+        learned = self._held.learned(tenant)
+        request = Request(session, group, tenant, learned, len(prompt), True, own_group=turn.group is None)
+        request.state.begin = len(prompt)
+        self._drafter.start(request.index, prompt, 0, 0)
+        left = turn.response.tolist()
+        while left:
+            request.index.advance(len(request.index))
+            self._draft(request, MAX_DRAFT, self._cost(None), is_open=True)
+            right = common_prefix([candidate.token for candidate in request.draft.taken], left)
+            self._take(request, left[: right + 1], MAX_DRAFT)
+            left = left[right + 1 :]
+        for entry in request.entries():
+            self._held.forget_if_empty(entry)
+        return len(turn.response)
 
     def needs_load(self, tenant: str | None, session: str | None, group: str | None) -> bool:
         entry = self._held.find(tenant, session, group)
