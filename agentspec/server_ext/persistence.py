@@ -6,6 +6,7 @@ tenant's corpus are applied, and the cache ignores those that it holds. What oth
 on.
 """
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -32,7 +33,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
-from agentspec.errors import StoreError, StoreUnavailableError
+from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import MemoryShares
 
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
+_LEARNED_TOKENS = 2048
+"""Longest part of another process's response that is learned from, so that following it does not wait long."""
 _MAX_FOLLOWED = 256
 """Tenants whose logs are followed: those used last."""
 
@@ -92,6 +95,7 @@ class Persistence:
             self._loader.ready,
             erase=lambda tenant, session: self._erase_here(tenant, session, erased),
             erase_again=lambda tenant, session: self._erase_again(tenant, session),
+            learn=lambda record: _learn_from(cache, record),
             forget=cache.forget_tenant,
             max_logs=_MAX_FOLLOWED,
         )
@@ -307,26 +311,12 @@ class Persistence:
     def _restore(self, cache: SuffixCache, loaded: Loaded, record: TurnRecord) -> int:
         if record.session in self._erasures:
             return 0
-        turn = FinishedTurn(
-            tenant=record.tenant,
-            session=record.session or None,
-            kept=record.kept,
-            prompt_tail=record.prompt_tail,
-            response=record.response,
-            group=record.group,
-            scope=record.scope,
-            parent=record.parent,
-            block=record.block,
-            writer=record.writer,
-            number=record.number,
-            owner=record.principal,
-        )
         followed = loaded.wanted is None
         try:
             with self._applying:
                 if record.session in loaded.forgotten:
                     return 0
-                cache.restore(turn, held_only=followed)
+                cache.restore(_turn_of(record), held_only=followed)
         except Exception as error:  # e.g. a token that this model does not have
             self._refused[type(error).__name__] += 1
             if self._refused.total() == 1:
@@ -335,3 +325,26 @@ class Persistence:
         self._restored += 1
         self._followed += followed
         return 1
+
+
+def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:
+    with contextlib.suppress(AgentSpecError):  # restoring it will count that it cannot be used
+        cache.learn_from(_turn_of(record, _LEARNED_TOKENS))
+
+
+def _turn_of(record: TurnRecord, most: int | None = None) -> FinishedTurn:
+    """Return the turn of a record, or of the first ``most`` tokens of its response."""
+    return FinishedTurn(
+        tenant=record.tenant,
+        session=record.session or None,
+        kept=record.kept,
+        prompt_tail=record.prompt_tail,
+        response=record.response[:most],
+        group=record.group,
+        scope=record.scope,
+        parent=record.parent,
+        block=record.block,
+        writer=record.writer,
+        number=record.number,
+        owner=record.principal,
+    )

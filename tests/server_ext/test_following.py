@@ -137,6 +137,7 @@ def test_what_one_says_the_other_drafts_from(start: Start) -> None:
     assert b.drafts(text(200, 5)) == text(205, 4)  # from the tenant's corpus
     assert b.drafts(text(200, 5), tenant="u") == []
     assert a.follower("applied") <= 1 and a.follower("skipped") >= 2  # only what `meet` said
+    assert b.follower("learned") == b.follower("delivered") >= 2
 
 
 def test_a_group_that_is_held_is_followed(start: Start) -> None:

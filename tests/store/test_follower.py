@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.cache.store import CircuitBreaker, Follower, Loaded, ReadyRecords, Wanted, encode
+from agentspec.cache.store import CircuitBreaker, Follower, Loaded, ReadyRecords, TurnRecord, Wanted, encode
 from agentspec.cache.store.base import NewEntry
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
@@ -26,6 +26,9 @@ class Process:
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
     forgotten: list[str | None] = field(default_factory=list)
     busy: set[str | None] = field(default_factory=set)
+    learned: list[int] = field(default_factory=list)
+    learning_takes: float = 0.0
+    queued_before: bool = False
 
     def __post_init__(self) -> None:
         self.ready = ReadyRecords(self.max_bytes)
@@ -35,6 +38,7 @@ class Process:
             self.ready,
             erase=self.erase,
             erase_again=lambda tenant, session: self.erased_again.append((tenant, session)),
+            learn=self.learn,
             forget=self.forget,
             max_logs=3,
             breaker=CircuitBreaker(threshold=2, first_pause=0.2, max_pause=0.2),
@@ -45,6 +49,11 @@ class Process:
         self.ready.forget(session)
         self.erased.append((tenant, session))
         return self.number
+
+    def learn(self, record: TurnRecord) -> None:
+        self.queued_before |= self.ready.has_any()
+        self.learned.append(number_of(record))
+        time.sleep(self.learning_takes)
 
     def forget(self, tenant: str | None) -> bool:
         if tenant in self.busy:
@@ -69,6 +78,19 @@ def process() -> Iterator[Process]:
     yield process
     process.store.gate.set()
     process.follower.close()
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 10), (0.008, 3)])
+def test_others_records_are_learned_from_while_there_is_time(process: Process, seconds: float, count: int) -> None:
+    """The rest is queued all the same."""
+    process.learning_takes = seconds
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("s", number)) for number in range(10)])
+    process.wait(delivered=10)
+    assert process.learned == list(range(process.follower.stats().learned))
+    assert not process.queued_before  # who has restored a turn cannot learn from it any more
+    assert 1 <= len(process.learned) <= count if seconds else len(process.learned) >= 1
+    assert process.taken() == list(range(10))
 
 
 def test_only_what_others_append_from_now_on_is_queued(process: Process) -> None:

@@ -22,6 +22,7 @@ _WAIT_SECONDS = 0.25  # longest wait for new entries,
 _FULL_SECONDS = 0.05  # and for room in the queue
 _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are queued together
+_LEARN_SECONDS = 0.02  # longest time for learning before records are queued, but for the last one that it is for
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered
 _MAX_OWN = 4096  # tombstones of this process that are remembered
 
@@ -30,13 +31,14 @@ _MAX_OWN = 4096  # tombstones of this process that are remembered
 class FollowerStats:
     """Count what the follower has done since the start.
 
-    delivered: records of others that were queued. skipped: records of this process. erased: tombstones applied.
-    damaged, unknown: records that RecordReader skipped. failed: calls to the store that failed. logs: logs that are
-    followed. behind: those of them that held more than was read when it was looked at last. delay_ms: age of the newest
-    record when it was queued. state: the breaker's.
+    delivered: records of others that were queued. learned: those of them that were learned from. skipped: records of
+    this process. erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the
+    store that failed. logs: logs that are followed. behind: those of them that held more than was read when it was
+    looked at last. delay_ms: age of the newest record when it was queued. state: the breaker's.
     """
 
     delivered: int = 0
+    learned: int = 0
     skipped: int = 0
     erased: int = 0
     damaged: int = 0
@@ -72,7 +74,8 @@ class Follower:
     writer: this process's own, whose records are skipped. ready: takes the others' records; what does not fit waits in
     the store. erase(tenant, session): removes an erased session from this process at once, and returns the number of
     its newest turn. erase_again(tenant, session): erases the session in the store again, because a turn of this process
-    arrived there behind its tombstone. forget(tenant): makes the cache forget a tenant whose log is not followed any
+    arrived there behind its tombstone. learn(record): learns from a record of another process before it is queued, as
+    long as there is time for it. forget(tenant): makes the cache forget a tenant whose log is not followed any
     more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the
     follower before the store.
     """
@@ -85,6 +88,7 @@ class Follower:
         *,
         erase: Callable[[str | None, str], int],
         erase_again: Callable[[str | None, str], None],
+        learn: Callable[[TurnRecord], None] = lambda record: None,
         forget: Callable[[str | None], bool],
         max_logs: int = 256,
         breaker: CircuitBreaker | None = None,
@@ -93,6 +97,7 @@ class Follower:
         self._writer = writer
         self._ready = ready
         self._erase, self._erase_again, self._forget = erase, erase_again, forget
+        self._learn = learn
         self._max_logs = max_logs
         self._breaker = breaker or CircuitBreaker(max_pause=5.0)
         self._reader = RecordReader()
@@ -267,9 +272,16 @@ class Follower:
     def _deliver(self, loaded: Loaded) -> None:
         if not loaded.records:
             return
+        learned, until = 0, time.monotonic() + _LEARN_SECONDS
+        for record in loaded.records:
+            if time.monotonic() >= until:
+                break
+            self._learn(record)
+            learned += 1
         self._ready.put_followed(loaded)
         with self._wake:
             self._counts.delivered += len(loaded.records)
+            self._counts.learned += learned
             self._counts.delay_ms = max(0.0, 1e3 * (time.time() - loaded.records[-1].created))
 
     def _leave_idlest(self) -> None:
