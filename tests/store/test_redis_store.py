@@ -109,10 +109,12 @@ def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     assert len(list(store.read(NS))) == store.usage().records > 800
 
 
-def test_keys_expire_after_the_retention_if_nobody_trims_them(store: RedisStore) -> None:
+def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisStore) -> None:
     store.trim(Retention(days=2))
     store.append(NS, [NewEntry("a", b"1", "g")])
-    for key in ("log", "s:a", "g:g", "sessions", "usage"):
+    for key in ("log", "sessions", "usage"):  # a server that evicts what expires keeps these
+        assert raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") == -1
+    for key in ("s:a", "g:g"):
         assert 2.9 < raw(store).pttl(f"{{agentspec:{NS}}}:3:{key}") / 86_400_000 <= 3
     raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")  # expired before the log was trimmed
     store.append(NS, [NewEntry("b", b"2")])
@@ -268,6 +270,17 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
     raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer rested
     store.append(NS, named("a", 6))
     assert store.losses() == Losses(lost=3)
+
+
+def test_an_evicted_log_is_counted_whole(store: RedisStore) -> None:
+    store.append(NS, named("a", 1, 2))
+    raw(store).delete(f"{{agentspec:{NS}}}:3:log")
+    store.append(NS, named("a", 3))
+    assert store.losses() == Losses(lost=2)
+    while store.trim(Retention(records=0)).more:
+        pass
+    store.append(NS, named("a", 4))  # behind a log that was trimmed to nothing
+    assert store.losses() == Losses(lost=2)
 
 
 def test_what_was_evicted_is_counted_and_what_was_erased_is_not(

@@ -82,10 +82,10 @@ end
 APPEND = (
     _LIBRARY
     + """
--- ARGV: tag, writer, batch, milliseconds until the writer's key expires, and until all others do (0: never),
+-- ARGV: tag, writer, batch, milliseconds until the writer's key expires, and until payloads do (0: never),
 -- bytes that an entry costs beside its payload, channel, session and newest id that are expected ('*': any), then for
 -- each entry: session, payload, 1 and a group or 0 and ''. Returns the first id ('' for a conflict), the batch of this
--- writer that was the last one here ('' for none), and the first id that these keys ever had.
+-- writer that was the last one here ('' for none), and the log's first id ever.
 local writer, batch, cost = tag .. 'w:' .. ARGV[2], ARGV[3], tonumber(ARGV[6])
 local number, first = string.match(redis.call('GET', writer) or '', '^(%d+) (.+)$')
 if number == batch then return {first, number, redis.call('HGET', usage, 'born') or ''} end
@@ -103,6 +103,7 @@ for i = 10, #ARGV, 4 do
   note(tag .. 's:' .. ARGV[i])
   if ARGV[i + 2] == '1' then note(tag .. 'g:' .. ARGV[i + 3]) end
 end
+if redis.call('EXISTS', log) == 0 then redis.call('HDEL', usage, 'born') end  -- new, or evicted
 local ms, seq = next_id(lists)
 first = string.format('%.0f-%.0f', ms, seq)
 local id
@@ -123,7 +124,6 @@ redis.call('HSET', usage, 'last', id)
 redis.call('HSETNX', usage, 'born', first)
 redis.call('SET', writer, batch .. ' ' .. first, 'PX', ARGV[4])
 if ARGV[5] ~= '0' then
-  for _, key in ipairs({log, sessions, usage, tombstones, doomed}) do redis.call('PEXPIRE', key, ARGV[5]) end
   for _, key in ipairs(lists) do redis.call('PEXPIRE', key, ARGV[5]) end
 end
 redis.pcall('PUBLISH', ARGV[7], id)

@@ -62,8 +62,8 @@ class RedisShard:
     ) -> Appended | None:
         """Append entries as a writer's batch of this number. Returns None if the session has changed.
 
-        expiry_ms: time after which the keys expire, 0: never. expected: session whose newest entry must have the id
-        ``newest``.
+        expiry_ms: time after which sessions and groups expire, 0: never. expected: session whose newest entry must have
+        the id ``newest``.
         """
         arguments: list[str | bytes | int] = [self.tag, writer, number, WRITER_SECONDS * 1000, expiry_ms, ENTRY_BYTES]
         arguments += [self._channel, expected or "", newest]

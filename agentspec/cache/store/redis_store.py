@@ -22,7 +22,8 @@ frees its memory. The server's append-only file holds it until the server rewrit
 an append, so it is atomic within a shard. The script recognises a batch that is sent again because its answer was lost,
 and tells which batch of this writer it had before: if acknowledged ones are missing, the server lost them, which is
 counted and logged. The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9) and
-whether it evicts keys. It should not (``maxmemory-policy noeviction``): sizes are wrong then.
+whether it evicts keys. It should not (``maxmemory-policy noeviction``): sizes are wrong then. Only sessions, groups and
+writers expire, so that the volatile policies spare logs and tombstones.
 """
 
 import heapq
@@ -72,7 +73,7 @@ logger = logging.getLogger(__name__)
 _SLICE_ENTRIES = 256
 _SLICE_BYTES = 1 << 20
 _SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
-_EXPIRY_DAYS = 1.0  # keys expire so long after the retention's age, in case nobody is left to trim them
+_EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
 _LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
 _REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
 _NAMED = 20  # lost records that a line of the log names
