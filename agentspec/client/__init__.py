@@ -5,7 +5,7 @@ from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
 from agentspec.client.client import AgentClient, ReplyStream, Session
 from agentspec.client.conversation import Gap
 from agentspec.client.loops import Stage
-from agentspec.client.reply import Reply, Speculation
+from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
 from agentspec.client.tools import ToolRun
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "AsyncSession",
     "Attempt",
     "Budget",
+    "DecodeStep",
+    "DraftedToken",
     "Gap",
     "LoopResult",
     "Progress",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Any, Self
 
 import openai
@@ -46,10 +47,11 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         store: str | Store | None = "auto",
         session_tags: SessionTags = "auto",
         speculation: Speculating = True,
+        record: str | Path | None = None,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
-        super().__init__(connection, model, store, session_tags, speculation)
+        super().__init__(connection, model, store, session_tags, speculation, record)
         self._probe_lock = asyncio.Lock()
 
     def session(
@@ -101,6 +103,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
         await asyncio.to_thread(self._close_log)
+        if self._record is not None:
+            self._record.close()
         await self._openai.close()
 
     async def __aenter__(self) -> Self:
@@ -176,6 +180,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             raw = await send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
+            self._client._note(call, reply)
             await asyncio.to_thread(self._conversation.confirm)
             return reply
 
@@ -234,6 +239,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
+            self._client._note(call, reply)
             await asyncio.to_thread(self._conversation.confirm)
             yield reply
 

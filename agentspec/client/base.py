@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
 
 import openai
@@ -11,6 +13,7 @@ import openai
 from agentspec.cache.store import Store
 from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
+from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import Call, RequestBuilder, Speculating
 from agentspec.client.session_log import open_log
@@ -33,9 +36,13 @@ class ClientBase(Generic[OpenAIT]):
         store: str | Store | None,
         session_tags: SessionTags,
         speculation: Speculating,
+        record: str | Path | None,
     ) -> None:
         self._openai: OpenAIT = connection
+        if record is not None and speculation:
+            speculation = "detailed"
         self._requests = RequestBuilder(model, session_tags, speculation)
+        self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
@@ -46,6 +53,10 @@ class ClientBase(Generic[OpenAIT]):
     def openai(self) -> OpenAIT:
         """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
+
+    def _note(self, call: Call, reply: Reply[Any]) -> None:
+        if self._record is not None:
+            self._record.add(reply, call.parent, time.monotonic() - call.begin)
 
     def _connection(self, call: Call) -> OpenAIT:
         """Return the OpenAI client for a call."""

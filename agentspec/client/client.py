@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import openai
@@ -41,6 +42,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
         (`prompt_cache_key`), "litellm": as these servers and gateways read it.
     speculation: whether servers with the extension are to send `reply.speculation` along; "detailed" adds what each
         step drafted and where each token came from.
+    record: file that gets a JSON line for each reply, with its text and, from servers with the extension, the source of
+        each token: the input of `agentspec report`.
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
@@ -56,10 +59,11 @@ class AgentClient(ClientBase[openai.OpenAI]):
         store: str | Store | None = "auto",
         session_tags: SessionTags = "auto",
         speculation: Speculating = True,
+        record: str | Path | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
         connection = openai.OpenAI(**credentials(base_url, api_key), **options)
-        super().__init__(connection, model, store, session_tags, speculation)
+        super().__init__(connection, model, store, session_tags, speculation, record)
         self._probe_lock = threading.Lock()
 
     def session(
@@ -125,6 +129,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
     def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
         self._close_log()
+        if self._record is not None:
+            self._record.close()
         self._openai.close()
 
     def __enter__(self) -> Self:
@@ -210,6 +216,7 @@ class Session(SessionBase, Loops):
             raw = send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
+            self._client._note(call, reply)
             self._conversation.confirm()
             return reply
 
@@ -278,6 +285,7 @@ class Session(SessionBase, Loops):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
+            self._client._note(call, reply)
             self._conversation.confirm()
             yield reply
 

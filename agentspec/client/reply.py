@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import pydantic
 from openai.types import CompletionUsage
@@ -20,6 +21,23 @@ FIGURES = "agentspec"
 """Field of a response, or of a stream's last chunk, that has the extension's figures."""
 
 
+class DraftedToken(NamedTuple):
+    """Hold a token's text, and the source that drafted it; None for the model itself.
+
+    text: None if the server does not tell a rejected token, because it may quote another caller.
+    """
+
+    text: str | None
+    source: str | None
+
+
+class DecodeStep(NamedTuple):
+    """Hold one decode step: the tokens that it added to the reply, and the drafted ones that it rejected."""
+
+    tokens: tuple[DraftedToken, ...]
+    rejected: tuple[DraftedToken, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """Count what was drafted and accepted for one request. All counts are tokens, except `steps` and `drafts`.
@@ -29,6 +47,7 @@ class Speculation:
     tokens: length of the reply.
     accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
         "global" or "model" (a draft model).
+    detail: the decode steps of the reply, for a client with `speculation="detailed"`; otherwise empty.
     """
 
     drafted: int
@@ -38,6 +57,7 @@ class Speculation:
     tokens: int
     accepted_by_source: dict[str, int]
     drafted_by_source: dict[str, int]
+    detail: tuple[DecodeStep, ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -59,9 +79,16 @@ def read_speculation(answer: object) -> Speculation | None:
             **{name: int(answer[name]) for name in ("drafted", "accepted", "steps", "drafts", "tokens")},
             accepted_by_source=_by_source(answer.get("accepted_by_source")),
             drafted_by_source=_by_source(answer.get("drafted_by_source")),
+            detail=tuple(_read_step(step) for step in answer.get("detail") or ()),
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
+
+
+def _read_step(step: Any) -> DecodeStep:
+    tokens = itertools.zip_longest(step["tokens"], step["sources"])
+    rejected = zip(step["rejected"], step["rejected_sources"], strict=True)
+    return DecodeStep(tuple(itertools.starmap(DraftedToken, tokens)), tuple(itertools.starmap(DraftedToken, rejected)))
 
 
 def _by_source(value: Any) -> dict[str, int]:

@@ -87,6 +87,7 @@ class Call:
         self.parent = conversation.parent
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
+        self.begin = time.monotonic()
         self.options = {name: value for name, value in options.items() if name != "max_retries"}
         self.max_retries: int | None = options.get("max_retries")
 
@@ -163,6 +164,7 @@ class RequestBuilder:
 
         stream: whether the answer will be streamed. The caller's own options are kept.
         """
+        call.begin = time.monotonic()
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format

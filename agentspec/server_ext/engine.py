@@ -24,6 +24,7 @@ from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
+from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,13 @@ class DraftingEngine:
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
-        self._recorder = Recorder(settings.record, shares.figures // 4) if settings.record else None
+        self._recorder = Recorder(settings.record, shares.figures // 8) if settings.record else None
+        self._traces = Traces(shares.figures // 8)
         self._requests: dict[str, RequestState] = {}
         self._groups = PromptGroups(shares.figures // 4)
-        self._sessions = SessionAdmin(self.cache, persistence, self._requests, self._recorder, self._drop_snapshot)
+        self._sessions = SessionAdmin(
+            self.cache, persistence, self._requests, self._traces, self._recorder, self._drop_snapshot
+        )
         persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
@@ -173,6 +177,7 @@ class DraftingEngine:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self.metrics.end(state.figures)
+            self._traces.running -= state.trace is not None
         if state is None or state.failed:
             return
         self.metrics.counters["finished"] += 1
@@ -195,7 +200,10 @@ class DraftingEngine:
         parts = {
             "cache": held.bytes,
             "queues": stored["queued_bytes"],
-            "figures": self.metrics.bytes + (self._recorder.bytes if self._recorder else 0) + self._groups.bytes,
+            "figures": self.metrics.bytes
+            + (self._recorder.bytes if self._recorder else 0)
+            + self._groups.bytes
+            + self._traces.bytes,
         }
         return {
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
@@ -257,7 +265,7 @@ class DraftingEngine:
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
-        if step.num_draft_tokens or self._recorder is not None:
+        if step.num_draft_tokens or self._recorder is not None or self._traces.running:
             self._account(lookup, step, drafts, took // count)
         else:
             lookup.quiet += 1
@@ -340,6 +348,9 @@ class DraftingEngine:
             state.failed = True
             return
         state.figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
+        if new.detailed and state.figures.trace is None:  # of several samples, the first is traced
+            shared = identity.tenant != identity.principal
+            state.trace = self._traces.begin(state.figures, identity.session, shares_corpus=shared)
         self.metrics.counters["started"] += 1
         if identity.ignored_ids:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
@@ -365,6 +376,11 @@ class DraftingEngine:
         for i, state in enumerate(lookup.states):
             added = lengths[i] - state.length
             drafted, accepted = self.metrics.add_step(state.figures, added, drafted_by_source[i], accepted_by_source[i])
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
+            if state.trace is not None:
+                row = step.tokens[lookup.rows[i]]
+                self._traces.add(state.trace, row[state.length : lengths[i]].tolist(), drafted, accepted)
+                state.trace.drafted(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
             state.length = lengths[i]
             if self._recorder is None:
                 continue
@@ -381,7 +397,6 @@ class DraftingEngine:
                     "ns": state.draft_ns,
                 }
             )
-            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
             state.draft_ns = ns
 

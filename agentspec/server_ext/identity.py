@@ -34,6 +34,10 @@ SCOPE_KEY = "agentspec_scope"
 FINAL_KEY = "session_final"
 IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
+DETAIL_KEY = "agentspec_detailed"
+"""Key in ``extra_args`` of a request that asked for the sources of its tokens."""
+FIGURES_HEADER = "x-agentspec-figures"
+"""Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
 _MAX_ROOTS = 16_384
 _ALL_CALLERS = "all callers"
@@ -109,7 +113,9 @@ class RequestTagger:
         session_id: from the body or vLLM's header; it overrides the one in ``extra_args``. adapter: the request's LoRA
         adapter.
         """
-        tagged = {key: value for key, value in (extra_args or {}).items() if key != IDENTITY_KEY}
+        tagged = {key: value for key, value in (extra_args or {}).items() if key not in (IDENTITY_KEY, DETAIL_KEY)}
+        if presented is not None and presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
+            tagged[DETAIL_KEY] = True
         if session_id is not None:
             tagged[SESSION_KEY] = session_id
         try:

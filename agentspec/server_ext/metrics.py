@@ -18,6 +18,7 @@ from typing import Any
 
 from agentspec.cache import SOURCES
 from agentspec.errors import StoreError
+from agentspec.server_ext.traces import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class RequestFigures:
     """Count what drafting did for one request (for all its samples together).
 
     key: who sent it and the id that the API returned, by which `Metrics` keeps the figures. running: its samples that
-    have not ended.
+    have not ended. trace: its steps, if it asked for them.
     """
 
     key: tuple[str | None, str] = (None, "")
@@ -47,6 +48,7 @@ class RequestFigures:
     drafts: int = 0
     drafted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    trace: Trace | None = None
 
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
@@ -59,6 +61,7 @@ class RequestFigures:
             "accepted": sum(self.accepted),
             "drafted_by_source": dict(zip(SOURCES, self.drafted, strict=True)),
             "accepted_by_source": dict(zip(SOURCES, self.accepted, strict=True)),
+            **({} if self.trace is None else {"detail": self.trace.as_list()}),
         }
 
 

@@ -2,7 +2,8 @@
 
 ``X-Agentspec-Figures: summary`` adds the field ``agentspec`` to a response in JSON, and a chunk with this field before
 the end of a stream: the object that ``GET /v1/agentspec/requests/{id}`` answers. Where there are no figures, because
-the engine is busy or does not draft, the response is passed on as it is.
+the engine is busy or does not draft, the response is passed on as it is. ``detailed`` adds the field ``detail``: each
+step's tokens as text, where they came from, and the drafted ones that were rejected.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from agentspec.server_ext.callers import NOBODY, shows_admin_key
+from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of
 
 logger = logging.getLogger("vllm.agentspec")
 
-HEADER = "X-Agentspec-Figures"
 FIELD = "agentspec"
 
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _WAIT_SECONDS = 1.0
+_CONTEXT = 8
+"""Tokens before another that may change its text: a leading space, parts of one character."""
+_INCOMPLETE = "\ufffd"
 _END_OF_STREAM = b"data: [DONE]\n\n"
 
 Message = MutableMapping[str, Any]
@@ -43,8 +47,47 @@ async def figures_of(engine: Any, request_id: str) -> dict[str, Any] | None:
     caller = tagger_of(engine).callers.caller_of(sender).principal
     if admin or caller != NOBODY:
         for answer in await ask_engines(engine, "request", request_id, caller, admin):
+            if "detail" in answer:
+                decode = engine.get_tokenizer().decode
+                answer["detail"] = await asyncio.to_thread(_as_text, answer["detail"], decode)
             return answer
     return None
+
+
+def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """Return a trace's steps (`Trace.as_list`) with texts instead of token ids; None for a token that is not told."""
+    before: list[int] = []
+    shown = []
+    for step in steps:
+        texts, after = _pieces(before, step["tokens"], decode)
+        context = before + step["tokens"][: len(step["sources"])]
+        told = [token for token in step["rejected"] if token >= 0]
+        rejected = iter(_pieces(context[-_CONTEXT:], told, decode)[0])
+        shown.append(
+            {
+                **step,
+                "tokens": texts,
+                "rejected": [next(rejected) if token >= 0 else None for token in step["rejected"]],
+            }
+        )
+        before = after
+    return shown
+
+
+def _pieces(before: list[int], tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[str], list[int]]:
+    """Return the text that each token adds behind `before`, and the context of what follows.
+
+    A character that several tokens make is the last one's.
+    """
+    texts = []
+    for token in tokens:
+        known, whole = decode(before).rstrip(_INCOMPLETE), decode([*before, token])
+        if whole.endswith(_INCOMPLETE):
+            texts.append("")
+        else:
+            texts.append(whole[len(known) :])
+        before = [*before, token][-_CONTEXT:] if texts[-1] else [*before, token]
+    return texts, before
 
 
 class FiguresMiddleware:
@@ -58,7 +101,7 @@ class FiguresMiddleware:
         if (
             scope["type"] == "http"
             and scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
-            and HEADER in Headers(scope=scope)
+            and FIGURES_HEADER in Headers(scope=scope)
         ):
             engine = getattr(scope["app"].state, "agentspec_engine", None)
             if engine is not None and uses_agentspec(engine.vllm_config):

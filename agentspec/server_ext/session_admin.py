@@ -17,6 +17,7 @@ from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, Sto
 from agentspec.server_ext.metrics import Recorder
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.step import RequestState
+from agentspec.server_ext.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ _PART_BYTES = 256 * 1024
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    running: its running requests, by id. recorder: its step record, if one is written. erased: called when a session
-    has left the cache.
+    running: its running requests, by id. traces: of requests that asked for one. recorder: its step record, if one is
+    written. erased: called when a session has left the cache.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class SessionAdmin:
         cache: SuffixCache,
         persistence: Persistence,
         running: Mapping[str, RequestState],
+        traces: Traces | None = None,
         recorder: Recorder | None = None,
         erased: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._persistence = persistence
         self._running = running
+        self._traces = traces
         self._recorder = recorder
         self._erased = erased
         # by the job's name, which the asker chose: its value, and what else has to end before that is told
@@ -121,7 +124,9 @@ class SessionAdmin:
         return self._persistence.erase(session, tenants, forget), *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
-        """Remove a session from the step record, whose further lines of its running requests do not name it."""
+        """Remove a session from traces and the step record, whose further lines of its requests do not name it."""
+        if self._traces is not None:
+            self._traces.erase(session)
         for state in self._of(session):
             state.identity = replace(state.identity, session=None, session_name=None)
         return () if self._recorder is None else (self._recorder.erase(session),)

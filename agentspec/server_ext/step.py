@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, BatchHandle
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
+from agentspec.server_ext.traces import Trace
 
 Int32 = NDArray[np.int32]
 
@@ -19,7 +20,8 @@ class NewRequest:
     """Hold a request that is seen for the first time, or for the first time with this prompt.
 
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
-    id in the API's response, under which its figures are kept; None: the request id.
+    id in the API's response, under which its figures are kept; None: the request id. detailed: whether it asked for the
+    sources of its tokens.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class NewRequest:
     identity: Identity
     end_tokens: Sequence[int] = ()
     api_id: str | None = None
+    detailed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +119,8 @@ class RequestState:
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0
     """time that its latest draft took, in nanoseconds, for the step record"""
+    trace: Trace | None = None
+    """its steps, if it asked for them"""
     alternatives: AwaitsVerification | None = None
     """alternatives that fusion scored in the step before"""
     promised: float = 0.0

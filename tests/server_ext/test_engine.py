@@ -50,6 +50,8 @@ class Engine:
         output: Sequence[int],
         session: str | None = None,
         group: str | None = None,
+        *,
+        detailed: Any = False,
     ) -> int:
         """Decode ``output``; returns the number of steps."""
         tokens = np.zeros((1, len(prompt) + len(output) + 32), dtype=np.int32)
@@ -64,9 +66,8 @@ class Engine:
                 accepted += 1
             new = length + accepted + 1
             tokens[0, :new] = full[:new]
-            started = (
-                [] if steps else [NewRequest(request_id, prompt, Identity(self.tenant, session, group, self.scope))]
-            )
+            identity = Identity(self.tenant, session, group, self.scope)
+            started = [] if steps else [NewRequest(request_id, prompt, identity, detailed=detailed)]
             step = Step(
                 started=started,
                 batch=batch,

@@ -12,13 +12,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 
 from agentspec.server_ext import response_figures
-from agentspec.server_ext.response_figures import HEADER
+from agentspec.server_ext.identity import FIGURES_HEADER
 
 from .test_endpoints import Start, bearer, shown, start
 
 __all__ = ["start"]
 
-ASK = {HEADER: "summary"}
+ASK = {FIGURES_HEADER: "summary"}
 
 
 def add_chat(server: TestClient) -> None:

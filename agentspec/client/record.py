@@ -1,0 +1,58 @@
+"""Write a client's record: a JSON line for each reply, with its text, for `agentspec report`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from agentspec.client.reply import Reply
+
+logger = logging.getLogger(__name__)
+
+
+class ReplyRecord:
+    """Append replies to a file. It holds what was said, so keep it as safe as the sessions.
+
+    Raises OSError if the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).expanduser().open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:
+        """Write one reply. seconds: from the request to the reply's end. Logs what goes wrong, and never raises."""
+        figures = reply.speculation
+        line: dict[str, Any] = {
+            "time": time.time(),
+            "session": reply.session,
+            "parent": parent,
+            "model": reply.raw.model,
+            "seconds": seconds,
+            "prompt_tokens": reply.usage.prompt_tokens if reply.usage else None,
+            "tokens": reply.usage.completion_tokens if reply.usage else None,
+            "text": reply.text,
+        }
+        if figures is not None:
+            line |= {
+                "tokens": figures.tokens,
+                "steps": figures.steps,
+                "drafted_by_source": figures.drafted_by_source,
+                "accepted_by_source": figures.accepted_by_source,
+                "detail": figures.detail,
+            }
+        try:
+            with self._lock:
+                self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+                self._file.flush()
+        except (OSError, ValueError) as error:
+            logger.warning("agentspec: a reply cannot be recorded: %s", error)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()

@@ -1,0 +1,124 @@
+"""Remember, for requests that ask for it, what each decode step drafted and where each token came from."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from agentspec.cache import SOURCES
+
+_HIDDEN = -1
+_SHARED = SOURCES.index("global")
+_STEP_BYTES, _TOKEN_BYTES, _TRACE_BYTES = 16, 5, 512
+
+
+class Trace:
+    """Hold the decode steps of one request. session: the key of its session.
+
+    shares_corpus: whether the request drafts from a corpus that other principals share. Rejected tokens from there are
+    not told, because they may quote others; accepted ones are the request's own text.
+    """
+
+    def __init__(self, session: str | None, shares_corpus: bool) -> None:
+        self.session = session
+        self.dropped = False
+        self._shares = shares_corpus
+        self._tokens, self._lengths, self._accepted = array("i"), array("i"), array("i")
+        self._rejected, self._rejections = array("i"), array("i")
+        self._sources = bytearray()  # of the accepted tokens and then the rejected ones, step by step
+        self._draft: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory that this takes, about."""
+        tokens = len(self._tokens) + len(self._rejected)
+        return _TRACE_BYTES + _TOKEN_BYTES * tokens + _STEP_BYTES * len(self._lengths)
+
+    def add(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """Add a step: its verified tokens, and how many of the draft were verified and accepted."""
+        draft, sources = (part[:drafted] for part in self._draft)
+        self._tokens.extend(tokens)
+        self._lengths.append(len(tokens))
+        accepted = min(accepted, len(tokens), len(draft))
+        self._accepted.append(accepted)
+        self._rejections.append(len(draft) - accepted)
+        self._sources.extend(sources)
+        hides = self._shares
+        for token, source in zip(draft[accepted:], sources[accepted:], strict=True):
+            self._rejected.append(_HIDDEN if hides and source == _SHARED else token)
+
+    def drafted(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
+        """Note the draft that the next step may verify. sources: indices into SOURCES."""
+        self._draft = (tokens, sources)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the steps as JSON.
+
+        tokens: ids. sources: of the first of them, which were drafted; the last token of a step is the model's own.
+        rejected, rejected_sources: drafted tokens that were not accepted; -1 for an id that is not told.
+        """
+        steps, at, rejected_at, source_at = [], 0, 0, 0
+        for length, accepted, rejected in zip(self._lengths, self._accepted, self._rejections, strict=True):
+            sources = [SOURCES[source] for source in self._sources[source_at : source_at + accepted + rejected]]
+            steps.append(
+                {
+                    "tokens": self._tokens[at : at + length].tolist(),
+                    "sources": sources[:accepted],
+                    "rejected": self._rejected[rejected_at : rejected_at + rejected].tolist(),
+                    "rejected_sources": sources[accepted:],
+                }
+            )
+            at, rejected_at, source_at = at + length, rejected_at + rejected, source_at + accepted + rejected
+        return steps
+
+
+class Traces:
+    """Keep the traces of the latest requests that asked for one. running: traced requests that have not ended.
+
+    max_bytes: limit of all traces. Beyond it the oldest are dropped, whole.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.bytes = 0
+        self.running = 0
+        self._max_bytes = max_bytes
+        self._held: deque[Any] = deque()
+        self._lock = threading.Lock()  # sessions may be erased by another thread
+
+    def begin(self, figures: Any, session: str | None, shares_corpus: bool) -> Trace:
+        """Return a new trace, kept with the figures of its request (`RequestFigures`)."""
+        trace = figures.trace = Trace(session, shares_corpus)
+        self.running += 1
+        with self._lock:
+            self._held.append(figures)
+            self._grow(trace.bytes)
+        return trace
+
+    def add(self, trace: Trace, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """Add a step to a trace, unless it was dropped."""
+        with self._lock:
+            if not trace.dropped:
+                before = trace.bytes
+                trace.add(tokens, drafted, accepted)
+                self._grow(trace.bytes - before)
+
+    def erase(self, session: str) -> None:
+        """Drop the traces of a session."""
+        with self._lock:
+            gone = [figures for figures in self._held if figures.trace.session == session]
+            self._held = deque(figures for figures in self._held if figures.trace.session != session)
+            for figures in gone:
+                self._drop(figures)
+
+    def _grow(self, size: int) -> None:
+        self.bytes += size
+        while self.bytes > self._max_bytes and self._held:
+            self._drop(self._held.popleft())
+
+    def _drop(self, figures: Any) -> None:
+        self.bytes -= figures.trace.bytes
+        figures.trace.dropped = True
+        figures.trace = None

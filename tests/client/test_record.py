@@ -1,0 +1,69 @@
+"""Detailed figures, and the record of replies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import AgentClient, AsyncAgentClient, DecodeStep, DraftedToken
+
+from .fake_server import FakeServer
+from .test_speculation import COUNTS
+
+DETAIL = [
+    {
+        "tokens": ["an", "swer"],
+        "sources": ["session"],
+        "rejected": [" x", None],
+        "rejected_sources": ["session", "global"],
+    },
+    {"tokens": [" 1"], "sources": [], "rejected": [], "rejected_sources": []},
+]
+
+
+def test_detail_has_the_source_of_each_token(server: FakeServer) -> None:
+    server.counts = {**COUNTS, "detail": DETAIL}
+    with AgentClient(base_url=server.url, model="small", store=None, speculation="detailed") as client:
+        reply = client.chat("hello")
+    assert reply.speculation is not None
+    assert reply.speculation.detail == (
+        DecodeStep(
+            (DraftedToken("an", "session"), DraftedToken("swer", None)),
+            (DraftedToken(" x", "session"), DraftedToken(None, "global")),
+        ),
+        DecodeStep((DraftedToken(" 1", None),), ()),
+    )
+    assert server.chats[0].headers["x-agentspec-figures"] == "detailed"
+
+
+def test_a_record_has_a_line_for_each_reply(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    server.counts = {**COUNTS, "detail": DETAIL}
+    with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+        session = client.session("s", parent="root")
+        session.chat("one")
+        session.stream("two").until_done()
+        server.counts = None
+        client.chat("three")
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["text"] for line in lines] == ["answer 1", "answer 2", "answer 3"]
+    assert [line["session"] for line in lines] == ["s", "s", None] and lines[0]["parent"] == "root"
+    assert lines[0]["accepted_by_source"] == COUNTS["accepted_by_source"] and lines[0]["steps"] == 6
+    assert lines[1]["detail"][0] == [[["an", "session"], ["swer", None]], [[" x", "session"], [None, "global"]]]
+    assert "steps" not in lines[2] and lines[2]["tokens"] == 3
+    assert all(line["seconds"] > 0 for line in lines)
+
+
+async def test_the_asyncio_client_records_too(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+        await client.chat("one")
+    assert json.loads(path.read_text())["text"] == "answer 1"
+
+
+def test_a_record_that_cannot_be_opened_fails_at_once(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        AgentClient(base_url=server.url, model="small", store=None, record=tmp_path / "no" / "such.jsonl")

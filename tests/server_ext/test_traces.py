@@ -1,0 +1,129 @@
+"""Traces: what each step drafted and where its tokens came from, for requests that ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.cache import SOURCES
+from agentspec.server_ext.identity import DETAIL_KEY, RequestTagger
+from agentspec.server_ext.metrics import RequestFigures
+from agentspec.server_ext.response_figures import _as_text
+from agentspec.server_ext.traces import Traces
+
+from .test_engine import TEXT, Engine
+
+REQUEST, GLOBAL = SOURCES.index("request"), SOURCES.index("global")
+
+
+def detail(engine: Engine, request_id: str) -> list[dict[str, Any]]:
+    figures = engine.proposer.request(request_id)
+    assert figures is not None
+    steps: list[dict[str, Any]] = figures["detail"]
+    return steps
+
+
+def test_a_trace_has_each_token_of_the_response_and_where_it_came_from() -> None:
+    engine = Engine()
+    engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
+    assert [step["tokens"] for step in detail(engine, "a")] == [[token] for token in TEXT]
+    steps = engine.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], [*TEXT[2:40], 7, 8, 9], session="s", detailed=True)
+    found = detail(engine, "b")
+    assert len(found) == steps
+    assert [token for step in found for token in step["tokens"]] == [*TEXT[2:40], 7, 8, 9]
+    assert all(len(step["sources"]) < len(step["tokens"]) for step in found)  # the last token is the model's own
+    figures = engine.proposer.request("b")
+    assert figures is not None
+    told = [source for step in found for source in step["sources"]]
+    assert {source: told.count(source) for source in SOURCES} == figures["accepted_by_source"]
+    rejected = [source for step in found for source in step["rejected_sources"]]
+    assert len(told) + len(rejected) == figures["drafted"] > figures["accepted"]
+    assert all(len(step["rejected"]) == len(step["rejected_sources"]) for step in found)
+    assert 140 in [token for step in found for token in step["rejected"]]  # behind 139 came 7
+
+
+def test_a_request_that_did_not_ask_has_none() -> None:
+    engine = Engine()
+    engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
+    engine.run("b", [1, 2, 3], TEXT, session="s")
+    figures = engine.proposer.request("b")
+    assert figures is not None and "detail" not in figures and engine.proposer._traces.running == 0
+
+
+def test_rejected_tokens_of_a_shared_corpus_are_not_told() -> None:
+    """They may quote another principal of the tenant."""
+    engine = Engine(tenant="shared")
+    engine.run("a", [1, 2, 3], TEXT, session="one")
+    engine.run("b", [1, 2, 3], [*TEXT[:20], 7, 8, 9], session="two", detailed=True)
+    pairs = [
+        pair
+        for step in detail(engine, "b")
+        for pair in zip(step["rejected"], step["rejected_sources"], strict=True)
+        if pair[1] == "global"
+    ]
+    assert pairs and {token for token, _ in pairs} == {-1}
+
+
+def test_an_erased_session_leaves_no_trace() -> None:
+    engine = Engine()
+    engine.run("a", [1, 2, 3], TEXT, session="s", detailed=True)
+    engine.run("b", [1, 2, 3], TEXT, session="t", detailed=True)
+    engine.proposer.session("begin", "job", "erase", "s", [None])
+    figures = engine.proposer.request("a")
+    assert figures is not None and "detail" not in figures
+    assert len(detail(engine, "b")) > 0
+
+
+def test_traces_stay_within_their_limit() -> None:
+    traces = Traces(max_bytes=20_000)
+    held = []
+    for _ in range(100):
+        figures = RequestFigures()
+        trace = traces.begin(figures, None, shares_corpus=False)
+        held.append(figures)
+        for _ in range(100):
+            traces.add(trace, [1, 2, 3], 0, 0)
+            assert traces.bytes <= 20_000
+    kept = [figures.trace for figures in held if figures.trace is not None]
+    assert 0 < len(kept) < 10 and kept[-1] is held[-1].trace
+    assert traces.bytes == sum(trace.bytes for trace in kept)
+
+
+def test_one_trace_beyond_the_limit_is_dropped() -> None:
+    traces, figures = Traces(max_bytes=2_000), RequestFigures()
+    trace = traces.begin(figures, None, shares_corpus=False)
+    for _ in range(1_000):
+        traces.add(trace, [1, 2, 3], 0, 0)
+    assert figures.trace is None and traces.bytes == 0
+
+
+@pytest.mark.parametrize(("header", "asked"), [(b"detailed", True), (b"summary", False), (None, False)])
+def test_only_the_header_asks_for_a_trace(header: bytes | None, asked: bool) -> None:
+    from agentspec.server_ext.callers import Callers, Presented
+    from agentspec.server_ext.settings import Settings
+
+    tagger = RequestTagger(Callers(Settings(store="memory://"), b"secret of the tests"), "tenant")
+    presented = Presented([] if header is None else [(b"x-agentspec-figures", header)])
+    assert tagger.tag({DETAIL_KEY: True}, presented).get(DETAIL_KEY, False) is asked
+
+
+def test_texts_of_tokens_add_up_to_the_text() -> None:
+    text = "naïve 👍 text"
+    raw = text.encode()
+
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    steps = [
+        {
+            "tokens": list(raw[at : at + 3]),
+            "sources": ["session"],
+            "rejected": [-1, 65],
+            "rejected_sources": ["global", "global"],
+        }
+        for at in range(0, len(raw), 3)
+    ]
+    shown = _as_text(steps, decode)
+    assert "".join(piece for step in shown for piece in step["tokens"]) == text
+    assert shown[-1]["rejected"] == [None, "A"]
