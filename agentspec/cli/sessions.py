@@ -125,14 +125,31 @@ def convert(
         str | None,
         typer.Argument(metavar="STORE", help="URL of the store; by default AGENTSPEC_STORE, or the server's own."),
     ] = None,
+    model: Annotated[str | None, typer.Option(help="The server's model. A client's store needs none.")] = None,
     tenant: Annotated[str | None, typer.Option(help="The server's tenant; as for agentspec serve.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="If the server was given one; else the model's.")] = None,
+    tokenizer_revision: Annotated[str | None, typer.Option(help="If the server was given a revision.")] = None,
+    model_key: Annotated[str | None, typer.Option(help="If the server will have this setting.")] = None,
 ) -> None:
-    """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one."""
-    from agentspec.cache.store.convert import convert as run  # needs the core, as others don't
+    """Convert the store of an older release. Stop its servers before; give AGENTSPEC_SECRET if they will have one.
+
+    Where servers of several models or tenants share the store, run it once for each.
+    """
+    from agentspec.cache.store.convert import OldLog, old_log_name  # need the core, as others don't
+    from agentspec.cache.store.convert import convert as run
+    from agentspec.server_ext.model_key import find_model_key
 
     url = store or os.environ.get("AGENTSPEC_STORE") or default_store()
-    found = run(url, secret=os.environ.get("AGENTSPEC_SECRET") or None, tenant=tenant)
+    log = None
+    if model is not None:
+        key = find_model_key(model, tokenizer, tokenizer_revision=tokenizer_revision, given=model_key)
+        log = OldLog(old_log_name(model, tokenizer, tokenizer_revision, tenant), key)
+    found = run(url, secret=os.environ.get("AGENTSPEC_SECRET") or None, tenant=tenant, log=log)
     typer.echo(f"converted: {found.converted:,} records of {redact(url)}")
+    if log is not None:
+        typer.echo(f"moved: {found.divided:,} turns to the logs of their tenants")
+    elif found.converted:
+        typer.echo("turns of a server are not used yet: run it again with --model, as the server has it")
     if found.unowned:
         typer.echo(f"left out: {found.unowned:,} of callers with API keys, whose sessions have other keys now")
     if found.damaged:

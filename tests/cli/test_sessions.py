@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
+from agentspec.cache.store.convert import old_log_name
+from agentspec.server_ext.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
 from tests.store.test_convert import old_file
@@ -113,5 +118,28 @@ def test_an_old_store_is_converted(agentspec: Program, tmp_path: Path) -> None:
     old_file(file)
     status, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert status == 0 and "converted: " in printed and "1 damaged" in printed and "old.db" in printed
+    assert "run it again with --model" in printed
     again, printed = agentspec("sessions", "convert", f"sqlite:///{file}")
     assert again == 2 and "Traceback" not in printed
+    status, printed = agentspec("sessions", "convert", f"sqlite:///{file}", "--model", "demo/model")
+    assert status == 2 and "name them as the server did" in printed  # its log is another model's
+
+
+def test_a_servers_turns_are_moved_to_their_tenants_logs(agentspec: Program, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'old.db'}"
+    with closing(open_store(url)) as store:
+        record = TurnRecord(
+            writer="0" * 16,
+            number=1,
+            session="s",
+            prompt_tail=np.array([1], np.int32),
+            response=np.array([2, 3], np.int32),
+            created=1.0,
+            tenant="acme",
+        )
+        store.append(old_log_name("demo/model", None, None, "acme"), [NewEntry("s", encode(record))])
+        logs = LogNames(find_model_key("demo/model"), store.secret().hex().encode())
+    status, printed = agentspec("sessions", "convert", url, "--model", "demo/model", "--tenant", "acme")
+    assert status == 0 and "moved: 1 turns" in printed
+    with closing(open_store(url)) as store:
+        assert store.namespaces() == [logs.of("acme")]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import redis
 
-from agentspec.cache.store import MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
+from agentspec.cache.store import LogNames, MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
 from agentspec.cache.store.contexts import SessionContexts
-from agentspec.cache.store.convert import Converted, convert
+from agentspec.cache.store.convert import Converted, OldLog, convert, old_log_name
 from agentspec.cache.store.sqlite_file import APPLICATION_ID
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
@@ -187,3 +187,84 @@ def test_a_file_in_use_or_of_another_program_is_left_as_it_is(tmp_path: Path) ->
     assert not (tmp_path / "missing.db").exists()
     with pytest.raises(StoreVersionError):
         convert("memory://")
+
+
+LOG, LOGS = OldLog(NS, "0" * 16), LogNames("0" * 16, SECRET.encode())
+
+
+def turns(store: Store, log: str) -> list[list[int]]:
+    records = (decode(entry.payload) for entry in store.read(log))
+    return [record.response.tolist() for record in records if isinstance(record, TurnRecord)]
+
+
+@pytest.fixture(params=["file", "redis"])
+def old_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a store of the first schema, in which two servers kept a log each."""
+    if request.param == "redis":
+        running: RedisServer = request.getfixturevalue("server")
+        old_log(running)
+        return running.url
+    old_file(tmp_path / "server.db")
+    return f"sqlite:///{tmp_path / 'server.db'}"
+
+
+def test_a_servers_log_is_divided_by_tenant_and_others_are_left(old_store: str) -> None:
+    assert convert(old_store, secret=SECRET, log=LOG).divided == 9
+    store = open_store(old_store)
+    assert sorted(turns(store, LOGS.of(None))) == sorted([LONG, [8, 9], [6], [2, 3], [8], [2, 2], [5], [2]])
+    assert turns(store, LOGS.of("acme")) == [[6, 7]]
+    session = mac(SECRET.encode(), "session", None, "s")
+    assert len(list(store.read(LOGS.of(None), session=session))) == 5
+    group = mac(SECRET.encode(), "group", None, "g")
+    assert len(list(store.read(LOGS.of(None), group=group))) == 1
+    assert turns(store, NS) == [] and len(found(store, "other", "other")) == 1
+    store.close()
+    with pytest.raises(StoreVersionError, match="name them as the server did"):
+        convert(old_store, secret=SECRET, log=LOG)
+
+
+def test_a_log_is_divided_after_its_store_was_converted(old_store: str) -> None:
+    convert(old_store, secret=SECRET)
+    assert convert(old_store, secret=SECRET, log=LOG).divided == 9
+    assert convert(old_store, secret=SECRET, log=OldLog("other", "0" * 16)).divided == 1
+    store = open_store(old_store)
+    assert len(turns(store, LOGS.of(None))) == 9 and turns(store, "other") == []
+    store.close()
+
+
+def test_dividing_a_log_that_was_cut_off_goes_on(old_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(old_store, secret=SECRET)
+    store = open_store(old_store)
+    erased: list[str] = []
+    erase = type(store).erase_session
+
+    def failing(self: Any, namespace: str, session: str, *, mark: bool = True) -> Any:
+        if len(erased) == 2:
+            raise StoreUnavailableError("gone")
+        erased.append(session)
+        return erase(self, namespace, session, mark=mark)
+
+    monkeypatch.setattr(type(store), "erase_session", failing)
+    with pytest.raises(StoreUnavailableError):
+        convert(old_store, secret=SECRET, log=LOG)
+    monkeypatch.undo()
+    convert(old_store, secret=SECRET, log=LOG)
+    said = turns(store, LOGS.of(None)) + turns(store, LOGS.of("acme"))
+    assert sorted({tuple(each) for each in said}) == sorted({tuple(each) for each in all_said()})
+    assert turns(store, NS) == []
+    store.close()
+
+
+def all_said() -> list[list[int]]:
+    return [LONG, [8, 9], [6], [2, 3], [8], [2, 2], [5], [6, 7], [2]]
+
+
+def test_an_old_logs_name_is_what_that_release_made_it(tmp_path: Path) -> None:
+    assert old_log_name("model", None, None, "tenant") == "7f350b0d26c363f37fb70d5d52b745d30a140e22"
+    names = {old_log_name("model", *rest) for rest in ((None, None, None), ("t", None, None), (None, "r", None))}
+    assert len(names) == 3
+    folder = tmp_path / "model"
+    folder.mkdir()
+    before = old_log_name(str(folder), None, None, None)
+    (folder / "tokenizer.json").write_text("{}")
+    assert old_log_name(str(folder), None, None, None) != before

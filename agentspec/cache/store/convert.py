@@ -1,8 +1,12 @@
-"""Convert stores of the first schema: an SQLite file, or all logs of a Redis server under one prefix.
+"""Convert stores of older releases: of the first schema, and with one log for all tenants of a server.
+
+Stores of the first schema are an SQLite file, or all logs of a Redis server under one prefix.
 
 A turn of then named its parent by a length, and its session by its caller's name. It gets a writer, a number, its
 parent's hashes, and keys made with the server's secret. Sessions of callers with API keys cannot be found under new
 keys: what those callers shared in a named tenant is kept without its session, and the rest is left out.
+
+A server's log was named by the place of its model and by its tenant. It is divided into a log for each tenant.
 """
 
 import hashlib
@@ -21,15 +25,22 @@ import msgpack
 import numpy as np
 
 from agentspec.cache.store.base import NewEntry, Store, check_namespace
-from agentspec.cache.store.naming import mac
-from agentspec.cache.store.records import MessageRecord, TurnRecord, encode
+from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
+from agentspec.cache.store.records import MessageRecord, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore
 from agentspec.cache.store.sqlite_file import APPLICATION_ID
-from agentspec.cache.store.urls import open_redis, redact, sqlite_path
+from agentspec.cache.store.urls import open_redis, open_store, redact, sqlite_path
 from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import SCOPES, UInt64Array
-from agentspec.errors import AgentSpecError, CorruptRecordError, StoreError, StoreUnavailableError, StoreVersionError
+from agentspec.errors import (
+    AgentSpecError,
+    CorruptRecordError,
+    RecordError,
+    StoreError,
+    StoreUnavailableError,
+    StoreVersionError,
+)
 
 _BATCH = 256
 _LOG = re.compile(r"\{[A-Za-z0-9._:-]+\}:log")
@@ -40,23 +51,89 @@ _OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, o
 class Converted:
     """Count records. converted: written anew. damaged: could not be read. unowned: belong to callers with API keys.
 
-    kept_as: where the old data still are; None: they are gone.
+    divided: of these and others, moved to their tenants' logs. kept_as: where the old data still are; None: they are
+    gone.
     """
 
     converted: int = 0
     damaged: int = 0
     unowned: int = 0
+    divided: int = 0
     kept_as: str | None = None
 
 
-def convert(url: str, *, secret: str | None = None, tenant: str | None = None) -> Converted:
+@dataclass(frozen=True, slots=True)
+class OldLog:
+    """Name the log of a server (``old_log_name``), and the key of its model, under which its turns are kept now."""
+
+    name: str
+    model: str
+
+
+def old_log_name(model: str, tokenizer: str | None, revision: str | None, tenant: str | None) -> str:
+    """Return the name of the log that a server with these arguments kept for all of its tenants."""
+    folder = Path(tokenizer or model)
+    fingerprint = f"{tokenizer or model}@{revision or 'default'}"
+    if folder.is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(folder.iterdir()):
+            if file.name.startswith(("tokenizer", "vocab", "merges", "tekken", "special_tokens", "added_tokens")):
+                digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+                digest.update(file.read_bytes())
+        fingerprint = digest.hexdigest()
+    place = str(Path(model).resolve()) if Path(model).is_dir() else model
+    return hashlib.blake2b(frame([SCHEMA, place, fingerprint, tenant]), digest_size=20).hexdigest()
+
+
+def convert(url: str, *, secret: str | None = None, tenant: str | None = None, log: OldLog | None = None) -> Converted:
     """Convert the store that ``url`` names. No server may use it meanwhile. Needs 8 bytes of memory for each token.
 
     secret: AGENTSPEC_SECRET of the server; None: it has none, so the store's own secret is used. tenant: the server's
-    named tenant, if any. An SQLite file stays beside the new one under the name ``kept_as``. On Redis old keys are
-    removed. A conversion that was cut off can be repeated.
+    named tenant, if any. log: the server's log, which is divided; logs of other servers stay as they are, and can be
+    divided later. An SQLite file of the first schema stays beside the new one under the name ``kept_as``. On Redis old
+    keys are removed. A conversion that was cut off can be repeated.
     Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreError, StoreUnavailableError.
     """
+    try:
+        counts = _convert_schema(url, secret, tenant)
+    except StoreVersionError:
+        if log is None:
+            raise
+        counts = Converted()
+    if log is not None:
+        with closing(open_store(url)) as store:
+            logs = LogNames(log.model, (store.secret().hex() if secret is None else secret).encode())
+            _divide(store, log.name, logs, counts)
+        if not (counts.converted or counts.divided):
+            raise StoreVersionError(
+                f"{redact(url)}: no log of an older release for this model, tokenizer and tenant; name them as the "
+                "server did"
+            )
+    return counts
+
+
+def _divide(store: Store, old: str, logs: LogNames, counts: Converted) -> None:
+    """Move the turns of a server's log to its tenants' logs, session by session, those used last at the end."""
+    for usage in sorted(store.sessions(old), key=lambda usage: usage.used):
+        batches: dict[str, list[NewEntry]] = {}
+        for entry in store.read(old, session=usage.session):
+            try:
+                record = decode(entry.payload)
+            except RecordError:
+                counts.damaged += 1
+                continue
+            if isinstance(record, TurnRecord):
+                log = logs.of(record.tenant)
+                batches.setdefault(log, []).append(NewEntry(entry.session, entry.payload, record.group))
+                counts.divided += 1
+                if len(batches[log]) >= _BATCH:
+                    store.append(log, batches.pop(log))
+        for log, batch in batches.items():
+            store.append(log, batch)
+        store.erase_session(old, usage.session, mark=False)
+
+
+def _convert_schema(url: str, secret: str | None, tenant: str | None) -> Converted:
     if url.lower().startswith("sqlite:"):
         return _convert_file(sqlite_path(url), secret, tenant)
     if url.startswith("memory:"):

@@ -372,7 +372,7 @@ class RedisStore:
         if not self._converting and self.command("EXISTS", f"{{{self.prefix}:{namespace}}}:log"):
             raise StoreVersionError(
                 f"{self._client.shown}: an older release wrote the log {namespace} here;"
-                f" convert it with: agentspec sessions convert {self._client.shown}"
+                f" convert it with: agentspec sessions convert {self._client.shown} --model MODEL"
             )
         self.command("SADD", f"{self.prefix}:namespaces", namespace)
         self._known.add(namespace)

@@ -130,7 +130,7 @@ def _check_marks(path: Path, application: int, version: int) -> None:
     if version < SCHEMA_VERSION:
         raise StoreVersionError(
             f"{path}: store file of schema version {version}, this release reads version {SCHEMA_VERSION};"
-            f" convert it with: agentspec sessions convert sqlite:///{path}"
+            f" convert it with: agentspec sessions convert sqlite:///{path} --model MODEL"
         )
     if version > SCHEMA_VERSION:
         raise StoreVersionError(
