@@ -240,9 +240,7 @@ def _secret_of_store(url: str) -> str:
     try:
         return store.secret().hex()
     except StoreError as error:
-        why = (
-            "sessions of this run will not be found again after it; set AGENTSPEC_SECRET to be independent of the store"
-        )
+        why = "turns of this run will not be found again after it; set AGENTSPEC_SECRET to be independent of the store"
         logger.warning("agentspec: the store's secret cannot be read, so %s: %s", why, error)
         return secrets.token_hex(32)
     finally:

@@ -1,4 +1,4 @@
-"""Find the key of a model and its tokenizer, under which servers share logs: the same wherever the files lie."""
+"""Find the keys of models and adapters, under which servers share logs: the same wherever the files lie."""
 
 import contextlib
 import hashlib
@@ -18,8 +18,12 @@ _TOKENIZERS = (
     *("tokenizer*", "vocab*", "merges*", "tekken*", "special_tokens*", "added_tokens*"),
     *("spiece*", "sentencepiece*", "*.tiktoken", "*.model", "*.spm"),
 )
-_NOT_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+_NOT_THE_MODEL = frozenset(
+    {"_name_or_path", "name_or_path", "base_model_name_or_path", "_commit_hash", "transformers_version"}
+)
 """Keys of a config that say where the model came from."""
+_ENDS_BYTES = 1 << 20
+"""Parts of an adapter's weights, at the beginning and at the end, that identify them."""
 _HEAD_BYTES = 32 << 20
 """Part of a single file, such as a GGUF file, that identifies it; its config and tokenizer are at its beginning."""
 
@@ -44,6 +48,36 @@ def find_model_key(
     if tokenizer is None or tokenizer == model:
         tokenizer, tokenizer_revision = model, tokenizer_revision or revision
     return model_key(config, _tokenizer(tokenizer, tokenizer_revision))
+
+
+def adapter_key(name: str, path: str) -> str:
+    """Return what identifies a LoRA adapter: its name and a hash of its files. path: a folder or a hub id.
+
+    The name alone may be given to another adapter later, and another server may have the adapter elsewhere.
+    """
+    try:
+        files = [file for file in sorted(Path(path).iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
+        state = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+        return f"{name}@{_adapter_digest(state)}"
+    except OSError:  # a hub id, which is the same on all servers
+        return f"{name}@{path}"
+
+
+@lru_cache(maxsize=4096)
+def _adapter_digest(state: tuple[tuple[str, int, int], ...]) -> str:
+    """Return a hash of an adapter's files. state: their paths, sizes and times of change."""
+    digest = hashlib.sha256()
+    for path, size, _ in state:
+        file = Path(path)
+        if file.suffix == ".json":
+            digest.update(f"{file.name}:{_config_digest(file.read_bytes())}:".encode())
+            continue
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_ENDS_BYTES))
+            opened.seek(max(0, size - _ENDS_BYTES))
+            digest.update(opened.read(_ENDS_BYTES))
+    return digest.hexdigest()
 
 
 def _config(model: str, revision: str | None) -> str:

@@ -84,7 +84,7 @@ class Settings(BaseModel):
     retention_records: int | None = Field(default=None, ge=1)
     """Number of stored turns beyond which the oldest are removed. None: no limit."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
-    """Number of newest stored turns to read into the suffix indexes at start."""
+    """Number of a tenant's newest stored turns to read: at start or at its first request."""
     preload_timeout: float = Field(default=10.0, ge=0.0, le=600.0)
     """Longest time that the start waits for stored turns, in seconds; the rest is loaded while serving."""
     max_draft: int | None = Field(default=None, ge=1, le=MAX_DRAFT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.server_ext.model_key import find_model_key
+from agentspec.server_ext.model_key import adapter_key, find_model_key
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 
@@ -105,3 +105,20 @@ def test_a_model_in_one_file_is_known_by_its_beginning(tmp_path: Path) -> None:
         file.write_bytes(content)
     keys = [find_model_key(str(file)) for file in files]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_an_adapter_is_known_by_its_name_and_files_wherever_it_lies(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "adapter_config.json").write_text(json.dumps({"r": 8, "base_model_name_or_path": "/models/here"}))
+    (one / "adapter_model.safetensors").write_bytes(bytes(3_000_000))
+    same, other = (shutil.copytree(one, tmp_path / name) for name in ("same", "other"))
+    change(same / "adapter_config.json", base_model_name_or_path="/models/there")
+    (same / "README.md").write_text("hello")
+    change(other / "adapter_config.json", r=16)
+    keys = [adapter_key("name", str(folder)) for folder in (one, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+    assert adapter_key("another name", str(one)) != keys[0]
+    (one / "adapter_model.safetensors").write_bytes(bytes(2_999_999) + b"1")  # loaded again from the same place
+    assert adapter_key("name", str(one)) != keys[0]
+    assert adapter_key("name", "org/adapter") == "name@org/adapter"

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentspec.server_ext.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
 from agentspec.server_ext.identity import RequestTagger
+from agentspec.server_ext.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
@@ -173,5 +174,4 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
 
 
 def _adapter_name(lora_request: Any) -> str | None:
-    """Return name and path of a LoRA adapter, because the name alone may be given to another adapter later."""
-    return None if lora_request is None else f"{lora_request.lora_name}@{lora_request.lora_path}"
+    return None if lora_request is None else adapter_key(lora_request.lora_name, lora_request.lora_path)
