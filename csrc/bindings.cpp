@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -270,6 +271,17 @@ NB_MODULE(_native, module) {
   module.def("context_hashes", &context_hashes, "tokens"_a.noconvert(), "parent"_a, "kept"_a);
   module.def(
       "watch_clock", [](bool watched) { Stopwatch::watched = watched; }, "watched"_a);
+  nb::class_<SuffixIndex>(module, "PublicIndex")
+      .def(nb::init<>())
+      .def(
+          "add",
+          [](SuffixIndex& index, const Vector& tokens) {
+            index.append_boundary();
+            index.append(view(tokens));
+            while (index.pending() > 0) index.advance(kWorkPerStep);
+            return index.bytes();
+          },
+          "tokens"_a.noconvert(), Released());
   nb::class_<Cache>(module, "Core")
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(
@@ -305,6 +317,8 @@ NB_MODULE(_native, module) {
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "owner"_a.none(), "kept"_a, "parent"_a,
           "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
+      .def("publish", &Cache::publish, "index"_a, Released())
+      .def("count_public", &Cache::count_public, "bytes"_a, Released())
       .def(
           "learn_from",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared,

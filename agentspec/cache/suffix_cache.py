@@ -11,7 +11,7 @@ thread makes the calls for requests. Meanwhile other threads may call stats, ten
 forget_tenant, catch_up, resize and save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,7 @@ from agentspec.cache.types import (
     Drafts,
     FinishedTurn,
     Int32Array,
+    PublicCorpus,
     Scope,
     StepDrafts,
     UInt64Array,
@@ -88,6 +89,8 @@ DEFAULT_WORK_SECONDS = 0.0005
 
 _ALL = 2**62
 _LONG = 1e6
+_PUBLIC_BYTES = 14
+"""Memory that a token of the public corpus is reckoned to take, before it is added."""
 _SAVE_TRIES = 5
 _UNNAMED = ""
 """The core's name for the tenant of all requests that name no tenant."""
@@ -123,6 +126,7 @@ class SuffixCache:
         self._core = _native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
         self._running: dict[str, _Running] = {}
         self._free: list[int] = []
+        self._public_bytes = 0  # of the public corpus
         self._epoch = object()  # replaced when a request ends, because another request may get its slot
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
         self._one_limit: Int32Array = np.zeros(1, np.int32)
@@ -350,6 +354,31 @@ class SuffixCache:
         response = as_tokens(turn.response, "response", self._vocab_size)
         names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
         return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
+
+    def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCorpus:
+        """Let every request of scope "tenant" draft from these texts too, whatever its tenant, as source "public".
+
+        texts: int32 arrays or sequences of int. max_bytes: most memory that they may take; texts beyond that are left
+        out. The memory counts in the cache's budget. Nothing is ever added to the corpus or evicted from it, and
+        snapshots leave it out; a second call replaces it. Any thread may call it while steps run. The texts are indexed
+        in the calling thread, before any is drafted from. The fixed rule does not draft from them. Raises
+        InvalidTokenError for an illegal token; then the corpus is as before.
+        """
+        index, taken, tokens, size, left_out = _native.PublicIndex(), 0, 0, 0, 0
+        try:
+            for text in texts:
+                if size + _PUBLIC_BYTES * len(text) > max_bytes:
+                    left_out += 1
+                    continue
+                size = index.add(as_prompt(text, "text", self._vocab_size))
+                taken, tokens = taken + 1, tokens + len(text)
+                self._core.count_public(self._public_bytes + size)
+        except BaseException:
+            self._core.count_public(self._public_bytes)
+            raise
+        self._core.publish(index)
+        self._public_bytes = size
+        return PublicCorpus(taken, tokens, size, left_out)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.

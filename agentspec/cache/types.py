@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-SOURCES = ("request", "session", "group", "global", "model")
+SOURCES = ("request", "session", "group", "global", "public", "model")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "model": another drafter's token,
 merged by `SuffixCache.merge_drafts`."""
 
@@ -185,6 +185,16 @@ class FinishedTurn:
 def record_of(writer: str, number: int) -> int:
     """Return the 64-bit number, never 0, that stands for the turn `number` of a writer."""
     return int.from_bytes(blake2b(f"{writer}:{number}".encode(), digest_size=8).digest()) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class PublicCorpus:
+    """Say what was taken into the public corpus. left_out: texts that its limit has no room for."""
+
+    texts: int
+    tokens: int
+    bytes: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)

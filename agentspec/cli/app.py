@@ -50,6 +50,10 @@ def serve(
         Scope | None,
         typer.Option(help="What a request drafts from beside its own text (tenant: session, group and tenant)."),
     ] = None,
+    public: Annotated[
+        str | None,
+        typer.Option(help="File of texts that everybody's requests may draft from: JSON lines or plain text."),
+    ] = None,
     max_draft: Annotated[
         int | None,
         typer.Option(help="Longest draft, in tokens (num_speculative_tokens); by default what the engine can verify."),
@@ -69,6 +73,7 @@ def serve(
         "tenant_header": tenant_header,
         "api_keys_file": api_keys_file,
         "scope": scope,
+        "public": public,
         "verify_cost": verify_cost,
         "record": record,
     }

@@ -20,6 +20,7 @@ from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.prompt_groups import PromptGroups
+from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
@@ -71,6 +72,7 @@ class DraftingEngine:
 
     vocab_size: the served model's. max_draft: longest draft, in tokens. limits: the engine's limits on drafts.
     snapshot: file that keeps indexes and prices over a restart, read in a thread from now on; None: there is none.
+    tokenize: returns the tokens of a public text.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DraftingEngine:
         max_draft: int,
         limits: EngineLimits | None = None,
         snapshot: Path | None = None,
+        tokenize: Tokenize | None = None,
     ) -> None:
         self.settings = settings
         shares = MemoryShares.of(settings.max_bytes)
@@ -120,6 +123,10 @@ class DraftingEngine:
                 max_bytes=limit,
                 catch_up=lambda: persistence.catch_up_erasures(self.cache),
             )
+        self._public: PublicCorpus | None = None
+        if settings.public is not None:
+            file = Path(settings.public).expanduser()
+            self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
@@ -138,6 +145,8 @@ class DraftingEngine:
         restored = self._persistence.warm_up(self.cache, timeout, self.settings.tenant)
         if self._keeper is not None:
             self._keeper.start()
+        if self._public is not None:
+            self._public.start()
         return restored
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
@@ -215,6 +224,7 @@ class DraftingEngine:
             "cache": {name: getattr(held, name) for name in held.__slots__},
             "store": stored,
             "snapshot": None if self._keeper is None else self._keeper.stats(),
+            "public": None if self._public is None else self._public.stats(),
             "model": self.fusion.stats(),
         }
 
@@ -232,6 +242,8 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Write the queued turns and records, and the snapshot. A second call does nothing."""
+        if self._public is not None:
+            self._public.close()
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -66,6 +67,8 @@ class Settings(BaseModel):
     """File of lines ``sha256-of-key tenant``: the tenants of single API keys. Read again when it changes."""
     scope: Scope = "tenant"
     """Texts that a request drafts from beside its own: "tenant" (session, group and tenant), "session", or "none"."""
+    public: str | None = None
+    """File of texts that all requests of scope "tenant" draft from, whoever sent them. None: there is none."""
     store: str = Field(default_factory=default_store)
     """URL of the store: ``sqlite:///path``, ``redis://host:port/db`` or ``memory://``."""
     model_key: str | None = None
@@ -118,6 +121,15 @@ class Settings(BaseModel):
     @classmethod
     def _printable(cls, value: str | None) -> str | None:
         return None if value is None else check_session_id(value)
+
+    @field_validator("public")
+    @classmethod
+    def _a_file(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).expanduser().is_file():
+            raise ValueError(
+                "give a file of public texts that exists: JSON lines with token_ids or text, or plain text"
+            )
+        return value
 
     @field_validator("principal_header", "tenant_header")
     @classmethod

@@ -50,7 +50,7 @@ class ModelServer:
         self.name = name
         self.port = free_port()
         self.log = log or Path(tempfile.mkdtemp(prefix="agentspec-")) / "server.log"
-        self._options = list(options)
+        self.options = list(options)
         self._environment = {**CPU_ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -159,7 +159,7 @@ class ModelServer:
     def _command(self) -> list[str]:
         served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
         program = ["agentspec.cli"] if self.agentspec else ["agentspec.testing.server"]
-        return [sys.executable, "-m", *program, "serve", self.model, *served, *CPU_OPTIONS, *self._options]
+        return [sys.executable, "-m", *program, "serve", self.model, *served, *CPU_OPTIONS, *self.options]
 
     def __enter__(self) -> "ModelServer":
         self.start()

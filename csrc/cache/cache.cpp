@@ -46,11 +46,18 @@ void write(const Request& request, Drafts& drafts) {
 
 }  // namespace
 
-DraftRequest Request::for_drafter() {
+DraftRequest Request::for_drafter(const SuffixIndex* public_corpus) {
   const auto index_of = [](const CacheEntry* entry) { return entry && !entry->gone ? &entry->index() : nullptr; };
   const Sources sources{&index, index_of(session.get()), index_of(group.get()),
-                        shared ? &tenant->corpus.index() : nullptr};
+                        shared ? &tenant->corpus.index() : nullptr, shared ? public_corpus : nullptr};
   return {sources, index.text(), state, draft, *learned};
+}
+
+void Request::forget_public() {
+  state.matches[kPublic].clear();
+  state.versions[kPublic] = 0;
+  if (state.resume.source == kPublic) state.resume.drop();
+  draft.clear();
 }
 
 Size Request::size() const {
@@ -237,11 +244,13 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   }
   const Leaving leaving{*this, request};
   auto left = turn.response();
+  std::shared_ptr<const SuffixIndex> known;
   while (true) {
     {
       std::lock_guard lock(mutex_);
+      if (std::exchange(known, public_) != public_) request.forget_public();
       for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
-        drafter_->draft(request.for_drafter(), draft_limit(kMaxDraft), cost);
+        drafter_->draft(request.for_drafter(public_.get()), draft_limit(kMaxDraft), cost);
         const auto& draft = request.draft.taken;
         std::size_t right = 0;
         while (right < std::min(draft.size(), left.size()) && draft[right].token == left[right]) ++right;
@@ -294,6 +303,24 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
     if (origin != Origin::kFollowed) entries_.touch(*of.session);
     entries_.count(*of.session);
   }
+}
+
+void Cache::publish(std::shared_ptr<const SuffixIndex> corpus) {
+  count_public(corpus->bytes());
+  std::lock_guard lock(mutex_);
+  public_.swap(corpus);
+  for (const auto& current : requests_) {  // what was found in another corpus is nowhere in this one
+    if (current) current->forget_public();
+  }
+}
+
+void Cache::count_public(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  Size before, now;
+  before.bytes = std::exchange(public_bytes_, bytes);
+  now.bytes = bytes;
+  entries_.count_request(before, now);
+  entries_.evict(nullptr);
 }
 
 void Cache::remove_session(const std::string& session, const std::string* tenant) {
@@ -393,6 +420,7 @@ Stats Cache::stats() {
 Size Cache::recount() {
   std::lock_guard lock(mutex_);
   Size sum = entries_.recount();
+  sum.bytes += public_bytes_;
   for (const auto& current : requests_) {
     if (current) sum += current->size();
   }
@@ -439,7 +467,7 @@ void Cache::take(Request& request, std::span<const Token> tokens, std::size_t nu
     ++drafted[source];
     if (right) ++accepted[source];
   }
-  drafter_->learn(request.for_drafter(), tokens);
+  drafter_->learn(request.for_drafter(public_.get()), tokens);
   request.index.append(tokens);
 }
 
@@ -483,7 +511,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
     }
     advance(current, budget);
-    drafter_->draft(current.for_drafter(), sound ? draft_limit(max_draft[i]) : 0, cost);
+    drafter_->draft(current.for_drafter(public_.get()), sound ? draft_limit(max_draft[i]) : 0, cost);
     current.draft.open = sound;
     count(current);
     write(current, drafts);
@@ -505,7 +533,7 @@ Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts e
     const std::size_t begin = i * external.columns, length = count_of(lengths[i]);
     if (current.draft.open) {
       const ExternalDraft given{{external.tokens + begin, length}, {external.probabilities + begin, length}};
-      drafter_->merge_draft(current.for_drafter(), given, draft_limit(max_draft[i]), cost);
+      drafter_->merge_draft(current.for_drafter(public_.get()), given, draft_limit(max_draft[i]), cost);
     } else {
       current.draft.clear();
     }

@@ -65,9 +65,10 @@ struct Request {
   std::size_t learned_bytes = 0;  // of `learned` when it was counted last
 
   Size size() const;
+  void forget_public();
   // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
-  DraftRequest for_drafter();
+  DraftRequest for_drafter(const SuffixIndex* public_corpus);
   // Returns a candidate's source as users see it: a session's own group counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
     return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
@@ -92,6 +93,10 @@ class Cache {
   // been worth. Call it before restoring the turn. Holds the lock for some drafts at a time. Returns the tokens of its
   // response, 0 if its tenant isn't held or has it already.
   std::size_t learn_from(Names names, const Turn& turn, double cost);
+  // Lets all requests that share anything draft from an index that nothing is added to. Replaces what was there.
+  void publish(std::shared_ptr<const SuffixIndex> corpus);
+  // Counts the bytes of the public corpus that is there or being made, and makes room for them.
+  void count_public(std::size_t bytes);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
@@ -175,6 +180,8 @@ class Cache {
   std::int64_t vocab_size_;
   std::unique_ptr<Drafter> drafter_;
   CacheEntries entries_;
+  std::shared_ptr<const SuffixIndex> public_;  // whole and read-only: nothing that a request says gets into it
+  std::size_t public_bytes_ = 0;               // as counted
   std::atomic<std::int64_t> worked_ = 0;
   std::vector<std::unique_ptr<Request>> requests_;  // by slot
 };

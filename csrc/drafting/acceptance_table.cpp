@@ -31,7 +31,7 @@ std::vector<double> make_priors() {
     for (const double length : kPriorLength) {
       for (const double shape : kPriorShape) {
         for (std::size_t rank = 0; rank < kRanks; ++rank) {
-          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind + 1 == AcceptanceTable::kKinds ? kResumeMinus : 0);
+          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind == AcceptanceTable::kResumeKind ? kResumeMinus : 0);
           priors.insert(priors.end(), kDepths, 1 / (1 + std::exp(minus - (length + shape))));
         }
       }

@@ -10,8 +10,11 @@ namespace {
 constexpr double kClip = 9;                // log-odds are clipped to this, either side of 0
 constexpr std::uint32_t kMostMisses = 4;   // misses in a row that a resume point survives
 constexpr std::uint32_t kWorthResuming = 4;  // match length from which on a place is worth resuming
-constexpr std::size_t kResumeKind = kSources;  // kind of the resume point's proposals; others have their source as kind
-static_assert(kResumeKind + 1 == AcceptanceTable::kKinds);
+constexpr std::size_t kResumeKind = AcceptanceTable::kResumeKind;
+static_assert(kResumeKind == kPublic && AcceptanceTable::kKinds == kSources + 1);
+
+// Returns the kind of a source's proposals: the source's number, or the last for the public corpus.
+constexpr std::size_t kind_of(std::size_t source) { return source == kPublic ? kSources : source; }
 
 struct Successor {
   Token token;
@@ -74,7 +77,7 @@ Proposals gather(const PolicySettings& settings, const AcceptanceTable& table, c
     if (!sources[s] || match.listed == 0 || match.length < settings.min_match) continue;
     std::array<Successor, 2> best;
     const std::size_t found = successors(*sources[s], match, best);
-    for (std::size_t rank = 0; rank < found; ++rank) add(best[rank], match.length, match.listed, s, s, rank);
+    for (std::size_t rank = 0; rank < found; ++rank) add(best[rank], match.length, match.listed, kind_of(s), s, rank);
   }
   if (const ResumePoint& resume = front.resume; resume.active()) {
     // Counts each miss as one more occurrence with another successor.

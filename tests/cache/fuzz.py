@@ -83,8 +83,9 @@ class Fuzzer:
             "remove",
             "evict",
             "reload",
+            "publish",
         ]
-        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 1, 0.05]
+        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 1, 0.05, 0.1]
         for name in self.rng.choices(names, weights, k=operations):
             if name in ("extend", "propose", "step", "merge_drafts", "finish", "abort") and not self.texts:
                 name = "start"
@@ -226,6 +227,12 @@ class Fuzzer:
         self.pair.resize(**self.limits)
         for _ in range(self.rng.randrange(4)):
             self.pair.catch_up(self.rng.choice([1, 50, 500]))
+        self.pair.check_stats()
+
+    def publish(self) -> None:
+        """Some worlds have a public corpus early, some late; a second one replaces it."""
+        texts = self.rng.choices(self.said, k=self.rng.randrange(4))
+        self.pair.publish([*texts, self.fresh()])
         self.pair.check_stats()
 
     def reload(self) -> None:

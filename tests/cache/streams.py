@@ -39,6 +39,7 @@ class Pair:
         self.vocab_size = vocab_size
         self.core = SuffixCache(policy=policy, max_tokens=max_tokens, vocab_size=vocab_size, **budgets)
         self.oracle = Oracle(policy, limits_of(max_tokens=max_tokens, **budgets), vocab_size)
+        self.published: list[list[int]] | None = None
 
     def start(
         self,
@@ -147,6 +148,11 @@ class Pair:
         self.oracle.mark_loaded(tenant, session, group)
         return needed
 
+    def publish(self, texts: list[list[int]]) -> None:
+        self.published = texts
+        self.core.publish(texts, max_bytes=1 << 30)
+        self.oracle.publish(texts)
+
     def remove_session(self, tenant: str | None, session: str) -> None:
         self.core.remove_session(tenant, session)
         self.oracle.remove_session(tenant, session)
@@ -166,6 +172,8 @@ class Pair:
         self.core.save(folder / "trees")
         self.core = SuffixCache.load(folder / "trees", policy=self.policy, vocab_size=self.vocab_size, **limits)
         self.oracle.reload()
+        if self.published is not None:
+            self.publish(self.published)
 
     def check_stats(self) -> None:
         assert self.core.tenants() == self.oracle.tenants()

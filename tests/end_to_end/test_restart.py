@@ -1,5 +1,6 @@
 """What the store acknowledged is there after kill -9, from SQLite and from a real Redis server; Redis may go away."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from tests.end_to_end.mixed_load import code
 pytestmark = pytest.mark.engine
 
 
-def complete(server: ModelServer, prompt: str, session: str, tokens: int = 60) -> tuple[str, dict[str, Any]]:
+def complete(
+    server: ModelServer, prompt: str, session: str, tokens: int = 60, scope: str = "tenant"
+) -> tuple[str, dict[str, Any]]:
     """One greedy completion and the server's figures of it."""
     with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=120) as client:
         reply = client.completions.create(
@@ -25,7 +28,7 @@ def complete(server: ModelServer, prompt: str, session: str, tokens: int = 60) -
             prompt=prompt,
             temperature=0,
             max_tokens=tokens,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, "vllm_xargs": {"agentspec_scope": scope}},
             extra_headers={"X-Session-ID": session},
         )
     return reply.choices[0].text, server.get(f"/v1/agentspec/requests/{reply.id}")
@@ -39,20 +42,32 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path) -> None:
-    prompt = code(901, 12)
+def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path, tmp_path: Path) -> None:
+    """Started again, it also has a public corpus, from a text that nobody's requests have left behind."""
+    prompt, published = code(901, 12), code(905, 12)
     before = fast.stats()["store"]["writer"]["persisted"]
     text, _ = complete(fast, prompt, "killed")
     wait_for(lambda: fast.stats()["store"]["writer"]["persisted"] > before)
+    expected, _ = complete(fast, published, "public", scope="none")
+    (tmp_path / "public.jsonl").write_text(json.dumps({"text": published + expected}))
     fast.kill()
     assert database.exists()
+    own = fast.options
+    fast.options = [*own, "--public", str(tmp_path / "public.jsonl")]
     fast.start()
+    fast.options = own
     assert fast.stats()["store"]["restored"] >= 1
     again, figures = complete(fast, prompt, "killed")
     assert again == text
     assert figures["accepted_by_source"]["session"] > 0
     _, other = complete(fast, prompt, "killed-other")
     assert other["accepted_by_source"]["session"] == 0
+    wait_for(lambda: fast.stats()["public"]["state"] == "ready")
+    again, narrow = complete(fast, published, "public", scope="session")
+    assert again == expected and narrow["accepted_by_source"]["public"] == 0
+    again, figures = complete(fast, published, "public-2")
+    assert again == expected and figures["accepted_by_source"]["public"] > 0
+    assert fast.stats()["accepted_by_source"]["public"] == figures["accepted_by_source"]["public"]
 
 
 @pytest.mark.store

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 ADA, BOB, CAT, DAN = "key-of-ada", "key-of-bob", "key-of-cat", "key-of-dan"
 ADMIN = "key-of-the-administrator"
 SECRET = "secret of the tests' servers"
-NOWHERE = {"session": 0, "group": 0, "global": 0}
+NOWHERE = {"session": 0, "group": 0, "global": 0, "public": 0}
 KEEP_TO_SESSION: dict[str, Any] = {"vllm_xargs": {"agentspec_scope": "session"}}
 
 

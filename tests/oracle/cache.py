@@ -24,6 +24,7 @@ WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
 LEARNED_CONTEXT = 512  # tokens in front of a turn by another process that is learned from
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
+PUBLIC = SOURCES.index("public")
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
 
@@ -54,12 +55,10 @@ class Request:
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
-    def sources(self) -> list[SuffixIndex | None]:
+    def for_drafter(self, public: SuffixIndex | None) -> DraftRequest:
         entries = [entry.index if entry and not entry.gone else None for entry in (self.session, self.group)]
-        return [self.index, *entries, self.tenant.corpus.index if self.tenant and self.shared else None]
-
-    def for_drafter(self) -> DraftRequest:
-        return DraftRequest(self.sources(), self.index.text, self.state, self.draft, self.learned)
+        shared = [self.tenant.corpus.index, public] if self.tenant and self.shared else [None, None]
+        return DraftRequest([self.index, *entries, *shared], self.index.text, self.state, self.draft, self.learned)
 
     def source_of(self, candidate: Proposed) -> int:
         """Return a candidate's source as users see it: a session's own group counts as the session."""
@@ -86,6 +85,7 @@ class Oracle:
         self._slots: list[str | None] = []  # running requests in the order in which catch_up visits them
         self._free: list[int] = []
         self._held = CacheEntries(self._policy, limits or Limits())
+        self._public: SuffixIndex | None = None
 
     def start(
         self,
@@ -167,7 +167,9 @@ class Oracle:
             request = self._requests[request_id]
             draft = Draft()
             if request.draft.open:
-                draft = self._drafter.merge_draft(request.for_drafter(), external, self._limit(free), self._cost(cost))
+                draft = self._drafter.merge_draft(
+                    request.for_drafter(self._public), external, self._limit(free), self._cost(cost)
+                )
                 draft.open = True
             request.draft = draft
             drafts.append(request.drafted())
@@ -284,6 +286,17 @@ class Oracle:
     def forget_tenant(self, tenant: str | None) -> bool:
         return self._held.forget_tenant(tenant)
 
+    def publish(self, texts: Sequence[Sequence[int]]) -> None:
+        """Replace the public corpus, from which all requests draft that share anything."""
+        self._public = SuffixIndex()
+        for text in texts:
+            self._public.append_boundary()
+            self._public.append([self._as_held(token) for token in text])
+        self._public.advance(self._public.pending)
+        for request in self._requests.values():
+            request.state.forget(PUBLIC)
+            request.draft = Draft()
+
     def remove_session(self, tenant: str | None, session: str) -> None:
         self._held.remove_session(tenant, session)
         for request in self._requests.values():
@@ -387,7 +400,7 @@ class Oracle:
             source = request.source_of(candidate)
             verified[source] += 1
             accepted[source] += depth < right
-        self._drafter.learn(request.for_drafter(), tokens)
+        self._drafter.learn(request.for_drafter(self._public), tokens)
         request.index.append(tokens)
         return accepted, verified
 
@@ -395,7 +408,7 @@ class Oracle:
         return max(min(max_draft, self._policy.max_draft, MAX_DRAFT), 0)
 
     def _draft(self, request: Request, max_draft: int, cost: float, is_open: bool) -> None:
-        request.draft = self._drafter.draft(request.for_drafter(), self._limit(max_draft), cost)
+        request.draft = self._drafter.draft(request.for_drafter(self._public), self._limit(max_draft), cost)
         request.draft.open = is_open
 
     def _keep(

@@ -7,6 +7,7 @@ scores the candidates at one position of a draft.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from agentspec.cache import SOURCES
 from agentspec.cache.policy import DraftPolicy
 from tests.oracle.index import OVERLAP, Match, SuffixIndex
 from tests.oracle.scoring import (
@@ -21,6 +22,7 @@ from tests.oracle.scoring import (
 )
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
+INDEXES = len(SOURCES) - 1  # sources but the draft model
 _LONG_ENOUGH = 32  # tokens of a match that make searching other sources needless
 _LISTED_ENOUGH = 4  # listed occurrences that may stand for all of them
 CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a somewhat overrated probability
@@ -84,13 +86,19 @@ class MatchState:
     draft's: 0 there was none, 1 wholly right, 2 not.
     """
 
-    matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(4)])
-    versions: list[int] = field(default_factory=lambda: [0] * 4)
+    matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(INDEXES)])
+    versions: list[int] = field(default_factory=lambda: [0] * INDEXES)
     resume: ResumePoint | None = None
     ends: frozenset[int] = frozenset()
     begin: int = 0
     outcome: int = 0
     started: bool = False
+
+    def forget(self, source: int) -> None:
+        """Forget what was found in a source that is another now."""
+        self.matches[source], self.versions[source] = Match(), 0
+        if self.resume is not None and self.resume.source == source:
+            self.resume = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import SpeculatorError
@@ -20,6 +21,7 @@ from agentspec.server_ext.draft_budget import EngineLimits
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.model_key import find_model_key
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_draft_model
@@ -268,7 +270,23 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
     vocabulary = vllm_config.model_config.get_vocab_size()
-    return DraftingEngine(settings, persistence, vocabulary, max_draft, engine_limits(vllm_config), snapshot)
+    limits, tokenize = engine_limits(vllm_config), _tokenizer(vllm_config.model_config)
+    return DraftingEngine(settings, persistence, vocabulary, max_draft, limits, snapshot, tokenize)
+
+
+def _tokenizer(model_config: Any) -> Tokenize | None:
+    """Return the served tokenizer without special tokens, loaded when it is called first; None if vLLM has none."""
+    if model_config.skip_tokenizer_init:
+        return None
+
+    @cache
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
+        revision, trusted = model_config.tokenizer_revision, model_config.trust_remote_code
+        return AutoTokenizer.from_pretrained(model_config.tokenizer, revision=revision, trust_remote_code=trusted)
+
+    return lambda text: cast(list[int], load().encode(text, add_special_tokens=False))
 
 
 def served_model_key(vllm_config: Any) -> str:

@@ -1,0 +1,173 @@
+"""Read the operator's public texts and let all requests that share anything draft from them.
+
+The setting ``public`` names a file. One whose name ends in ``.json`` or ``.jsonl`` (``.gz`` behind it) holds JSON: what
+``agentspec sessions export`` wrote, or objects, one a line, with ``token_ids``, ``text``, or the fields of recorded
+calls (``prompt_token_ids`` and ``response_token_ids``, ``prompt`` and ``response``). Any other file is plain text, in
+UTF-8. Text is tokenized with the served model's tokenizer.
+"""
+
+import gzip
+import io
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.cache.types import Int32Array
+from agentspec.errors import AgentSpecError, InvalidInputError, first_line
+
+logger = logging.getLogger(__name__)
+
+Tokenize = Callable[[str], Sequence[int]]
+
+_LINES_AT_ONCE = 64 << 10
+"""Characters of plain text, about, that are tokenized as one text: whole lines."""
+_TOKEN_FIELDS = ("token_ids", "prompt_token_ids", "response_token_ids")
+_TEXT_FIELDS = ("text", "prompt", "response")
+
+
+class PublicCorpus:
+    """Read a file of public texts into a cache, in a thread of its own, once.
+
+    path: the file. max_bytes: most memory that the texts may take; later ones are left out. tokenize: called for text
+    in the file; None: such text is skipped. Errors are logged and counted, never raised.
+    """
+
+    def __init__(self, path: Path, cache: SuffixCache, max_bytes: int, tokenize: Tokenize | None = None) -> None:
+        self._path, self._cache, self._max_bytes, self._tokenize = path, cache, max_bytes, tokenize
+        self._stats: dict[str, Any] = {"state": "waiting", "texts": 0, "tokens": 0, "bytes": 0, "left_out": 0}
+        self._skipped = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="agentspec-public", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read. Call it when the cache has its snapshot, which loads into an empty cache only."""
+        self._stats["state"] = "loading"
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the file was read. Return whether it was in time."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the state ("waiting", "loading", "ready" or "failed") and counters, as JSON.
+
+        left_out: texts that the limit has no room for. skipped: texts that cannot be used.
+        """
+        return {**self._stats, "skipped": self._skipped}
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closing = True
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        try:
+            found = self._cache.publish(self._texts(), max_bytes=self._max_bytes)
+        except Exception as error:
+            self._stats["state"] = "failed"
+            if not self._closing:
+                logger.error("agentspec: public %s: not used: %s", self._path, first_line(error))
+            return
+        counts = {name: getattr(found, name) for name in found.__slots__}
+        self._stats = {"state": "ready", **counts}
+        took = time.monotonic() - begin
+        logger.info("agentspec: public corpus of %d texts, %d tokens, in %.1f s", found.texts, found.tokens, took)
+        if found.left_out:
+            what = "%d public texts are left out: the corpus takes at most half of max_bytes"
+            logger.warning(f"agentspec: {what}", found.left_out)
+
+    def _texts(self) -> Iterator[Int32Array]:
+        for where, make in read_texts(self._path):
+            if self._closing:
+                raise InterruptedError
+            try:
+                text = make(self._tokenize)
+            except AgentSpecError as error:
+                self._skipped += 1
+                if self._skipped == 1:  # the counter shows the others
+                    logger.warning("agentspec: public %s, %s: skipped: %s", self._path, where, error)
+                continue
+            if len(text):
+                yield text
+
+
+def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], Int32Array]]]:
+    """Yield for each text of a file where it stands and a function that returns its tokens, int32 [n].
+
+    The function takes the tokenizer and raises InvalidInputError, naming the field, for a text that cannot be used.
+    Raises OSError for a file that cannot be read.
+    """
+    with _opened(path) as file:
+        if Path(path.name.removesuffix(".gz")).suffix not in (".json", ".jsonl"):
+            for number, text in _pieces(file):
+                yield f"line {number}", partial(_tokens_of, {"text": text})
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                for where, value in _objects(f"line {number}", line):
+                    yield where, partial(_tokens_of, value)
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _pieces(file: IO[str]) -> Iterator[tuple[int, str]]:
+    """Yield whole lines of about _LINES_AT_ONCE characters, with the number of the first."""
+    begin, lines, size = 1, list[str](), 0
+    for number, line in enumerate(iter(lambda: file.readline(_LINES_AT_ONCE), ""), 1):
+        lines.append(line)
+        size += len(line)
+        if size >= _LINES_AT_ONCE:
+            yield begin, "".join(lines)
+            begin, lines, size = number + 1, [], 0
+    if lines:
+        yield begin, "".join(lines)
+
+
+def _objects(where: str, line: str) -> Iterator[tuple[str, Any]]:
+    """Yield the texts of one line of JSON: the turns of an exported session, or the line itself."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    turns = value.get("turns") if isinstance(value, Mapping) else None
+    if not isinstance(turns, list):
+        yield where, value
+        return
+    for number, turn in enumerate(turns):
+        if isinstance(turn, Mapping):  # an exported turn calls its token ids prompt and response
+            turn = {f"{name}_token_ids": turn.get(name) for name in ("prompt", "response")}
+        yield f"{where}, turns.{number}", turn
+
+
+def _tokens_of(value: Any, tokenize: Tokenize | None) -> Int32Array:
+    if not isinstance(value, Mapping):
+        raise InvalidInputError("give a JSON object with token_ids or text")
+    tokens: list[int] = []
+    for name in _TOKEN_FIELDS:
+        if value.get(name) is not None:
+            tokens.extend(as_tokens(value[name], name, MAX_VOCAB).tolist())
+    if not tokens:
+        for name in _TEXT_FIELDS:
+            text = value.get(name)
+            if text is None:
+                continue
+            if not isinstance(text, str):
+                raise InvalidInputError(f"{name}: give a string, not {type(text).__name__}")
+            if tokenize is None:
+                raise InvalidInputError(f"{name}: the server has no tokenizer; give token_ids")
+            tokens.extend(tokenize(text))
+    if not tokens:
+        raise InvalidInputError(f"none of {', '.join(_TOKEN_FIELDS + _TEXT_FIELDS)} is there")
+    return as_tokens(tokens, "tokens", MAX_VOCAB)
