@@ -12,10 +12,22 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from agentspec.cache.store import EraseRecord, NewEntry, RedisStore, Retention, Store, decode, open_store
+from agentspec.cache.store import (
+    EraseRecord,
+    Follower,
+    NewEntry,
+    ReadyRecords,
+    RedisStore,
+    Retention,
+    Store,
+    decode,
+    open_store,
+)
+from agentspec.cache.store.base import entry_name
 from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
 from agentspec.testing.server import free_port
+from tests.store.helpers import entry_of, turn, wait_until
 
 NS = "0123456789abcdef.0123456789abcdef01234567"
 PASSWORD = "hunter2-correct-horse"
@@ -23,8 +35,8 @@ PASSWORD = "hunter2-correct-horse"
 # what docs/operations.md says, without the name and the password
 RIGHTS = (
     "~agentspec:* ~{agentspec:* &agentspec:* +eval +evalsha +ping +time +get +set +exists +pexpire +sadd +srem"
-    " +smembers +srandmember +hget +hset +hdel +hincrby +hmget +hgetall +hlen +hscan +xadd +xdel +xrange +xrevrange"
-    " +rpush +lrange +lindex +llen +lpop +lrem +ltrim +rename +publish +subscribe +unsubscribe"
+    " +smembers +srandmember +hget +hset +hsetnx +hdel +hincrby +hmget +hgetall +hlen +hscan +xadd +xdel"
+    " +xrange +xrevrange +rpush +lrange +lindex +llen +lpop +lrem +ltrim +rename +publish +subscribe +unsubscribe"
 )
 
 
@@ -48,6 +60,7 @@ def works(store: Store, namespaces: int = 1) -> None:
         store.append(name, [NewEntry("t", b"4", "g"), NewEntry("", b"5")])
         assert [entry.payload for entry in store.read(name, session="s")] == [b"1", b"2", b"3"]
         assert [entry.payload for entry in store.read(name, session="s", after=first[0])] == [b"2", b"3"]
+        assert [entry.sequence for entry in store.read(name, session="s")][:2] == first
         assert sorted(entry.payload for entry in store.read(name, group="g")) == [b"1", b"3", b"4"]
         assert sorted(entry.payload for entry in store.read(name)) == [b"1", b"2", b"3", b"4", b"5"]
         assert len(list(store.read(name, newest=2))) == 2
@@ -143,6 +156,9 @@ def test_an_append_works_without_the_right_to_publish() -> None:
         assert [entry.payload for entry in store.read(NS)] == [b"1"]
         with pytest.raises(StoreError, match="what the user may do"):
             store.wait({NS: ""}, 0.1)
+        server.client().execute_command("ACL SETUSER", "engine", "-rpush")
+        with pytest.raises(StoreError, match="what the user may do"):
+            store.append(NS, [NewEntry("s", b"2")])
         store.close()
 
 
@@ -245,9 +261,45 @@ def test_a_tombstone_in_another_shard_is_seen(sharded: tuple[RedisServer, RedisS
         erased.append(store.erase_session(NS, name).tombstone)
         time.sleep(0.0011)
     assert store.tombstones(NS, after=end) == dict(zip(("3", "5", "6"), erased, strict=True))
-    assert [decode(entry.payload) for entry in store.read(NS, after=end)] == [
-        EraseRecord(name) for name in ("3", "5", "6")
-    ]
+    found = list(store.read(NS, after=end))
+    assert [entry_name(entry.sequence) for entry in found] == erased
+    assert [decode(entry.payload) for entry in found] == [EraseRecord(name) for name in ("3", "5", "6")]
+
+
+def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisStore]) -> None:
+    """What is read out of the ids' order is delivered, and each tombstone of others is applied once."""
+    server, store = sharded
+    erased: list[str] = []
+    ready = ReadyRecords(1 << 20)
+
+    def erase(_: str | None, session: str) -> int:
+        erased.append(session)
+        return 0
+
+    follower = Follower(
+        store,
+        "f" * 16,
+        ready,
+        erase=erase,
+        erase_again=lambda *_: None,
+        forget=lambda _: True,
+    )
+    try:
+        store.append(NS, [entry_of(turn("a", 1))])
+        follower.begin(NS, "t")
+        writer = open_store(f"{server.url}?shards=4")
+        for number in range(2, 60):
+            writer.append(NS, [entry_of(turn(f"s{number % 9}", number))])
+        wait_until(lambda: follower.stats().delivered == 58)
+        for session in ("s2", "s3", "s4"):
+            writer.erase_session(NS, session)
+            wait_until(lambda: session in erased)  # noqa: B023
+        writer.append(NS, [entry_of(turn("s2", 60))])
+        wait_until(lambda: follower.stats().delivered == 59)
+        assert erased == ["s2", "s3", "s4"]
+        writer.close()
+    finally:
+        follower.close()
 
 
 def test_another_number_of_shards_is_refused_with_the_remedy(sharded: tuple[RedisServer, RedisStore]) -> None:

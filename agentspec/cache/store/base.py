@@ -34,7 +34,8 @@ class NewEntry(NamedTuple):
 class Entry:
     """Hold one stored record and its place in the log.
 
-    sequence: opaque cursor; within a namespace, string order is log order.
+    sequence: opaque cursor; in one read, string order is log order. Where a log has several shards, an entry that comes
+    later can have a lower one, and no read or wait behind a cursor misses it.
     """
 
     sequence: str
@@ -219,6 +220,11 @@ def trim_sessions(store: Store, namespace: str, retention: Retention) -> int:
     while erased and store.trim(Retention()).more:  # return the space
         pass
     return erased
+
+
+def entry_name(cursor: str) -> str:
+    """Return the part of a cursor that names its entry. The rest says how far the other shards of a log were read."""
+    return cursor.partition("@")[0]
 
 
 def check_namespace(namespace: str) -> str:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
-from agentspec.cache.store.base import Store, check_namespace
+from agentspec.cache.store.base import Store, check_namespace, entry_name
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.loader import RecordReader
 from agentspec.cache.store.ready import Loaded, ReadyRecords
@@ -58,13 +58,15 @@ class FollowerStats:
 class _Log:
     """Hold how far a log was followed.
 
-    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. numbers: for each session
-    erased lately, the number of this process's newest turn when the tombstone was applied.
+    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: those applied
+    lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
+    applied.
     """
 
     tenant: str | None
     cursor: str
     erased: str
+    applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
 
@@ -248,11 +250,14 @@ class Follower:
 
     def _apply(self, log: _Log, session: str, cursor: str) -> None:
         """Apply a tombstone, unless that was done."""
-        if cursor <= log.erased:
+        tombstone = entry_name(cursor)
+        if tombstone in log.applied:
             return
-        log.erased = cursor
+        log.applied[tombstone] = None
+        if len(log.applied) > _MAX_ERASED:
+            log.applied.popitem(last=False)
         with self._wake:
-            if cursor in self._own:
+            if tombstone in self._own:
                 return
         log.numbers[session] = self._erase(log.tenant, session)
         log.numbers.move_to_end(session)

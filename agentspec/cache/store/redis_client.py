@@ -130,11 +130,10 @@ class RedisClient:
         try:
             yield
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            raise StoreError(
-                f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
-                " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
-            ) from None
+            raise self._forbidden(error) from None
         except ResponseError as error:
+            if "user executing the script" in str(error):
+                raise self._forbidden(error) from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except (RedisError, RedisClusterException, OSError) as error:
@@ -175,6 +174,12 @@ class RedisClient:
             return redis.Redis(unix_socket_path=at.path, db=at.database, retry=retry, **options, **user)
         ((host, port),) = at.nodes
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
+
+    def _forbidden(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
+            " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
+        )
 
     def _explain(self, error: Exception) -> str:
         text = " ".join(islice(str(error).split(), 60))

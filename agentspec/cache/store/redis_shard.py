@@ -223,8 +223,8 @@ def cursor(number: Id) -> str:
 
 
 def id_of(name: str, cursor: str) -> Id:
-    """Return the id of a cursor. Raises InvalidInputError, naming the argument."""
-    milliseconds, _, count = cursor.partition("-")
+    """Return the id of a cursor, which may name a shard behind it. Raises InvalidInputError, naming the argument."""
+    milliseconds, _, count = cursor.partition(".")[0].partition("-")
     if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
         raise bad_cursor(name, cursor)
     return int(milliseconds), int(count)

@@ -158,7 +158,7 @@ class RedisStore:
                     raise conflict(expected or "")
                 self._note(namespace, shards[place], answer, part)
                 for offset, index in enumerate(indices):
-                    sequences[index] = cursor((answer.first[0], answer.first[1] + offset))
+                    sequences[index] = self._name(place, (answer.first[0], answer.first[1] + offset))
             self._unsure = None
         return sequences
 
@@ -180,6 +180,8 @@ class RedisStore:
             reads = [shard.referenced(group, low, newest) for shard, low in zip(shards, lows, strict=True)]
         else:
             reads = [shard.session(session, low, newest) for shard, low in zip(shards, lows, strict=True)]
+        if len(reads) == 1:
+            return self._alone(namespace, place or 0, reads[0])
         return self._merged(namespace, reads, lows, newest)
 
     def sessions(self, namespace: str) -> list[SessionUsage]:
@@ -194,7 +196,8 @@ class RedisStore:
 
     def newest(self, namespace: str) -> str:
         (ends,) = self._ends(self._client, [namespace]).values()
-        return self._cursor(max(ends), ends)
+        last = max(ends)
+        return "" if last == START else self._cursor(ends.index(last), last, ends)
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
@@ -226,9 +229,9 @@ class RedisStore:
                 raise
 
     def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
-        places = zip(self._shards(namespace), self._places("after", after), strict=True)
-        marks = sorted(mark for shard, low in places for mark in shard.tombstones(low))
-        return {session: cursor(number) for number, session in marks}
+        shards = zip(self._shards(namespace), self._places("after", after), strict=True)
+        marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
+        return {session: self._name(place, number) for number, session, place in sorted(marks)}
 
     def namespaces(self, prefix: str = "") -> list[str]:
         names = sorted(member.decode() for member in self.command("SMEMBERS", f"{self.prefix}:namespaces"))
@@ -240,7 +243,8 @@ class RedisStore:
         tombstone = encode(EraseRecord(session)) if mark else b""
         erased = [shard.erase(session, tombstone) for shard in (shards if place is None else [shards[place]])]
         marks = [marked for _, marked in erased if marked is not None]
-        return Erasure(sum(removed for removed, _ in erased), True, cursor(max(marks)) if marks else None)
+        name = None if not marks else self._name(0 if place is None else place, max(marks))
+        return Erasure(sum(removed for removed, _ in erased), True, name)
 
     def secret(self) -> bytes:
         key = f"{self.prefix}:secret"
@@ -340,14 +344,17 @@ class RedisStore:
         ends = iter([parsed(row[0][0]) if row else START for row in rows])
         return {namespace: [next(ends) for _ in range(self._shard_count)] for namespace in namespaces}
 
+    def _alone(self, namespace: str, place: int, read: Iterator[tuple[Id, Entry]]) -> Iterator[Entry]:
+        """Yield the entries of one shard."""
+        self._check_log(namespace)
+        for number, entry in read:
+            yield entry if self._shard_count == 1 else replace(entry, sequence=self._name(place, number))
+
     def _merged(
         self, namespace: str, reads: Sequence[Iterator[tuple[Id, Entry]]], lows: list[Id], newest: int | None
     ) -> Iterator[Entry]:
-        """Yield the entries of shards in the order of their ids. The cursors of several say how far each was read."""
+        """Yield the entries of all shards in the order of their ids. The cursors say how far each was read."""
         self._check_log(namespace)
-        if len(reads) == 1:
-            yield from (entry for _, entry in reads[0])
-            return
 
         def numbered(place: int) -> Iterator[tuple[Id, int, Entry]]:
             for number, entry in reads[place]:
@@ -356,7 +363,7 @@ class RedisStore:
         def merged() -> Iterator[Entry]:
             for number, place, entry in heapq.merge(*map(numbered, range(len(reads))), key=lambda found: found[:2]):
                 lows[place] = number
-                yield replace(entry, sequence=self._cursor(number, lows))
+                yield replace(entry, sequence=self._cursor(place, number, lows))
 
         yield from merged() if newest is None else deque(merged(), newest)
 
@@ -406,18 +413,21 @@ class RedisStore:
     def _channel(self, namespace: str) -> str:
         return f"{self.prefix}:{namespace}"
 
-    def _cursor(self, own: Id, places: Sequence[Id]) -> str:
-        """Return the cursor of an entry, or of the end of a log, with the ids up to which each shard was read."""
-        if own == START:
-            return ""
-        return cursor(own) + ("" if len(places) == 1 else "@" + ",".join(wire(place).decode() for place in places))
+    def _name(self, place: int, number: Id) -> str:
+        """Return the cursor of an entry alone."""
+        return cursor(number) if self._shard_count == 1 else f"{cursor(number)}.{place:02d}"
+
+    def _cursor(self, place: int, number: Id, reached: Sequence[Id]) -> str:
+        """Return the cursor of an entry, with the ids up to which each shard was read."""
+        several = "" if self._shard_count == 1 else "@" + ",".join(wire(one).decode() for one in reached)
+        return self._name(place, number) + several
 
     def _places(self, name: str, at: str | None) -> list[Id]:
         """Return the id that a cursor stands for in each shard. Raises InvalidInputError, naming the argument."""
         own, several, rest = (at or "").partition("@")
         if not several:
             return [id_of(name, own) if own else START] * self._shard_count
-        places = [id_of(name, place) for place in rest.split(",")]
+        places = [id_of(name, one) for one in rest.split(",")]
         if len(places) != self._shard_count:
             raise bad_cursor(name, at or "")
         return places
