@@ -65,7 +65,7 @@ tools=$work/tools/bin
 "$tools/python" -m pip install -qq -r "$root/requirements/dist.txt"
 
 say "checking the release workflow"
-(cd "$root" && "$tools/actionlint")
+"$tools/actionlint" "$root"/.github/workflows/*.yml
 
 say "building the sdist"
 "$tools/python" -m build --sdist --outdir "$root/dist" "$root" >"$work/sdist.log" 2>&1 || { tail -n 30 "$work/sdist.log"; exit 1; }

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
@@ -164,9 +163,7 @@ class ReplayEngine:
     def __enter__(self) -> "ReplayEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check(self, number: int, call: Call) -> None:

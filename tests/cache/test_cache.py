@@ -152,7 +152,7 @@ def _chance(cache: SuffixCache) -> float:
     return float(draft.probabilities[0]) if draft.probabilities.size else 0.0
 
 
-def test_long_prompt_is_indexed_little_by_little(clock_off: None) -> None:
+def test_long_prompt_is_indexed_little_by_little() -> None:
     cache = SuffixCache()
     step = OWN_PER_STEP + WORK_PER_STEP
     prompt = np.arange(2 * step, dtype=np.int32)
