@@ -9,9 +9,15 @@ import pytest
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.server_ext.fusion import FREE, DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, pack
-from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
+from agentspec.server_ext.fusion.calibrator import (
+    BEHIND_AGREED,
+    BEHIND_RIVAL,
+    UNKNOWN,
+    AcceptanceCalibrator,
+    SuffixToken,
+)
 from agentspec.server_ext.fusion.draft_model import Int64
-from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, gained_tokens
+from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.step import DraftRows, RequestState
@@ -32,7 +38,7 @@ def weigh(
     unforced: ModelRow | None,
     limit: int,
 ) -> DraftAlternatives:
-    tokens = list(zip(draft, probabilities, strict=True))
+    tokens = [SuffixToken(*pair) for pair in zip(draft, probabilities, strict=True)]
     return DraftAlternatives.weigh(calibrator, length, tokens, forced, unforced, limit)
 
 
@@ -61,30 +67,61 @@ class TestCalibrator:
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
         """The model is right where they differ: the trees' tokens lose, the model's gain, agreement stays."""
         calibrator = AcceptanceCalibrator()
-        before = calibrator.judged(7, 0, 0.8, 0.1, 0.7), calibrator.rival(8, 0, 0.7, 0.8)
+        before = calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8))
         for _ in range(400):
-            calibrator.learn(calibrator.judged(7, 0, 0.8, 0.1, 0.7), accepted=False)
-            calibrator.learn(calibrator.rival(8, 0, 0.7, 0.8), accepted=True)
-            calibrator.learn(calibrator.agreed(9, 0, 0.8, 0.7), accepted=True)
-        assert calibrator.judged(7, 0, 0.8, 0.1, 0.7).probability < 0.1 < before[0].probability
-        assert calibrator.rival(8, 0, 0.7, 0.8).probability > 0.9 > before[1].probability
-        assert calibrator.agreed(9, 0, 0.8, 0.7).probability > 0.9
+            calibrator.learn(calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), accepted=False)
+            calibrator.learn(calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8)), accepted=True)
+            calibrator.learn(calibrator.agreed(SuffixToken(9, 0.8), 0, 0.7), accepted=True)
+        assert calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7).probability < 0.1 < before[0].probability
+        assert calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8)).probability > 0.9 > before[1].probability
+        assert calibrator.agreed(SuffixToken(9, 0.8), 0, 0.7).probability > 0.9
 
     def test_stronger_evidence_gives_higher_chances(self) -> None:
         calibrator = AcceptanceCalibrator()
-        agreed = [calibrator.agreed(1, 0, tree, 0.6).probability for tree in (0.2, 0.5, 0.9)]
+        agreed = [calibrator.agreed(SuffixToken(1, tree), 0, 0.6).probability for tree in (0.2, 0.5, 0.9)]
         assert agreed == sorted(agreed)
-        judged = [calibrator.judged(1, 0, tree, 0.1, 0.6).probability for tree in (0.2, 0.5, 0.9)]
+        judged = [calibrator.judged(SuffixToken(1, tree), 0, 0.1, 0.6).probability for tree in (0.2, 0.5, 0.9)]
         assert judged == sorted(judged)
+
+    def test_a_token_is_worth_what_it_was_where_the_trees_said_as_much(self) -> None:
+        """Tokens without probabilities: right where the trees are silent, wrong behind one that left their draft."""
+        calibrator = AcceptanceCalibrator()
+        for _ in range(200):
+            calibrator.learn(calibrator.own(5, 1, UNKNOWN), accepted=True)
+            calibrator.learn(calibrator.own(5, 1, UNKNOWN, BEHIND_RIVAL), accepted=False)
+        assert calibrator.own(5, 1, UNKNOWN).probability > 0.9
+        assert calibrator.own(5, 1, UNKNOWN, BEHIND_RIVAL).probability < 0.1
+        assert 0.3 < calibrator.own(5, 1, UNKNOWN, BEHIND_AGREED).probability < 0.7, "nothing was seen there yet"
+
+    @pytest.mark.parametrize(("one", "other"), [({"match": 1}, {"match": 40}), ({"source": 0}, {"source": 2})])
+    def test_matches_and_sources_are_told_apart(self, one: dict[str, int], other: dict[str, int]) -> None:
+        """The index promises the same for both tokens; of those that the model contradicts, one kind is right."""
+        calibrator = AcceptanceCalibrator()
+        wrong, right = SuffixToken(7, 0.6, **one), SuffixToken(7, 0.6, **other)
+        for _ in range(400):
+            for suffix in (wrong, right):
+                calibrator.learn(calibrator.judged(suffix, 0, None, UNKNOWN), accepted=suffix is right)
+        assert calibrator.judged(wrong, 0, None, UNKNOWN).probability < 0.3
+        assert calibrator.judged(right, 0, None, UNKNOWN).probability > 0.7
+
+    def test_a_draft_of_the_models_own_is_worth_what_its_positions_were(self) -> None:
+        calibrator = AcceptanceCalibrator()
+        for number in range(600):
+            calibrator.learn(calibrator.own(5, 0, UNKNOWN), accepted=True)
+            calibrator.learn(calibrator.own(5, 1, UNKNOWN), accepted=number % 2 == 0)
+        first, second, third = calibrator.worth(3)
+        assert first == pytest.approx(1.0, abs=0.05)
+        assert second == pytest.approx(1.5, abs=0.07)
+        assert third == pytest.approx(1.75, abs=0.07), "half of what is not known"
 
     @pytest.mark.parametrize("probability", [0.0, 1.0])
     def test_certainty_stays_finite(self, probability: float) -> None:
         calibrator = AcceptanceCalibrator()
         for scored in (
             calibrator.own(1, 0, probability),
-            calibrator.agreed(1, 5, probability, probability),
-            calibrator.rival(1, 0, probability, probability),
-            calibrator.judged(1, 0, probability, None, probability),
+            calibrator.agreed(SuffixToken(1, probability), 5, probability),
+            calibrator.rival(1, 0, probability, SuffixToken(1, probability)),
+            calibrator.judged(SuffixToken(1, probability), 0, None, probability),
         ):
             assert 0.0 <= scored.probability <= 1.0
             calibrator.learn(scored, accepted=False)
@@ -120,8 +157,8 @@ class TestAlternatives:
     def test_a_token_the_model_prefers_later_takes_the_place_of_the_trees(self) -> None:
         calibrator = AcceptanceCalibrator()
         for _ in range(300):  # where they differ the model is right
-            calibrator.learn(calibrator.judged(3, 2, 0.5, 0.01, 0.9), accepted=False)
-            calibrator.learn(calibrator.rival(9, 2, 0.9, 0.5), accepted=True)
+            calibrator.learn(calibrator.judged(SuffixToken(3, 0.5), 2, 0.01, 0.9), accepted=False)
+            calibrator.learn(calibrator.rival(9, 2, 0.9, SuffixToken(1, 0.5)), accepted=True)
         forced = row([1, 2, 3], [7, 2, 9], probability=0.9, own=0.01)
         alternatives = weigh(calibrator, 10, [1, 2, 3], [0.9, 0.9, 0.5], forced, None, 8)
         assert [1, 2, 9] in tokens_of(alternatives.offers())
@@ -262,6 +299,64 @@ class TestScheduler:
         assert runs > 4000
 
 
+class TestPasses:
+    """A drafter of whole batches: how many tokens it drafts, where its first pass runs in any case."""
+
+    @staticmethod
+    def taught(gain: float, first: float = 0.002, further: float = 0.001) -> DraftModelScheduler:
+        scheduler = DraftModelScheduler()
+        for tokens in (0, 1, 3):
+            scheduler.passes.observe(1, tokens, first + tokens * further)
+        for _ in range(400):
+            scheduler.learn(request(), 0.0, gain)
+        return scheduler
+
+    @staticmethod
+    def choose(
+        scheduler: DraftModelScheduler, worth: Sequence[float] = (0.8, 1.4, 1.8), promised: float = 0.0, room: int = 9
+    ) -> int:
+        """Return the number of tokens for one row, where 1 ms is a tenth of a token."""
+        choices = range(len(worth) + 1)
+        return scheduler.choose_tokens([request()], [promised], [room], worth, choices, Pace(1.0, 0.010))
+
+    def test_the_first_pass_is_no_cost(self) -> None:
+        times = PassTime()
+        assert times.saved(1, 3) is None
+        times.observe(1, 3, 0.008)
+        assert times.saved(1, 3) == pytest.approx(0.006), "a first pass like the others, until more is known"
+        times.observe(1, 0, 0.005)
+        assert times.saved(1, 3) == pytest.approx(0.003)
+        assert times.saved(1, 1) == pytest.approx(0.001)
+
+    def test_it_drafts_all_before_anything_is_known(self) -> None:
+        assert self.choose(DraftModelScheduler()) == 3
+
+    def test_it_drafts_as_many_as_are_worth_their_passes(self) -> None:
+        assert self.choose(self.taught(1.8)) == 3
+        assert self.choose(self.taught(1.8), worth=(0.8, 0.96, 0.98)) == 2
+        assert self.choose(self.taught(1.8), worth=(0.8, 0.82, 0.83)) == 1
+
+    def test_it_stops_where_the_trees_are_sure(self) -> None:
+        scheduler = self.taught(1.8)
+        for _ in range(400):
+            scheduler.learn(request(), 6.0, 0.0)
+        assert self.choose(scheduler, promised=6.0) == 0
+        assert self.choose(scheduler, promised=0.0) == 3
+
+    def test_nothing_is_drafted_for_rows_without_room(self) -> None:
+        assert self.choose(self.taught(1.8), room=0) == 0
+
+    def test_what_cannot_be_stopped_is_not(self) -> None:
+        choices = Pace(1.0, 0.010)
+        assert self.taught(-1.0).choose_tokens([request()], [0.0], [9], [0.8, 1.4, 1.8], (3,), choices) == 3
+
+    def test_trials_take_a_hundredth_of_the_time(self) -> None:
+        scheduler = self.taught(0.0)
+        tried = [self.choose(scheduler) for _ in range(1000)]
+        assert set(tried) == {0, 3}
+        assert tried.count(3) == pytest.approx(1000 * 0.01 * 0.010 / 0.003, abs=2)
+
+
 TEXT = np.random.default_rng(5).integers(10, VOCABULARY, 3000).tolist()
 
 
@@ -286,6 +381,39 @@ class Oracle:
         tokens = np.where(proposals == FREE, top, proposals)
         given = np.where(tokens == top, self._sure, 0.05)
         return lambda: ModelDraft(tokens, given.astype(np.float32), top, np.full(top.shape, self._sure, np.float32))
+
+
+class Clock:
+    """Stands for the module ``time`` in fusion."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("agentspec.server_ext.fusion.fusion.time", found)
+    return found
+
+
+class Whole(Oracle):
+    """A drafter of whole batches that knows the text: tokens without probabilities, each in 2 ms."""
+
+    def __init__(self, text: Sequence[int], clock: Clock) -> None:
+        super().__init__(text, 1.0)
+        self.choices = range(4)
+        self._clock = clock
+
+    def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
+        self.launched.append((list(rows), proposals))
+        assert (proposals == FREE).all()
+        self._clock.now += 0.001 + 0.002 * proposals.shape[1]
+        tokens = np.array([self._text[self.length :][: proposals.shape[1]]] * len(rows), np.int64)
+        given = np.full(tokens.shape, UNKNOWN, np.float32)
+        return lambda: ModelDraft(tokens, given, tokens, given)
 
 
 @dataclass
@@ -379,6 +507,29 @@ class TestFusion:
         for proposals in asked:
             assert (proposals[1] == FREE).all()
             assert (proposals[0][0] != FREE).all()
+
+    def test_a_drafter_of_whole_batches_drafts_new_text_and_stops_in_repeated_text(
+        self, cache: SuffixCache, clock: Clock
+    ) -> None:
+        text = TEXT[:300]
+        fusion, oracle = DraftFusion(cache), Whole(text, clock)
+        first = decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
+        assert first.steps < len(text) / 2.5
+        fresh = [proposals.shape[1] for _, proposals in oracle.launched]
+        oracle.launched.clear()
+        assert decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01).steps < len(text) / 5
+        repeated = [proposals.shape[1] for _, proposals in oracle.launched]
+        assert sum(fresh) / len(fresh) > 2.5
+        assert sum(repeated) / len(repeated) < 1.0
+        assert len(repeated) > 5, "its first pass runs in every step"
+
+    def test_the_trees_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
+        """Its first token tells which of two texts goes on; the trees, which cannot tell, know the rest."""
+        stem, one, other = TEXT[:20], TEXT[100:140], TEXT[200:240]
+        fusion = DraftFusion(cache)
+        for text in (one, other, one, other):
+            decode(fusion, cache, stem, text, Whole(text, clock), unit=0.01)
+        assert decode(fusion, cache, stem, one, Whole(one, clock), unit=0.01).steps <= len(one) / 6
 
     def test_figures(self, cache: SuffixCache) -> None:
         text = TEXT[:200]

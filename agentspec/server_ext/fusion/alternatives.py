@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, ScoredToken
+from agentspec.server_ext.fusion.calibrator import (
+    BEHIND_AGREED,
+    BEHIND_RIVAL,
+    SILENT,
+    AcceptanceCalibrator,
+    ScoredToken,
+    SuffixToken,
+)
 from agentspec.server_ext.fusion.draft_model import ModelDraft
 
 Offer = list[tuple[int, float]]
@@ -59,14 +66,14 @@ class DraftAlternatives:
         cls,
         calibrator: AcceptanceCalibrator,
         length: int,
-        draft: Sequence[tuple[int, float]],
+        draft: Sequence[SuffixToken],
         forced: ModelRow | None,
         unforced: ModelRow | None,
         limit: int,
     ) -> "DraftAlternatives":
         """Score both drafts, at most ``limit`` tokens far.
 
-        draft: the suffix draft's tokens with their probabilities. forced: the model's row that was forced to follow
+        draft: the suffix draft's tokens. forced: the model's row that was forced to follow
         them. unforced: the row in which the model chose its own tokens.
         """
         result = cls(calibrator, length)
@@ -82,9 +89,9 @@ class DraftAlternatives:
         begin = at + len(result.model)
         taken = [scored.token for scored in result.shared + result.model]
         if unforced is not None and begin < limit and unforced.tokens[:begin] == taken:
-            result.model += result._own(unforced, begin, limit)
-        elif not result.suffix:
-            result.shared += result._own(row, at, limit)  # the model goes on behind a short suffix draft
+            result.model += result._own(unforced, begin, limit, BEHIND_RIVAL if result.model else SILENT)
+        elif not result.suffix:  # the model goes on behind a short suffix draft
+            result.shared += result._own(row, at, limit, BEHIND_AGREED if at else SILENT)
         return result
 
     def offers(self) -> list[Offer]:
@@ -131,37 +138,38 @@ class DraftAlternatives:
             right += 1
         return right
 
-    def _share(self, draft: Sequence[tuple[int, float]], row: ModelRow, limit: int) -> int:
+    def _share(self, draft: Sequence[SuffixToken], row: ModelRow, limit: int) -> int:
         """Score the tokens that both drafts begin with. Return the position behind them."""
-        for at, (token, probability) in enumerate(draft[:limit]):
-            if row.top[at] != token:
+        for at, suffix in enumerate(draft[:limit]):
+            if row.top[at] != suffix.token:
                 return at
-            self.shared.append(self._calibrator.agreed(token, at, probability, row.top_probabilities[at]))
+            self.shared.append(self._calibrator.agreed(suffix, at, row.top_probabilities[at]))
         return min(limit, len(draft))
 
-    def _part(self, draft: Sequence[tuple[int, float]], row: ModelRow, at: int) -> None:
+    def _part(self, draft: Sequence[SuffixToken], row: ModelRow, at: int) -> None:
         """Score both tokens of the first position where the model would take another token."""
-        token, probability = draft[at]
+        suffix = draft[at]
         top = row.top_probabilities[at]
-        known = row.probabilities[at] if row.tokens[at] == token else None
-        rival = self._calibrator.rival(row.top[at], at, top, probability)
-        self.suffix.append((self._calibrator.judged(token, at, probability, known, top), rival))
+        known = row.probabilities[at] if row.tokens[at] == suffix.token else None
+        rival = self._calibrator.rival(row.top[at], at, top, suffix)
+        self.suffix.append((self._calibrator.judged(suffix, at, known, top), rival))
         self.model.append(rival)
 
-    def _follow(self, draft: Sequence[tuple[int, float]], forced: ModelRow, begin: int, limit: int) -> None:
+    def _follow(self, draft: Sequence[SuffixToken], forced: ModelRow, begin: int, limit: int) -> None:
         """Score the rest of the suffix draft and the model's tokens behind it, by the model's forced row."""
-        for at, (token, probability) in enumerate(draft[begin:limit], begin):
+        for at, suffix in enumerate(draft[begin:limit], begin):
             top = forced.top_probabilities[at]
-            if forced.top[at] == token:
-                self.suffix.append((self._calibrator.agreed(token, at, probability, top), None))
+            if forced.top[at] == suffix.token:
+                self.suffix.append((self._calibrator.agreed(suffix, at, top), None))
             else:
-                judged = self._calibrator.judged(token, at, probability, forced.probabilities[at], top)
-                self.suffix.append((judged, self._calibrator.rival(forced.top[at], at, top, probability)))
-        self.suffix += [(scored, None) for scored in self._own(forced, max(begin, len(draft)), limit)]
+                judged = self._calibrator.judged(suffix, at, forced.probabilities[at], top)
+                self.suffix.append((judged, self._calibrator.rival(forced.top[at], at, top, suffix)))
+        behind = self._own(forced, max(begin, len(draft)), limit, BEHIND_AGREED)
+        self.suffix += [(scored, None) for scored in behind]
 
-    def _own(self, row: ModelRow, begin: int, limit: int) -> list[ScoredToken]:
+    def _own(self, row: ModelRow, begin: int, limit: int, behind: int) -> list[ScoredToken]:
         """Score the model's tokens at positions without a suffix draft."""
-        return [self._calibrator.own(row.tokens[at], at, row.probabilities[at]) for at in range(begin, limit)]
+        return [self._calibrator.own(row.tokens[at], at, row.probabilities[at], behind) for at in range(begin, limit)]
 
 
 def pack(offers: Sequence[Offer], width: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:

@@ -4,21 +4,27 @@ The suffix index's probabilities are calibrated already. A draft model's are not
 drafted tokens. In each of four situations, the calibrator learns the probability from verified tokens:
 
 ``OWN``      the model's token at a position without a suffix draft: counted by position and by bins of the log-odds of
-             the model's probability, starting from that probability
+             the model's probability, starting from that probability; and apart for where the suffix index is silent,
+             where both agreed before this token, and where the model left the suffix draft
 ``AGREED``   the token that the model and the suffix draft share
 ``RIVAL``    the model's token if the suffix draft has another one
 ``JUDGED``   the suffix draft's token if the model would take another one
 
 The last three are logistic regressions, learned online (AdaGrad; Duchi et al., Adaptive Subgradient Methods, 2011),
-with a bias for each of the first positions. Their inputs are the log-odds of the token's own probability, and
-log(1 - p) of the other token's probability p, which is 0 if p is. So an uninformed model changes nothing. The first
-weights combine the two as independent evidence.
+with a bias for each of the first positions and for each source of the suffix draft's token. Their inputs are the
+log-odds of the token's own probability, log(1 - p) of the other token's probability p, which is 0 if p is, and the
+logarithm of the match's length. So an uninformed model changes nothing. The first weights combine the two probabilities
+as independent evidence.
 """
 
 import math
 from dataclasses import dataclass
 
+from agentspec.cache import SOURCES
+
 OWN, AGREED, RIVAL, JUDGED = range(4)
+SILENT, BEHIND_AGREED, BEHIND_RIVAL = range(3)
+"""What stands before a token of the model's own."""
 
 UNKNOWN = 0.5
 """Probability that stands for one that a model does not give."""
@@ -31,6 +37,8 @@ _MEMORY = 1_000.0
 """Observations in a bin after which the older ones count half."""
 _POSITIONS = 3
 """Positions with a bias of their own; the later ones share the last."""
+_LONG_MATCH = 5.0
+"""Logarithm, to base 2, of the length of a match that counts as 1."""
 _TINY = 1e-9
 _RATE, _SMOOTH = 0.15, 1.0
 
@@ -45,27 +53,46 @@ class ScoredToken:
     position: int
     evidence: tuple[float, ...]
     """OWN: the model's probability; otherwise: the inputs of the regression"""
+    category: int = 0
+    """OWN: what stands before it; otherwise: the source of the suffix draft's token"""
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixToken:
+    """Hold a token of the suffix draft. source: index into SOURCES. match: tokens before it that its source matched."""
+
+    token: int
+    probability: float
+    source: int = 0
+    match: int = 0
 
 
 class AcceptanceCalibrator:
     """Score tokens, and learn from verified tokens. Plain arithmetic."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[int, int], list[float]] = {}  # counts of tokens accepted and seen
-        bias = [0.0] * _POSITIONS
+        self._bins: dict[tuple[int, ...], list[float]] = {}  # counts of tokens accepted and seen
+        bias = [0.0] * (_POSITIONS + len(SOURCES))
         self._weights = {
-            AGREED: [*bias, 1.0, -0.5],
-            RIVAL: [*bias, 0.8, 0.6],
-            JUDGED: [*bias, 1.0, 0.6, 0.1],
+            AGREED: [*bias, 0.0, 1.0, -0.5],
+            RIVAL: [*bias, 0.0, 0.8, 0.6],
+            JUDGED: [*bias, 0.0, 1.0, 0.6, 0.1],
         }
         self._squares = {kind: [0.0] * len(weights) for kind, weights in self._weights.items()}
         self.seen = [0, 0, 0, 0]
         self.accepted = [0, 0, 0, 0]
 
-    def own(self, token: int, position: int, model: float) -> ScoredToken:
-        """Score the model's token at a position without a suffix draft. model: the model's probability of it."""
-        accepted, seen = self._bins.get(_bin(position, model), (0.0, 0.0))
-        return ScoredToken(token, (accepted + _PRIOR * model) / (seen + _PRIOR), OWN, position, (model,))
+    def own(self, token: int, position: int, model: float, behind: int = SILENT) -> ScoredToken:
+        """Score the model's token at a position without a suffix draft.
+
+        model: the model's probability of it. behind: SILENT, BEHIND_AGREED or BEHIND_RIVAL.
+        """
+        key = _bin(position, model)
+        probability = model
+        for counted in (key, (*key, behind)):  # what stands before it is learned on top of what holds anywhere
+            accepted, seen = self._bins.get(counted, (0.0, 0.0))
+            probability = (accepted + _PRIOR * probability) / (seen + _PRIOR)
+        return ScoredToken(token, probability, OWN, position, (model,), behind)
 
     def worth(self, tokens: int) -> list[float]:
         """Return the expected tokens of a draft of 1, 2, … ``tokens`` of the model's own, without probabilities."""
@@ -76,37 +103,41 @@ class AcceptanceCalibrator:
             result.append(total)
         return result
 
-    def agreed(self, token: int, position: int, suffix: float, model: float) -> ScoredToken:
-        """Score a token that both drafts share. suffix, model: its probabilities."""
-        return self._weigh(token, AGREED, position, (log_odds(suffix), _log(1.0 - model)))
+    def agreed(self, suffix: SuffixToken, position: int, model: float) -> ScoredToken:
+        """Score a token that both drafts share. model: the model's probability of it."""
+        return self._weigh(suffix.token, AGREED, position, suffix, (log_odds(suffix.probability), _log(1.0 - model)))
 
-    def rival(self, token: int, position: int, model: float, suffix: float) -> ScoredToken:
-        """Score the model's token where the suffix draft has another. suffix: that token's probability."""
-        return self._weigh(token, RIVAL, position, (log_odds(model), _log(1.0 - suffix)))
+    def rival(self, token: int, position: int, model: float, suffix: SuffixToken) -> ScoredToken:
+        """Score the model's token where the suffix draft has another."""
+        return self._weigh(token, RIVAL, position, suffix, (log_odds(model), _log(1.0 - suffix.probability)))
 
-    def judged(self, token: int, position: int, suffix: float, model: float | None, top: float) -> ScoredToken:
+    def judged(self, suffix: SuffixToken, position: int, model: float | None, top: float) -> ScoredToken:
         """Score the suffix draft's token where the model would take another one.
 
         model: the model's probability of this token, None if unknown. top: the probability of the model's own token.
         """
         behind = -1.0 if model is None else _log(model / max(top, _TINY))
-        return self._weigh(token, JUDGED, position, (log_odds(suffix), _log(1.0 - top), behind))
+        evidence = (log_odds(suffix.probability), _log(1.0 - top), behind)
+        return self._weigh(suffix.token, JUDGED, position, suffix, evidence)
 
     def learn(self, scored: ScoredToken, accepted: bool) -> None:
         """Learn whether the target accepted the token."""
         self.seen[scored.kind] += 1
         self.accepted[scored.kind] += accepted
         if scored.kind == OWN:
-            counts = self._bins.setdefault(_bin(scored.position, scored.evidence[0]), [0.0, 0.0])
-            if counts[1] >= _MEMORY:
-                counts[0], counts[1] = counts[0] / 2, counts[1] / 2
-            counts[0] += accepted
-            counts[1] += 1
+            key = _bin(scored.position, scored.evidence[0])
+            for counted in (key, (*key, scored.category)):
+                counts = self._bins.setdefault(counted, [0.0, 0.0])
+                if counts[1] >= _MEMORY:
+                    counts[0], counts[1] = counts[0] / 2, counts[1] / 2
+                counts[0] += accepted
+                counts[1] += 1
             return
         weights, squares = self._weights[scored.kind], self._squares[scored.kind]
         error = float(accepted) - scored.probability
-        inputs = ((min(scored.position, _POSITIONS - 1), 1.0), *enumerate(scored.evidence, _POSITIONS))
-        for i, value in inputs:
+        first = _POSITIONS + len(SOURCES)
+        biases = ((min(scored.position, _POSITIONS - 1), 1.0), (_POSITIONS + scored.category, 1.0))
+        for i, value in (*biases, *enumerate(scored.evidence, first)):
             step = error * value
             squares[i] += step * step
             weights[i] += _RATE * step / math.sqrt(squares[i] + _SMOOTH)
@@ -116,13 +147,16 @@ class AcceptanceCalibrator:
         names = ("own", "agreed", "rival", "judged")
         return {name: {"seen": self.seen[kind], "right": self.accepted[kind]} for kind, name in enumerate(names)}
 
-    def _weigh(self, token: int, kind: int, position: int, evidence: tuple[float, ...]) -> ScoredToken:
+    def _weigh(
+        self, token: int, kind: int, position: int, suffix: SuffixToken, evidence: tuple[float, ...]
+    ) -> ScoredToken:
         weights = self._weights[kind]
-        odds = weights[min(position, _POSITIONS - 1)]
-        for weight, value in zip(weights[_POSITIONS:], evidence, strict=True):
+        odds = weights[min(position, _POSITIONS - 1)] + weights[_POSITIONS + suffix.source]
+        evidence = (math.log2(1 + suffix.match) / _LONG_MATCH, *evidence)
+        for weight, value in zip(weights[_POSITIONS + len(SOURCES) :], evidence, strict=True):
             odds += weight * value
         probability = 1.0 / (1.0 + math.exp(-max(-_LIMIT, min(_LIMIT, odds))))
-        return ScoredToken(token, probability, kind, position, evidence)
+        return ScoredToken(token, probability, kind, position, evidence, suffix.source)
 
 
 def log_odds(probability: float) -> float:

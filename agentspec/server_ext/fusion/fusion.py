@@ -19,7 +19,7 @@ import numpy as np
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import draft_value
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
-from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator
+from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft, StepModel
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows
@@ -231,19 +231,18 @@ class DraftFusion:
         """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained."""
         begin = time.perf_counter()
         answer = question.answer()
-        bounds, tokens, probabilities = (
-            drafts.offsets.tolist(),
-            drafts.token_ids.tolist(),
-            drafts.probabilities.tolist(),
-        )
+        bounds, columns = drafts.offsets.tolist(), (drafts.token_ids, drafts.probabilities, drafts.sources)
+        tokens, probabilities, sources = (column.tolist() for column in columns)
+        matched = drafts.match_lengths.tolist()
         offers: list[Offer] = []
         offered: list[int] = []
         for i, forced, unforced in zip(question.rows, question.forced, question.unforced, strict=True):
-            own = slice(bounds[i], bounds[i + 1] if self._scores else bounds[i])
+            begins = bounds[i]
+            own = range(begins, bounds[i + 1] if self._scores else begins)
             alternatives = DraftAlternatives.weigh(
                 self.calibrator,
                 int(rows.lengths[i]),
-                list(zip(tokens[own], probabilities[own], strict=True)),
+                [SuffixToken(tokens[at], probabilities[at], sources[at], matched[i] + at - begins) for at in own],
                 ModelRow.of(answer, forced) if forced >= 0 else None,
                 ModelRow.of(answer, unforced) if unforced >= 0 else None,
                 int(rows.max_draft_tokens[i]),
