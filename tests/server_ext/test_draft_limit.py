@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.server_ext.vllm_adapter.launch import (
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.vllm_adapter.draft_limit import (
     LEAST_STATES,
     MOST_STATES,
     STATE_SHARE,
     _state_bytes,
-    engine_options,
+    checks_keys,
+    describe,
 )
+from agentspec.server_ext.vllm_adapter.launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
 
 
@@ -82,3 +85,44 @@ def test_a_draft_model_may_draft_all_it_was_told_to(tmp_path: Path) -> None:
 def test_other_methods_keep_their_number(tmp_path: Path) -> None:
     options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     assert draft_limit(tmp_path, DENSE, options)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "has_keys", "line"),
+    [
+        (
+            {},
+            "eagle3",
+            False,
+            "suffix index (session, group, tenant) + eagle3, up to 128 tokens, price measured; "
+            "shared by all callers, --api-key separates them",
+        ),
+        (
+            {"verify_cost": 0.05},
+            None,
+            True,
+            "suffix index (session, group, tenant), up to 128 tokens, price 0.05; shared within each API key",
+        ),
+        (
+            {"scope": "session"},
+            None,
+            False,
+            "suffix index (session), up to 128 tokens, price measured; sessions share nothing with each other",
+        ),
+        (
+            {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "tenant": "acme"},
+            "speculator",
+            True,
+            "speculator, up to 128 tokens, price measured; shared by all callers of tenant acme",
+        ),
+    ],
+)
+def test_one_line_says_what_drafts(settings: dict[str, Any], method: str | None, has_keys: bool, line: str) -> None:
+    assert describe(Settings(store="memory://", **settings), method, 128, has_keys) == line
+
+
+def test_api_keys_are_options_or_in_the_environment() -> None:
+    assert checks_keys(["serve", "--api-key", "k"], {})
+    assert checks_keys(["serve", "--api-key=k"], {})
+    assert checks_keys(["serve"], {"VLLM_API_KEY": "k"})
+    assert not checks_keys(["serve", "--port", "1"], {})

@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.launch import keeps_states, uses_agentspec
+from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
+from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import extension_of
 
 _PLACEHOLDER = -1

@@ -9,18 +9,17 @@ import importlib.metadata
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
+from agentspec.server_ext.vllm_adapter.draft_limit import checks_keys, default_draft_limit, describe
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -29,9 +28,6 @@ PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 
 SWITCH = "AGENTSPEC"
 """Environment variable that lets engines draft which nobody configured."""
-
-STATE_SHARE = 0.25
-LEAST_STATES, MOST_STATES = 4, 16
 
 _SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
@@ -147,8 +143,6 @@ def uses_agentspec(vllm_config: Any) -> bool:
 
 def run_vllm(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process. Raises ConfigurationError when vLLM is not installed."""
-    import sys
-
     prepare_environment(os.environ)
     try:
         from vllm.entrypoints.cli.main import main
@@ -248,8 +242,12 @@ def create_speculative_config(
     spec = original(engine_args, target_model_config, target_parallel_config)
     if spec is not None and beside:
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
-    if own or (spec is not None and beside):
-        server_secret(load_settings(engine_args.additional_config))  # for the processes that vLLM starts
+    if spec is not None and (own or beside):
+        settings = load_settings(engine_args.additional_config)
+        server_secret(settings)  # for the processes that vLLM starts
+        method = spec.method if beside else "speculator" if settings.speculator else None
+        has_keys = checks_keys(sys.argv, os.environ)
+        logger.info("agentspec: %s", describe(settings, method, spec.num_speculative_tokens, has_keys))
     return spec
 
 
@@ -353,100 +351,3 @@ def _has_arctic_inference() -> bool:
     from vllm.utils.import_utils import has_arctic_inference
 
     return bool(has_arctic_inference())
-
-
-# --- The longest draft where the user gave no number
-
-
-def keeps_states(model_config: Any) -> bool:
-    """Return whether vLLM keeps a state for each draft token of this model. model_config: vLLM's ModelConfig."""
-    return bool(model_config.is_hybrid or model_config.is_attention_free)
-
-
-def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
-    """Return the longest draft of a request, in tokens, that suits the model.
-
-    An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is what vLLM's
-    rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear attention,
-    short convolution) cannot go back. vLLM keeps a state for each draft token of each request there
-    (``num_speculative_blocks``), whether it is drafted or not. Such a model gets the largest K for which the K states
-    of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len`` tokens, between
-    LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets LEAST_STATES.
-
-    With LoRA adapters vLLM wants ``max_num_batched_tokens`` to hold a whole draft for each of ``max_num_seqs``
-    requests, and the limit is what those two numbers leave.
-
-    engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
-    """
-    by_states = by_adapters = MAX_DRAFT
-    if keeps_states(model_config):
-        by_states = _limit_by_states(engine_args, model_config, parallel_config)
-        _log_limit(by_states, "vLLM keeps a state of this model for each draft token")
-    if engine_args.enable_lora:
-        by_adapters = _limit_by_adapters(engine_args)
-    if by_adapters < by_states:
-        _log_limit(by_adapters, "with LoRA, max_num_batched_tokens must hold a draft for each of max_num_seqs requests")
-    return min(by_states, by_adapters)
-
-
-def _log_limit(limit: int, reason: str) -> None:
-    logger.info(
-        "agentspec: drafts have at most %d tokens, because %s; num_speculative_tokens (--max-draft) sets another limit",
-        limit,
-        reason,
-    )
-
-
-def _limit_by_adapters(engine_args: Any) -> int:
-    """Return how many tokens a draft may have with LoRA adapters. Where vLLM's limits aren't set, use its lowest."""
-    workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
-    tokens, requests = engine_args.get_batch_defaults(workers)
-    each = [
-        (engine_args.max_num_batched_tokens or tokens[usage]) // (engine_args.max_num_seqs or requests[usage])
-        for usage in tokens
-    ]
-    return int(min(max(min(each) - 1, 1), MAX_DRAFT))
-
-
-def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
-    try:
-        return _largest_by_states(engine_args, model_config, parallel_config)
-    except Exception:  # each architecture describes its states in its own code
-        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
-        return LEAST_STATES
-
-
-def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
-    attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
-    state_layers = model_config.get_num_layers(parallel_config) - attention_layers
-    heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()
-    keys_and_values = 1 if model_config.use_mla else 2
-    number_bytes = 1 if str(engine_args.kv_cache_dtype).startswith("fp8") else int(model_config.dtype.itemsize)
-    token_bytes = attention_layers * keys_and_values * heads * head_size * number_bytes
-    allowed = STATE_SHARE * token_bytes * model_config.max_model_len
-    limit = LEAST_STATES
-    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # one state may grow with the number of draft tokens
-        state = _state_bytes(engine_args, model_config, parallel_config, tokens)
-        if tokens * state * state_layers <= allowed:
-            limit = tokens
-    return limit
-
-
-def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draft_tokens: int) -> int:
-    """Return the bytes of one state of one layer, as the model's class describes it for that many draft tokens."""
-    config = SimpleNamespace(  # what those descriptions read of a VllmConfig, which does not exist yet
-        model_config=model_config,
-        parallel_config=parallel_config,
-        speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens),
-        num_speculative_tokens=draft_tokens,
-        cache_config=SimpleNamespace(
-            cache_dtype=engine_args.kv_cache_dtype,
-            mamba_cache_dtype=engine_args.mamba_cache_dtype,
-            mamba_ssm_cache_dtype=engine_args.mamba_ssm_cache_dtype,
-            use_replayssm=False,
-            use_kda_recoverssm=False,
-        ),
-    )
-    model, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
-    shapes, types = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
-    return sum(prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True))

@@ -1,0 +1,152 @@
+"""Say how long drafts may be, and what drafts.
+
+vLLM is told the longest draft before it makes its configuration. Where the user gives no number, the model decides.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.server_ext.settings import Settings
+
+logger = logging.getLogger("vllm.agentspec")
+
+STATE_SHARE = 0.25
+LEAST_STATES, MOST_STATES = 4, 16
+
+
+def describe(settings: Settings, method: str | None, longest: int, has_keys: bool) -> str:
+    """Return one line that says what drafts, how far, at what price, and for whom.
+
+    method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
+    whether vLLM checks API keys.
+    """
+    sources = {"tenant": "session, group, tenant", "session": "session", "none": "own text"}[settings.scope]
+    index = f"suffix index ({sources})"
+    rule = settings.arctic_suffix_rule
+    if rule is not None and rule.max_spec_factor == rule.max_spec_offset == 0:
+        index = ""
+    elif rule is not None:
+        index += " by ArcticInference's rule"
+    price = "measured" if settings.verify_cost is None else f"{settings.verify_cost:g}"
+    drafters = " + ".join(part for part in (index, method) if part)
+    return f"{drafters}, up to {longest} tokens, price {price}; {_shared_by(settings, has_keys)}"
+
+
+def _shared_by(settings: Settings, has_keys: bool) -> str:
+    """Return who drafts from whose answers."""
+    if settings.scope == "none":
+        return "each request drafts from its own text"
+    if settings.scope == "session":
+        return "sessions share nothing with each other"
+    if settings.tenant is not None:
+        return f"shared by all callers of tenant {settings.tenant}"
+    if settings.tenant_header or settings.api_keys_file:
+        return "shared within each tenant"
+    if settings.principal_header:
+        return "shared within each principal"
+    return "shared within each API key" if has_keys else "shared by all callers, --api-key separates them"
+
+
+def checks_keys(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether vLLM's API server checks API keys. arguments: the process's."""
+    return bool(environ.get("VLLM_API_KEY")) or any(
+        argument.partition("=")[0] in ("--api-key", "--api_key") for argument in arguments
+    )
+
+
+def keeps_states(model_config: Any) -> bool:
+    """Return whether vLLM keeps a state for each draft token of this model. model_config: vLLM's ModelConfig."""
+    return bool(model_config.is_hybrid or model_config.is_attention_free)
+
+
+def default_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    """Return the longest draft of a request, in tokens, that suits the model.
+
+    An attention layer can forget rejected draft tokens, so drafts cost it no memory, and the limit is what vLLM's
+    rejection sampler verifies: MAX_DRAFT. A layer with a recurrent state (Mamba, gated delta net, linear attention,
+    short convolution) cannot go back. vLLM keeps a state for each draft token of each request there
+    (``num_speculative_blocks``), whether it is drafted or not. Such a model gets the largest K for which the K states
+    of a request take at most STATE_SHARE of what the cache holds for a request of ``max_model_len`` tokens, between
+    LEAST_STATES and MOST_STATES. A model without any attention layer holds nothing else, and gets LEAST_STATES.
+
+    With LoRA adapters vLLM wants ``max_num_batched_tokens`` to hold a whole draft for each of ``max_num_seqs``
+    requests, and the limit is what those two numbers leave.
+
+    engine_args: vLLM's EngineArgs, which say in what precision states are kept. model_config, parallel_config: vLLM's.
+    """
+    by_states = by_adapters = MAX_DRAFT
+    if keeps_states(model_config):
+        by_states = _limit_by_states(engine_args, model_config, parallel_config)
+        _log_limit(by_states, "vLLM keeps a state of this model for each draft token")
+    if engine_args.enable_lora:
+        by_adapters = _limit_by_adapters(engine_args)
+    if by_adapters < by_states:
+        _log_limit(by_adapters, "with LoRA, max_num_batched_tokens must hold a draft for each of max_num_seqs requests")
+    return min(by_states, by_adapters)
+
+
+def _log_limit(limit: int, reason: str) -> None:
+    logger.info(
+        "agentspec: drafts have at most %d tokens, because %s; num_speculative_tokens (--max-draft) sets another limit",
+        limit,
+        reason,
+    )
+
+
+def _limit_by_adapters(engine_args: Any) -> int:
+    """Return how many tokens a draft may have with LoRA adapters. Where vLLM's limits aren't set, use its lowest."""
+    workers = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
+    tokens, requests = engine_args.get_batch_defaults(workers)
+    each = [
+        (engine_args.max_num_batched_tokens or tokens[usage]) // (engine_args.max_num_seqs or requests[usage])
+        for usage in tokens
+    ]
+    return int(min(max(min(each) - 1, 1), MAX_DRAFT))
+
+
+def _limit_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    try:
+        return _largest_by_states(engine_args, model_config, parallel_config)
+    except Exception:  # each architecture describes its states in its own code
+        logger.debug("agentspec: the size of the model's states is not known", exc_info=True)
+        return LEAST_STATES
+
+
+def _largest_by_states(engine_args: Any, model_config: Any, parallel_config: Any) -> int:
+    attention_layers = model_config.get_num_layers_by_block_type(parallel_config, "attention")
+    state_layers = model_config.get_num_layers(parallel_config) - attention_layers
+    heads, head_size = model_config.get_num_kv_heads(parallel_config), model_config.get_head_size()
+    keys_and_values = 1 if model_config.use_mla else 2
+    number_bytes = 1 if str(engine_args.kv_cache_dtype).startswith("fp8") else int(model_config.dtype.itemsize)
+    token_bytes = attention_layers * keys_and_values * heads * head_size * number_bytes
+    allowed = STATE_SHARE * token_bytes * model_config.max_model_len
+    limit = LEAST_STATES
+    for tokens in range(LEAST_STATES, MOST_STATES + 1):  # one state may grow with the number of draft tokens
+        state = _state_bytes(engine_args, model_config, parallel_config, tokens)
+        if tokens * state * state_layers <= allowed:
+            limit = tokens
+    return limit
+
+
+def _state_bytes(engine_args: Any, model_config: Any, parallel_config: Any, draft_tokens: int) -> int:
+    """Return the bytes of one state of one layer, as the model's class describes it for that many draft tokens."""
+    config = SimpleNamespace(  # what those descriptions read of a VllmConfig, which does not exist yet
+        model_config=model_config,
+        parallel_config=parallel_config,
+        speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens),
+        num_speculative_tokens=draft_tokens,
+        cache_config=SimpleNamespace(
+            cache_dtype=engine_args.kv_cache_dtype,
+            mamba_cache_dtype=engine_args.mamba_cache_dtype,
+            mamba_ssm_cache_dtype=engine_args.mamba_ssm_cache_dtype,
+            use_replayssm=False,
+            use_kda_recoverssm=False,
+        ),
+    )
+    model, _ = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    shapes, types = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    return sum(prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, types, strict=True))
