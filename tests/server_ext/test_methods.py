@@ -244,14 +244,15 @@ class TestSwitch:
     def switched(
         config: dict[str, Any] | None = None, *, stages: int = 1, runner: str = "generate", **more: Any
     ) -> Any:
+        """The engine's arguments afterwards."""
         arguments = TestOffline.arguments(config, **more)
         model, parallel = SimpleNamespace(runner_type=runner), SimpleNamespace(pipeline_parallel_size=stages)
         launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
-        return arguments.speculative_config
+        return arguments
 
     def test_an_engine_without_a_method_drafts(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO"):
-            assert self.switched() == launch.own_config()
+            assert self.switched().speculative_config == launch.own_config()
         assert caplog.messages == ["agentspec: AGENTSPEC=1: this engine drafts from suffix indexes"]
 
     @pytest.mark.parametrize("environ", [{}, {"AGENTSPEC": ""}, {"AGENTSPEC": "0"}])
@@ -263,14 +264,19 @@ class TestSwitch:
             launch.switch_on(arguments, None, None, environ)
         assert arguments.speculative_config is None and not caplog.messages
 
-    def test_a_method_that_somebody_chose_stays(self) -> None:
-        ngram = {"method": "ngram", "num_speculative_tokens": 4}
-        assert self.switched(dict(ngram)) == ngram
-        assert self.switched(None, spec_method="ngram") is None
+    @pytest.mark.parametrize(("method", "beside"), [("eagle3", True), ("ngram", True), ("mlp_speculator", False)])
+    def test_a_method_that_somebody_chose_stays(self, method: str, beside: bool) -> None:
+        config = {"method": method, "num_speculative_tokens": 4}
+        for switched in (self.switched(dict(config)), self.switched(None, spec_method=method)):
+            assert switched.speculative_config in (config, None)
+            assert ("agentspec" in switched.additional_config) == beside
+        assert self.switched(dict(config), stages=2).additional_config == {}
+        given = {"other": 1, "agentspec": {"tenant": "t"}}
+        assert self.switched(dict(config), additional=dict(given)).additional_config == given
 
     @pytest.mark.parametrize("engine", [{"stages": 2}, {"runner": "pooling"}])
     def test_an_engine_that_cannot_draft_stays_as_it_is(self, engine: dict[str, Any]) -> None:
-        assert self.switched(**engine) is None
+        assert self.switched(**engine).speculative_config is None
 
     def test_another_value_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="AGENTSPEC='yes': 1 lets"):

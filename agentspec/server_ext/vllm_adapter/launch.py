@@ -285,14 +285,18 @@ def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
 def switch_on(
     engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Let an engine draft with agentspec that has no speculative method, where ``AGENTSPEC=1`` asks for it.
+    """Let an engine draft with agentspec that nobody configured for it, where ``AGENTSPEC=1`` asks for that.
 
-    So trainers that make their own engine need no change. An engine that cannot draft stays as it is, with a warning.
+    So trainers that make their own engine need no change. An engine with a method of vLLM's drafts beside it. One that
+    cannot draft stays as it is.
     """
     if not is_switched_on(environ):
         return
     given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    if given is not None or getattr(engine_args, "spec_model", None) is not None:
+    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1:
+        engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
+        logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
+    elif given is not None or getattr(engine_args, "spec_model", None) is not None:
         logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
     elif model_config.runner_type != "generate":
         logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
