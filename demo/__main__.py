@@ -2,8 +2,9 @@
 
 With agentspec, the suffix index drafts together with the small draft model in ``demo/drafter``.
 
-Writes ``demo_results/``: ``summary.json``, ``steps.jsonl`` (the step-by-step record), the servers' logs, and the token
-logs (``server.db``) that the restarted server reads.
+Writes ``demo_results/``: ``report.html`` (where each token was drafted), ``summary.json``, ``steps.jsonl`` (the
+step-by-step record), ``replies.jsonl`` (the agent's record), the servers' logs, and the token logs (``server.db``) that
+the restarted server reads.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentspec import AgentClient
+from agentspec.report import read_run, render
 from agentspec.testing.server import ModelServer, ServerFailedError
 from demo.agent import Agent
 from demo.report import Pair, print_table, write_summary
@@ -51,7 +53,7 @@ def main() -> int:
     )
     try:
         _start(console, "starting vLLM twice, without and with agentspec", plain, fast)
-        pairs = _run(console, plain, fast, arguments.sessions)
+        pairs = _run(console, plain, fast, arguments.sessions, results / "replies.jsonl")
     except ServerFailedError as error:
         console.print(str(error), style="bold red", markup=False)  # the log that it quotes has brackets
         return 1
@@ -65,7 +67,10 @@ def main() -> int:
         f"{figures['mean_acceptance_length']:.2f}, texts identical: {figures['identical']}, tokens accepted from "
         f"restored turns in the first turn after the restart: {figures['accepted_after_restart']}"
     )
+    page = results / "report.html"
+    page.write_text(render(read_run(results / "replies.jsonl"), "The demo, drafted"), encoding="utf-8")
     console.print(f"written: {results}/summary.json, {results}/steps.jsonl")
+    console.print(f"where each token was drafted: open [bold]{page.resolve()}[/] in a browser", soft_wrap=True)
     return 0 if figures["identical"] and figures["accepted_after_restart"] > 0 else 1
 
 
@@ -89,12 +94,17 @@ def _start(console: Console, what: str, *servers: ModelServer) -> None:
     console.print(f"{what}: {time.monotonic() - start:.0f} s")
 
 
-def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int) -> list[Pair]:
-    """Run all sessions, each turn first without and then with agentspec. The server restarts in the middle one."""
+def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int, record: Path) -> list[Pair]:
+    """Run all sessions, each turn first without and then with agentspec. The server restarts in the middle one.
+
+    record: file for the replies of the server with agentspec.
+    """
     pairs: list[Pair] = []
     with (
         AgentClient(base_url=plain.base_url, model="demo", api_key="none", store="memory://") as slow_client,
-        AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as fast_client,
+        AgentClient(
+            base_url=fast.base_url, model="demo", api_key="none", store="memory://", record=record
+        ) as fast_client,
     ):
         for client in (slow_client, fast_client):  # a server's first call pays for lazy set-up
             client.chat("Hello.", max_tokens=8)

@@ -13,6 +13,7 @@ from rich.text import Text
 from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
+from agentspec.cli.report import report
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.server_ext.settings import default_store
 
@@ -100,8 +101,8 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
     except ImportError as error:
         raise ConfigurationError(f"training needs more packages ({error}): pip install 'agentspec[train]'") from error
     settings = load_config(config)
-    report = run(settings, Console(stderr=True))
-    held_out = report["held_out"]
+    trained = run(settings, Console(stderr=True))
+    held_out = trained["held_out"]
     table = Table(title=f"{held_out['sessions']} held-out sessions, {held_out['response_tokens']:,} tokens")
     for column in ("speculator", "mean acceptance length", "accepted per position"):
         table.add_column(column)
@@ -111,6 +112,9 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
         table.add_row(name, f"{figures['mean_acceptance_length']:.3f}", shares)
     Console().print(table)
     typer.echo(f"written: {settings.checkpoint.output_dir}")
+
+
+app.command()(report)
 
 
 @app.command()

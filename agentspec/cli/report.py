@@ -1,0 +1,24 @@
+"""Draw a report of recorded replies: ``agentspec report``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentspec.report import read_run, render
+
+
+def report(
+    record: Annotated[
+        Path, typer.Argument(help="What AgentClient(record=…) or the server's --record wrote.", dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "What speculation did",
+) -> None:
+    """Draw a page of what speculation did: the text by source, acceptance and speed by turn, sessions compared."""
+    try:
+        page = render(read_run(record), title)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename}: {error.strerror}") from None
+    typer.echo(f"written: {out}")

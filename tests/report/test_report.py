@@ -1,0 +1,151 @@
+"""The report: what it says of a record, and how it looks in a browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentspec import InvalidInputError
+from agentspec.cache import SOURCES
+from agentspec.cli.app import app
+from agentspec.report import read_run, render
+
+EVIL = '</pre><script>alert("x")</script><img src="http://example.org/x.png">'
+
+
+def reply(session: str | None, text: str = "def f(): return 1", **fields: Any) -> dict[str, Any]:
+    return {"session": session, "parent": None, "seconds": 0.5, "tokens": 6, "text": text, **fields}
+
+
+def detailed(session: str) -> dict[str, Any]:
+    """A reply of 6 tokens in 3 steps."""
+    steps = [
+        [[["def", None]], []],
+        [[[" f", "session"], ["():", "session"], [" return", None]], [[" pass", "session"], [None, "global"]]],
+        [[[" ", "request"], ["1", None]], []],
+    ]
+    counts: dict[str, Any] = {
+        "drafted_by_source": {"session": 3, "global": 1, "request": 1},
+        "steps": 3,
+        "detail": steps,
+    }
+    return reply(session, accepted_by_source={"session": 2, "request": 1, "model": 0}, **counts)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    lines = [detailed("fix-42"), detailed("fix-42"), reply("other <b>", EVIL, parent="fix-42"), reply(None)]
+    return write(tmp_path / "replies.jsonl", *lines)
+
+
+def test_a_run_adds_up(record: Path) -> None:
+    run = read_run(record)
+    assert [session.name for session in run.sessions] == ["fix-42", "other <b>", "without a session"]
+    assert [len(session.turns) for session in run.sessions] == [2, 1, 1]
+    total = run.sessions[0].total
+    assert (total.tokens, total.steps, total.tokens_per_step, total.speed) == (12, 6, 2.0, 12.0)
+    assert total.acceptance == 0.6 and total.accepted == {"session": 4, "request": 2}
+    plain = run.sessions[1].total
+    assert (plain.tokens_per_step, plain.acceptance, plain.speed) == (None, None, 12.0)
+
+
+def test_every_source_has_a_meaning_and_a_colour(record: Path) -> None:
+    page = render(read_run(record))
+    for source in SOURCES:
+        assert f'<span class="t {source}">{source}</span> ' in page
+        assert f".t.{source} {{" in page and f".bar .{source} {{" in page
+
+
+def test_the_servers_step_record_is_read_too(tmp_path: Path) -> None:
+    line = {"session": "s", "request": "r1", "source": "session", "drafted": 4, "accepted": 3, "tokens": 4, "ns": 1}
+    path = write(
+        tmp_path / "steps.jsonl",
+        {**line, "source": None, "drafted": 0, "accepted": 0, "tokens": 1},
+        line,
+        {**line, "request": "r2"},
+    )
+    (session,) = read_run(path).sessions
+    assert [(turn.tokens, turn.steps, turn.text) for turn in session.turns] == [(5, 2, None), (4, 1, None)]
+    assert session.total.acceptance == 0.75
+    assert "<details" not in render(read_run(path))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "no json\n", '{"a": 1}\n', "[1]\n", '{"session": "s", "request": "r"}\n'])
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError, match=r"bad\.jsonl"):
+        read_run(path)
+
+
+def test_nothing_that_was_said_becomes_markup(record: Path) -> None:
+    page = render(read_run(record), title="<i>")
+    assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>&" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_command_writes_the_page_and_names_it(record: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(record), "-o", str(out)])
+    assert result.exit_code == 0 and str(out) in result.output.replace("\n", "")
+    assert "fix-42" in out.read_text()
+    result = CliRunner().invoke(app, ["report", str(record), "-o", str(tmp_path / "no" / "page.html")])
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it(record: Path, tmp_path: Path, scheme: Any) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    page_path = tmp_path / "report.html"
+    page_path.write_text(render(read_run(record)), encoding="utf-8")
+    said: list[str] = []
+    asked: list[str] = []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=scheme)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(page_path.as_uri())
+        text = page.locator("pre").first
+        assert text.inner_text() == "def f(): return 1"
+        assert "12 tokens in 6 steps, 2.00 tokens a step, 60% of 10 drafted tokens accepted" in page.inner_text("main")
+
+        def color(selector: str, of: str = "backgroundColor") -> str:
+            return str(page.locator(selector).first.evaluate(f"node => getComputedStyle(node).{of}"))
+
+        colors = {color(f"pre .{source}") for source in ("session", "request")} | {color("body")}
+        assert len(colors) == 3
+        background = [int(part) for part in color("body").removeprefix("rgb(").rstrip(")").split(",")]
+        assert (sum(background) > 600) is (scheme == "light")
+
+        page.keyboard.press("Tab")  # by keyboard alone: the skip link, then the switches
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.keyboard.press("Tab")
+        page.keyboard.press("Space")
+        assert "passreturn" not in text.inner_text() and " pass…" in text.inner_text()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Space")
+        assert "[session:  f():]" in text.inner_text()
+        summary = page.locator("summary").nth(1)
+        summary.focus()
+        page.keyboard.press("Enter")
+        assert page.locator("pre").nth(1).is_visible()
+        charts = page.get_by_role("img")
+        assert charts.first.get_attribute("aria-label") == "Tokens a step by turn: 2.00, 2.00"
+        assert page.get_by_role("table").count() == 4 and page.get_by_role("heading").count() >= 5
+        browser.close()
+    assert said == [] and asked == [page_path.as_uri()]
