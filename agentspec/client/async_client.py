@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,15 +119,16 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
                 if self._requests.needs_probe(call):
                     self._requests.learn(await self._ask(PROBE_PATH))
 
-    async def _erase(self, session: str) -> None:
+    async def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         if self._requests.needs_probe_to_erase():
             self._requests.learn(await self._ask(PROBE_PATH))
-        if path := self._requests.erase_path(session):
-            try:
-                await self._openai.delete(path, cast_to=object)
-            except openai.APIStatusError as error:
-                if not has_no_such_session(error):
-                    raise
+        if path := self._requests.erase_path(conversation.id):
+            for options in self._requests.erase_options(conversation, cache_salts):
+                try:
+                    await self._openai.delete(path, cast_to=object, options=options)
+                except openai.APIStatusError as error:
+                    if not has_no_such_session(error):
+                        raise
 
     async def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
@@ -194,10 +195,10 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         """Read the stored messages again, as Session.reload() does."""
         await asyncio.to_thread(self._conversation.reload)
 
-    async def clear(self) -> None:
+    async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
         with self._conversation.reserved():
-            await self._client._erase(self.id)
+            await self._client._erase(self._conversation, cache_salts)
             await asyncio.to_thread(self._conversation.forget)
 
     async def fork(self, new_id: str | None = None, *, at: int | None = None) -> AsyncSession:

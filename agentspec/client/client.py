@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,15 +145,16 @@ class AgentClient(ClientBase[openai.OpenAI]):
                 if self._requests.needs_probe(call):
                     self._requests.learn(self._ask(PROBE_PATH))
 
-    def _erase(self, session: str) -> None:
+    def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         if self._requests.needs_probe_to_erase():
             self._requests.learn(self._ask(PROBE_PATH))
-        if path := self._requests.erase_path(session):
-            try:
-                self._openai.delete(path, cast_to=object)
-            except openai.APIStatusError as error:
-                if not has_no_such_session(error):
-                    raise
+        if path := self._requests.erase_path(conversation.id):
+            for options in self._requests.erase_options(conversation, cache_salts):
+                try:
+                    self._openai.delete(path, cast_to=object, options=options)
+                except openai.APIStatusError as error:
+                    if not has_no_such_session(error):
+                        raise
 
     def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
@@ -233,14 +234,16 @@ class Session(SessionBase, Loops):
         """
         self._conversation.reload()
 
-    def clear(self) -> None:
+    def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages: on the server, if it has the extension, and in the client's store.
 
+        A `cache_salt` makes another session on the server. Those that calls of this process have sent are erased, too;
+        cache_salts: others.
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
         clear() again to erase what is left.
         """
         with self._conversation.reserved():
-            self._client._erase(self.id)
+            self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()
 
     def fork(self, new_id: str | None = None, *, at: int | None = None) -> Session:

@@ -57,6 +57,7 @@ class Conversation:
         self.id = session
         self.group = group
         self.parent = parent
+        self.cache_salts: set[str] = set()  # that its calls have sent: each makes another session on the server
         self.loaded = new
         self._log = log
         self._history: list[Said] = []

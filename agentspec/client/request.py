@@ -27,6 +27,8 @@ ResponseFormat: TypeAlias = type[ParsedT] | Mapping[str, object] | None
 
 FIGURES_HEADER = "X-Agentspec-Figures"
 """Header that asks the extension for figures in its response: summary or detailed."""
+SALT_HEADER = "X-Cache-Salt"
+"""Header that gives a session's cache salt to the extension."""
 PROBE_PATH = "/agentspec"
 TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
@@ -85,6 +87,9 @@ class Call:
         self.session = conversation.id or None
         self.group = conversation.group
         self.parent = conversation.parent
+        salt = (options.get("extra_body") or {}).get("cache_salt")
+        if isinstance(salt, str):
+            conversation.cache_salts.add(salt)
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
         self.begin = time.monotonic()
@@ -139,6 +144,14 @@ class RequestBuilder:
         if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
             return None
         return f"{PROBE_PATH}/sessions/{quote(session, safe='')}"
+
+    @staticmethod
+    def erase_options(conversation: Conversation, more: Sequence[str]) -> list[Any]:
+        """Return the options of each request that erases a session: one for each cache salt, which is a part of whose
+        session it is, and one for none. more: salts that other processes have sent.
+        """
+        salts = sorted({*conversation.cache_salts, *more})
+        return [{}, *({"headers": {SALT_HEADER: salt}} for salt in salts)]
 
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""

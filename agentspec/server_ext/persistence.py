@@ -222,12 +222,13 @@ class Persistence:
         self._loader.request(Wanted(self.logs.of(tenant), tenant, session=session))
 
     def erase(
-        self, session: str, tenants: Iterable[str | None], forget: Callable[[], None] = lambda: None
+        self, session: str, tenants: Iterable[str | None], forget: Callable[[], Iterable[str | None]] = tuple
     ) -> "Future[Erasure]":
-        """Erase a session from the queues and from these tenants' logs.
+        """Erase a session from the queues, from these tenants' logs and from every other log that holds turns of it.
 
         session: its key; from now on nothing of it is loaded. forget: removes it from the cache and whatever else holds
-        it, in the job's thread. Raises StoreUnavailableError if too many jobs wait.
+        it, in the job's thread, and returns the tenants under which it was there. Other processes are told in their
+        logs, too. Raises StoreUnavailableError if too many jobs wait.
         """
         logs = {self.logs.of(tenant) for tenant in tenants}
         job = self._jobs.submit(lambda store: self._erase(store, session, logs, forget))
@@ -300,10 +301,13 @@ class Persistence:
             self._follower.note_own(erasure.tombstone)
         return erasure
 
-    def _erase(self, store: Store, session: str, logs: Iterable[str], forget: Callable[[], None]) -> Erasure:
-        forget()
+    def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:
+        logs = logs | {self.logs.of(tenant) for tenant in forget()}
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
+        # Whoever named the tenants looked before; a turn may have been stored under another one since.
+        held = (log for log in store.namespaces(self.logs.prefix) if any(store.read(log, session=session, newest=1)))
+        logs.update(held)
         erased = [self._erase_in_store(store, log, session) for log in logs]
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))

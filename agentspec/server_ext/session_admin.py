@@ -115,10 +115,13 @@ class SessionAdmin:
         return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
 
     def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
-        def forget() -> None:
-            for tenant in {*tenants, *self._cache.tenants()}:  # the cache may hold what the store never got
+        def forget() -> set[str | None]:
+            known = self._cache.tenants()  # the cache may hold what the store never got, or has no more
+            held = {tenant for tenant in known if self._cache.has_session(tenant, session)}
+            for tenant in {*tenants, *known}:
                 self._cache.remove_session(tenant, session)
             self._erased()
+            return held
 
         blanked = self._blank(session)
         return self._persistence.erase(session, tenants, forget), *blanked

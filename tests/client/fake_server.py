@@ -14,7 +14,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
 KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls"}
-EXTENSION_FIELDS = {"session_id", "vllm_xargs"}
+EXTENSION_FIELDS = {"cache_salt", "session_id", "vllm_xargs"}
 
 
 @dataclass

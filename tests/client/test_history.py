@@ -401,6 +401,32 @@ def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
     assert stored(store, "a/b ü") == []
 
 
+def salts_of_erasures(server: FakeServer) -> list[str | None]:
+    asked = [request for request in server.received if request.method == "DELETE"]
+    return [request.headers.get("X-Cache-Salt") for request in asked]
+
+
+def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> None:
+    """Each salt makes another session of the same id on the server."""
+    with connect(server, "memory://") as client:
+        session = client.session("s")
+        session.chat("one", extra_body={"cache_salt": "mine"})
+        session.chat("two", extra_body={"cache_salt": "mine"})
+        session.chat("three")
+        server.erasing = [404]  # nothing was said without a salt
+        session.clear(cache_salts=["of another process"])
+    assert salts_of_erasures(server) == [None, "mine", "of another process"]
+    assert server.erased == ["s"] * 3
+
+
+async def test_clear_erases_the_sessions_of_all_cache_salts_with_asyncio(server: FakeServer) -> None:
+    async with AsyncAgentClient(base_url=server.url, model="small", store="memory://") as client:
+        session = client.session("s")
+        await session.chat("one", extra_body={"cache_salt": "mine"})
+        await session.clear()
+    assert salts_of_erasures(server) == [None, "mine"]
+
+
 def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:
     for fake, tags in ((plain_server, "auto"), (server, "off")):
         with connect(fake, "memory://", session_tags=tags) as client:

@@ -281,6 +281,27 @@ def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore
     assert [record.session for record in records(store)] == ["kept"]
 
 
+def test_what_was_stored_under_another_tenant_meanwhile_is_erased_too(store: FlakyStore) -> None:
+    """Whoever erases asks first which tenants know the session; a turn with an adapter may finish behind that."""
+    engine = Engine(store)
+    engine.say([1, 2, 3], text(100))
+    engine.cache.start("r", [1, 2, 3], session="s", tenant="adapter")
+    engine.cache.extend("r", text(200))
+    turn = engine.cache.finish("r", name=engine.persistence.next_name())
+    assert turn is not None
+    engine.persistence.save(turn, Identity(tenant="adapter", session="s"))
+    engine.flush()
+    assert len(list(store.read(LOGS.of("adapter"), session="s"))) == 1
+    assert engine.persistence.erase("s", [TENANT]).result(20) == Erasure(2, complete=True)
+    assert [list(store.read(LOGS.of(tenant), session="s")) for tenant in (TENANT, "adapter")] == [[], []]
+
+
+def test_other_processes_hear_of_an_erasure_whose_records_were_trimmed(store: FlakyStore) -> None:
+    engine = Engine(store)
+    assert engine.persistence.erase("s", [TENANT], lambda: {"adapter"}).result(20).complete
+    assert store.tombstones(LOGS.of("adapter"))
+
+
 def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyStore) -> None:
     engine = Engine(store)
     engine.say([1, 2, 3], text(100))
