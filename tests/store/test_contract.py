@@ -272,6 +272,24 @@ def test_retention_by_records_keeps_the_newest(store: Store) -> None:
     assert [entry.sequence for entry in store.read(NS)] == [sequence]
 
 
+def test_retention_takes_the_oldest_whichever_log_they_are_in(store: Store) -> None:
+    for number in range(60):
+        log = "rare" if number % 20 == 0 else f"log-{number % 3}"
+        store.append(log, [NewEntry(f"s{number % 7}", number.to_bytes(2))])
+        time.sleep(0.002)  # Redis knows milliseconds
+    logs = ["rare", *(f"log-{number}" for number in range(3))]
+
+    def left() -> list[int]:
+        return sorted(int.from_bytes(entry.payload) for log in logs for entry in store.read(log))
+
+    assert trim(store, Retention(records=35)) == 25
+    assert left() == list(range(25, 60))
+    store.append("log-0", [NewEntry("s", number.to_bytes(2)) for number in range(60, 400)])
+    assert trim(store, Retention(records=300)) == 75
+    assert left() == list(range(100, 400))
+    assert trim(store, Retention(records=0)) == 300
+
+
 def test_retention_by_bytes_holds_at_ten_times_the_limit_and_gives_the_space_back(store: Store) -> None:
     empty = store.usage().bytes
     limit = 2 << 20

@@ -87,10 +87,14 @@ class RedisShard:
         """Remove a page of what erased sessions left. Returns how many entries it had."""
         return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
 
-    def trim(self, entries: int, size: int, until: str) -> int:
-        """Remove the oldest entries, up to these limits. Returns their number."""
-        count, _ = self._run(redis_scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, until])
-        return int(count)
+    def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int]:
+        """Remove the oldest entries, up to these limits. Returns their number and bytes.
+
+        until: milliseconds of the last entry to remove; None: any.
+        """
+        last = "+" if until is None else until
+        count, removed = self._run(redis_scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, last])
+        return int(count), int(removed)
 
     def sessions(self) -> dict[str, SessionUsage]:
         """Return what each session holds."""

@@ -265,24 +265,44 @@ class RedisStore:
         doomed = self._client.commands(("EXISTS", f"{shard.tag}doomed") for shard in shards)
         if any(left and shard.sweep() for shard, left in zip(shards, doomed, strict=True)):
             return Trimmed(0, True)  # whoever erased a session did not live to end it
-        heads = self._client.commands(("XRANGE", f"{shard.tag}log", "-", "+", "COUNT", 1) for shard in shards)
-        firsts = [(parsed(rows[0][0]), place) for place, rows in enumerate(heads) if rows]
-        if not firsts:
-            return Trimmed(0, False)
-        first, place = min(firsts)
+        cutoff = -1
         if days is not None:
             seconds, microseconds = map(int, self.command("TIME"))
             cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
-            if first[0] <= cutoff:
-                return Trimmed(shards[place].trim(_SLICE_ENTRIES, _SLICE_BYTES, str(cutoff)), True)
-        held = self.usage()
+        held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
         count = 0 if retention.records is None else held.records - retention.records
         size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        if count <= 0 and size <= 0:
-            return Trimmed(0, False)
-        entries = min(count, _SLICE_ENTRIES) if size <= 0 else _SLICE_ENTRIES
-        most = min(size, _SLICE_BYTES) if count <= 0 else _SLICE_BYTES
-        return Trimmed(shards[place].trim(entries, most, "+"), True)
+        removed = self._trim_oldest(shards, cutoff, count, size)
+        return Trimmed(removed, removed > 0)
+
+    def _trim_oldest(self, shards: Sequence[RedisShard], cutoff: int, count: int, size: int) -> int:
+        """Remove a slice of the oldest entries of all logs together. Return their number.
+
+        cutoff: milliseconds up to which all go. count, size: how many entries and bytes have to go besides.
+        """
+        heads = self._client.commands(("XRANGE", f"{shard.tag}log", "-", "+", "COUNT", 1) for shard in shards)
+        oldest = [(parsed(rows[0][0]), place) for place, rows in enumerate(heads) if rows]
+        heapq.heapify(oldest)
+        entries, room = _SLICE_ENTRIES, _SLICE_BYTES
+        while oldest and entries > 0 and room > 0:
+            (first, _), place = oldest[0]
+            if first > cutoff and count <= 0 and size <= 0:
+                break
+            until = min((head for (head, _), _ in oldest[1:3]), default=None)  # there the next log's oldest entry is
+            wanted, most = entries, room
+            if first <= cutoff:
+                until = cutoff if until is None else min(until, cutoff)
+            else:
+                wanted = entries if size > 0 else min(entries, count)
+                most = room if count > 0 else min(room, size)
+            went, freed = shards[place].trim(wanted, most, until)
+            entries, room, count, size = entries - went, room - freed, count - went, size - freed
+            rows = self.command("XRANGE", f"{shards[place].tag}log", "-", "+", "COUNT", 1) if went else []
+            if rows:
+                heapq.heapreplace(oldest, (parsed(rows[0][0]), place))
+            else:
+                heapq.heappop(oldest)
+        return _SLICE_ENTRIES - entries
 
     def losses(self) -> Losses:
         return self._losses
