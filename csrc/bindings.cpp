@@ -239,6 +239,13 @@ PolicySettings settings_of(const nb::object& policy) {
   return settings;
 }
 
+Turn turn_of(std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
+             const Vector& response, std::uint64_t record) {
+  std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
+  tokens.insert(tokens.end(), view(response).begin(), view(response).end());
+  return {kept, parent, block, std::move(tokens), prompt_tail.size(), record};
+}
+
 using LimitNumbers = std::array<std::size_t, 6>;
 
 Limits limits_of(const LimitNumbers& n) { return {{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}}; }
@@ -282,6 +289,17 @@ NB_MODULE(_native, module) {
             return index.bytes();
           },
           "tokens"_a.noconvert(), Released());
+  nb::class_<PreparedSession>(module, "PreparedSession")
+      .def(
+          "add",
+          [](PreparedSession& prepared, bool own, std::size_t kept, std::uint64_t parent, std::uint64_t block,
+             const Vector& prompt_tail, const Vector& response, std::uint64_t record) {
+            prepared.add(turn_of(kept, parent, block, prompt_tail, response, record), own);
+          },
+          "own"_a, "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a,
+          Released())
+      .def("finish", &PreparedSession::finish, Released())
+      .def("bytes", &PreparedSession::bytes);
   nb::class_<Cache>(module, "Core")
       .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
       .def(
@@ -311,9 +329,7 @@ NB_MODULE(_native, module) {
              std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
              const Vector& response, std::uint64_t record, bool held_only) {
             const Names names{pointer(session), pointer(group), pointer(tenant), shared, pointer(owner)};
-            std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
-            tokens.insert(tokens.end(), view(response).begin(), view(response).end());
-            cache.restore(names, {kept, parent, block, std::move(tokens), prompt_tail.size(), record}, held_only);
+            cache.restore(names, turn_of(kept, parent, block, prompt_tail, response, record), held_only);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "owner"_a.none(), "kept"_a, "parent"_a,
           "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
@@ -330,6 +346,14 @@ NB_MODULE(_native, module) {
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "prompt_tail"_a.noconvert(),
           "response"_a.noconvert(), "record"_a, "cost"_a, Released())
+      .def(
+          "prepare", [](const Cache& cache, const std::string& session) { return cache.prepare(session); }, "session"_a)
+      .def(
+          "adopt",
+          [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& owner) {
+            return cache.adopt({&prepared.key(), nullptr, &tenant, true, pointer(owner)}, prepared);
+          },
+          "prepared"_a, "tenant"_a, "owner"_a.none(), Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {

@@ -7,8 +7,8 @@
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
-thread makes the calls for requests. Meanwhile other threads may call stats, tenants, has_session, remove_session,
-forget_tenant, catch_up, resize and save.
+thread makes the calls for requests. Meanwhile other threads may call stats, tenants, prepare, has_session,
+remove_session, forget_tenant, catch_up, resize and save.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,6 +66,9 @@ except ImportError as error:
         f"agentspec's compiled core cannot be loaded ({first_line(error)}): install a C++ compiler "
         "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
     ) from error
+
+PreparedSession = _native.PreparedSession
+"""The indexes of a session that `SuffixCache.prepare` built and `SuffixCache.adopt` takes. bytes(): its memory."""
 
 draft_value = _native.draft_value
 """draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
@@ -325,21 +328,35 @@ class SuffixCache:
         order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
         for a turn that cannot be right, and then changes nothing.
         """
-        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant, owner=turn.owner)
-        for field, value, limit in (
-            ("kept", turn.kept, 2**32),
-            ("parent", turn.parent, 2**64),
-            ("block", turn.block, 2**64),
-        ):
-            if not 0 <= value < limit:
-                raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
-        if turn.kept == 0 != turn.parent:
-            raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
-        tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
-        response = as_tokens(turn.response, "response", self._vocab_size)
-        names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
-        name = (turn.kept, turn.parent, turn.block)
-        self._core.restore(*names.keys(), turn.owner, *name, tail, response, turn.record, held_only)
+        names, place, tail, response = self._checked_turn(turn)
+        self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
+
+    def prepare(self, turns: Sequence[FinishedTurn]) -> PreparedSession:
+        """Index stored turns of one session beside the cache, from which `adopt` takes them. No step waits for it.
+
+        Any thread may call it. The turns are all that is known of the session, in order. Raises as `restore` does, and
+        InvalidInputError unless they name one session of one tenant.
+        """
+        if len({(turn.tenant, turn.session) for turn in turns}) != 1 or turns[0].session is None:
+            raise InvalidInputError("turns: give those of one session")
+        key = key_of(turns[0].tenant, turns[0].session)
+        assert key is not None
+        prepared = self._core.prepare(key)
+        for turn in turns:
+            names, place, tail, response = self._checked_turn(turn)
+            if names.scope != "none":
+                prepared.add(names.scope == "tenant" and turn.group is None, *place, tail, response, turn.record)
+        prepared.finish()
+        return prepared
+
+    def adopt(self, prepared: PreparedSession, of: FinishedTurn) -> bool:
+        """Put a prepared session into the cache, in place of what that holds of it. of: any of its turns.
+
+        Afterwards `restore` its turns, which brings them to their groups and tenant. Returns False, and does nothing,
+        if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
+        it: then restoring the turns does everything. A prepared session can be adopted once.
+        """
+        return self._core.adopt(prepared, of.tenant or _UNNAMED, of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
@@ -520,6 +537,23 @@ class SuffixCache:
         if not 0.0 <= cost <= 10.0:
             raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
         return cost
+
+    def _checked_turn(self, turn: FinishedTurn) -> tuple["_Names", tuple[int, int, int], Int32Array, Int32Array]:
+        """Return a turn's names, (kept, parent, block), prompt tail and response, if `restore` takes it."""
+        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant, owner=turn.owner)
+        for field, value, limit in (
+            ("kept", turn.kept, 2**32),
+            ("parent", turn.parent, 2**64),
+            ("block", turn.block, 2**64),
+        ):
+            if not 0 <= value < limit:
+                raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
+        if turn.kept == 0 != turn.parent:
+            raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
+        tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
+        response = as_tokens(turn.response, "response", self._vocab_size)
+        names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
+        return names, (turn.kept, turn.parent, turn.block), tail, response
 
     def _keys_of(
         self, tenant: str | None, session: str | None, group: str | None

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from agentspec.cache.store import (
     TurnRecord,
     Wanted,
 )
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, PreparedSession
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
@@ -69,7 +69,10 @@ class Persistence:
         self._preload = preload
         self._store = store
         self._writer = BackgroundWriter(store, retention=retention, max_bytes=queue_bytes)
-        self._loader = BackgroundLoader(store, max_ready_bytes=queue_bytes, before_read=self._begin_following)
+        self._loader = BackgroundLoader(
+            store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._prepare
+        )
+        self._cache: SuffixCache | None = None  # for which large sessions are indexed in the loader's thread
         self._follower: Follower | None = None
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
@@ -78,7 +81,7 @@ class Persistence:
         self._applied = 0
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
         self._applying = threading.Lock()  # held while a record is checked and restored
-        self._restored = self._followed = 0
+        self._restored = self._followed = self._adopted = 0
         self._refused: Counter[str] = Counter()
 
     def follow(self, cache: SuffixCache, erased: Callable[[str | None, str], None]) -> None:
@@ -87,6 +90,7 @@ class Persistence:
         erased(tenant, session): takes a session from the cache and whatever else holds it, in the follower's thread. A
         store in this process's memory has no other writers, so there is nothing to follow.
         """
+        self._cache = cache
         if isinstance(self._store, MemoryStore):
             return
         self._follower = Follower(
@@ -191,6 +195,8 @@ class Persistence:
         while loaded := self._next_loaded():
             if until is None:
                 until = time.thread_time() + seconds
+            if loaded.prepared is not None:
+                self._adopt(cache, loaded, loaded.prepared)
             while self._applied < len(loaded.records):
                 count += self._restore(cache, loaded, loaded.records[self._applied])
                 self._applied += 1
@@ -246,6 +252,7 @@ class Persistence:
 
         refused: turns that cannot be used, by kind. lost, missing: as ``Losses`` counts them. follower: None where
         nothing can be followed. Its "applied": turns of others that the cache was given.
+        adopted_sessions: large sessions that were indexed before they reached the cache.
         """
         writer, loader, losses = self._writer.stats(), self._loader.stats(), self._store.losses()
         follower = None if self._follower is None else self._follower.stats()
@@ -259,6 +266,7 @@ class Persistence:
             "lost": losses.lost,
             "missing": losses.missing,
             "restored": self._restored,
+            "adopted_sessions": self._adopted,
             "refused": sum(kinds.values()),
             "refused_by_kind": {kind: count for kind, count in kinds.items() if count},
             "queued_bytes": writer.queued_bytes + loader.ready_bytes,
@@ -329,6 +337,23 @@ class Persistence:
         self._restored += 1
         self._followed += followed
         return 1
+
+    def _prepare(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
+        """Index a session's turns in the loader's thread. Returns None if one of them cannot be used."""
+        if self._cache is None:
+            return None
+        try:
+            return self._cache.prepare([_turn_of(record) for record in records])
+        except Exception as error:  # each is tried alone when it is applied, and counted there
+            logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
+            return None
+
+    def _adopt(self, cache: SuffixCache, loaded: Loaded, prepared: PreparedSession) -> None:
+        loaded.prepared = None
+        session = loaded.records[0].session
+        with self._applying:
+            if session not in self._erasures and session not in loaded.forgotten:
+                self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
 
 
 def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:

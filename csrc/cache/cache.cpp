@@ -204,17 +204,43 @@ bool Cache::find_held(Names names, Request& to) {
   return true;
 }
 
+// Finds what a stored turn names, and makes what is missing.
+void Cache::find_or_make(Names names, Request& to) {
+  to.tenant = entries_.tenant(names.tenant, nullptr);
+  names.stored = true;
+  if (to.tenant && to.tenant->owner->name != to.tenant->key) names.owner = &to.tenant->owner->name;
+  to.session = entries_.session(names, to.tenant);
+  to.group = entries_.group(names, to.tenant);
+}
+
+bool Cache::adopt(Names names, PreparedSession& prepared) {
+  std::lock_guard lock(mutex_);
+  const auto held = entries_.find_session(*names.session);
+  const auto own = entries_.find_own_group(*names.session);
+  if (held && !prepared.session().holds_all_of(*held)) return false;
+  if (own && !prepared.responses().holds_all_of(own->corpus)) return false;
+  if (entries_.over_budget(prepared.session())) return false;
+  names.shared = !prepared.responses().empty();
+  Request to;
+  find_or_make(names, to);
+  entries_.bury(prepared.move_to(*to.session));
+  if (to.group) {
+    entries_.bury(prepared.move_to(to.group->corpus));
+    entries_.count(*to.group);
+  }
+  entries_.count(*to.session);
+  entries_.forget_if_empty(*to.session);
+  entries_.evict(to.tenant.get());
+  return true;
+}
+
 void Cache::restore(Names names, Turn turn, bool held_only) {
   std::lock_guard lock(mutex_);
   Request to;
   if (held_only) {
     if (!find_held(names, to)) return;
   } else {
-    to.tenant = entries_.tenant(names.tenant, nullptr);
-    names.stored = true;
-    if (to.tenant && to.tenant->owner->name != to.tenant->key) names.owner = &to.tenant->owner->name;
-    to.session = entries_.session(names, to.tenant);
-    to.group = entries_.group(names, to.tenant);
+    find_or_make(names, to);
   }
   to.shared = to.tenant && names.shared;
   if (to.session) to.session->find_parent(turn);
@@ -289,9 +315,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
     }
   }
   if (of.shared && !turn.response().empty() && wanted) {
-    const auto tail = last_of(std::span(turn.tokens).first(turn.prompt_tail), kOverlap);
-    context.insert(context.end(), tail.begin(), tail.end());
-    const auto kept_context = last_of(context, drafter_->kept_context());
+    const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
     for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
       group->corpus.add(session, turn.record, kept_context, turn.response());

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cache/entries.hpp"
+#include "cache/prepared_session.hpp"
 #include "drafting/drafter.hpp"
 
 namespace agentspec {
@@ -97,6 +98,12 @@ class Cache {
   void publish(std::shared_ptr<const SuffixIndex> corpus);
   // Counts the bytes of the public corpus that is there or being made, and makes room for them.
   void count_public(std::size_t bytes);
+  // Begins a session that is built beside this, without the lock.
+  PreparedSession prepare(const std::string& session) const { return {session, drafter_->kept_context()}; }
+  // Puts a prepared session in the place of what is held of it. Returns false and does nothing if that has turns that
+  // the prepared one lacks, or if the session's budget cuts it: then its turns must be restored instead. Otherwise
+  // restoring them brings them to its named groups and its tenant.
+  bool adopt(Names names, PreparedSession& prepared);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
   bool has_session(const std::string& session);
@@ -165,6 +172,7 @@ class Cache {
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
   bool find_held(Names names, Request& to);
+  void find_or_make(Names names, Request& to);
   std::shared_ptr<CacheEntry> find(Names names) const;
   void begin_text(Request& request, std::span<const Token> prompt);
   void rewind(Request& request, std::span<const Token> row);

@@ -34,6 +34,18 @@ void Corpus::add(const std::string* session, std::uint64_t record, std::span<con
   tokens_ += end - begin;
 }
 
+bool Corpus::holds_all_of(const Corpus& other) const {
+  return std::ranges::all_of(other.records_, [&](std::uint64_t record) { return holds(record); });
+}
+
+SuffixIndex Corpus::take_over(Corpus& from) {
+  SuffixIndex old = index_.replace(std::exchange(from.index_, {}));
+  SuffixIndex taken = std::exchange(index_, {});
+  *this = std::exchange(from, {});
+  index_ = std::move(taken);
+  return old;
+}
+
 void Corpus::forget(const Document& document) {
   tokens_ -= document.end - document.begin;
   dropped_tokens_ += document.end - document.begin;

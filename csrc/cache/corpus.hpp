@@ -29,6 +29,9 @@ class Corpus {
   // Adds a response behind the end of its context. `session` is null if the response belongs to none.
   void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
            std::span<const Token> response);
+  bool holds_all_of(const Corpus& other) const;  // the records
+  // Becomes what `from` holds, which is empty then. Returns the index that was here.
+  SuffixIndex take_over(Corpus& from);
   void drop_oldest();
   void drop_older_half();
   void drop_session(const std::string& session);

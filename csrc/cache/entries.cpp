@@ -293,10 +293,14 @@ void CacheEntries::forget_if_empty(CacheEntry& entry) {
   if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
 }
 
-void CacheEntries::trim(Session& session) {
-  const Size size = session.size();
+bool CacheEntries::over_budget(const Session& session) const {
   const bool bounded = limits.session.tokens > 0 || limits.session.bytes > 0;
-  if (bounded ? !size.over(limits.session) : size.tokens <= kSessionTokens) return;
+  return bounded ? session.size().over(limits.session) : session.tokens() > kSessionTokens;
+}
+
+void CacheEntries::trim(Session& session) {
+  if (!over_budget(session)) return;
+  const Size size = session.size();
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);

@@ -92,6 +92,7 @@ class CacheEntries {
   void count(CacheEntry& entry);  // updates the sums to its present size
   void advance(CacheEntry& entry, WorkBudget& budget);
   void forget_if_empty(CacheEntry& entry);
+  bool over_budget(const Session& session) const;
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
   void trim(Session& session);
   // Counts what running requests hold of their own, which nothing but their end gives back.

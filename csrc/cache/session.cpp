@@ -171,6 +171,18 @@ bool Session::append(const Turn& turn) {
   return is_new;
 }
 
+bool Session::holds_all_of(const Session& other) const {
+  return std::ranges::all_of(other.records_, [&](const auto& record) { return holds(record.first); });
+}
+
+SuffixIndex Session::take_over(Session& from) {
+  documents_ = std::exchange(from.documents_, {});
+  places_ = std::exchange(from.places_, {});
+  records_ = std::exchange(from.records_, {});
+  newest_ = from.newest_;
+  return text_.replace(std::exchange(from.text_, {}));
+}
+
 void Session::clear() {
   text_.clear();
   documents_ = {};

@@ -51,6 +51,9 @@ class Session final : public CacheEntry {
   bool holds(std::uint64_t record) const { return records_.contains(record); }
   // Appends what is new in a turn. Returns whether anything was.
   bool append(const Turn& turn);
+  bool holds_all_of(const Session& other) const;  // the records
+  // Becomes what `from` holds, which is empty then. Returns the index that was here.
+  SuffixIndex take_over(Session& from);
   // Forgets all that was said.
   void clear();
   // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest.

@@ -48,6 +48,13 @@ void SuffixIndex::clear() {
   version_ = next;
 }
 
+SuffixIndex SuffixIndex::replace(SuffixIndex with) {
+  const std::uint64_t next = std::max(version_, with.version_) + 1;
+  std::swap(*this, with);
+  version_ = next;
+  return with;
+}
+
 std::size_t SuffixIndex::advance(std::size_t budget) {
   if (frozen_) return 0;
   const Token* const text = text_.data() + kPad;

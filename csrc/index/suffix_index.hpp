@@ -70,6 +70,9 @@ class SuffixIndex {
   // Forgets everything but the version, which goes on.
   void clear();
 
+  // Takes the place of this index and returns it. The version goes on, so that no match of either is valid any more.
+  SuffixIndex replace(SuffixIndex with);
+
   // Gives back up to about `most` bytes of an index that is not used any more. Returns whether all are gone.
   bool dispose(std::size_t most) { return sorted_.tree().dispose(most) && text_.dispose(most) && marks_.dispose(most); }
 

@@ -180,6 +180,29 @@ def test_a_tenants_corpus_is_loaded_at_its_first_request(start: Start) -> None:
     assert b.cache.needs_load("u")
 
 
+def test_a_large_session_is_there_whole_with_the_step_that_takes_it(start: Start, tmp_path: Path) -> None:
+    a = start()
+    said = np.random.default_rng(1).integers(0, 90_000, (6, 20_000)).tolist()
+    for part in said:
+        a.say(part[:19_000], part[19_000:])
+    assert a.persistence._writer.flush(10)
+    b = start(preload=0)
+    name = b.begin([1, 2, 3])
+    wait_until(b.persistence.has_loaded)
+    b.step()
+    assert b.persistence.stats()["adopted_sessions"] == 1
+    b.texts[name] += said[2][5_000:5_010]  # long before all of it could have been indexed
+    b.step()
+    assert b.cache.stats().pending < 10_000  # the tenant's corpus, and the request's own text
+    draft = b.cache.propose([name], 4)[0]
+    assert (draft.token_ids.tolist(), draft.source) == (said[2][5_010:5_014], "session")
+    b.wait(lambda: not b.cache.needs_load(TENANT, "s"))
+    again = b.begin([1])
+    b.texts[again] += said[5][19_500:19_510]
+    b.cache.catch_up()
+    assert b.step()[again] == said[5][19_510:19_514]
+
+
 def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> None:
     a, b = start(), start(snapshot=tmp_path / "b.trees")
     meet(a, b)

@@ -66,8 +66,13 @@ def fill(store: FlakyStore, count: int, sessions: int = 3) -> None:
 def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, loader: BackgroundLoader) -> None:
     fill(store, 600)
     for _ in range(2):  # whoever applies them knows which are new
+        store.gate.clear()  # the loader is busy with another session
+        calls = store.calls
+        assert loader.request(session("nobody"))
+        wait_until(lambda calls=calls: store.calls > calls)  # type: ignore[misc]
         assert loader.request(session("s1"))
         assert loader.request(session("s1"))
+        store.gate.set()
         assert [number_of(record) for record in gather(loader, session("s1"))] == list(range(1, 600, 3))
     assert loader.stats().delivered == 400
 

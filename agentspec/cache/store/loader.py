@@ -10,12 +10,15 @@ from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import Record, TurnRecord, decode
+from agentspec.cache.suffix_cache import PreparedSession
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
 _BATCH_BYTES = 1 << 20
+_WHOLE_BYTES = 16 << 20  # of a session, which is delivered in one batch; what is larger comes in several
+_PREPARED_TOKENS = 100_000  # from which on a session is indexed before it is delivered
 _MAX_RECORDS = 2048  # newest ones of a session or group that a request delivers
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
 
@@ -118,7 +121,8 @@ class BackgroundLoader:
     the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
 
     ready: the queue that ``take`` empties, into which others may put records too. before_read(namespace, tenant): is
-    called in the loader's thread before a log is read; it may wait for the store and raise its errors.
+    called in the loader's thread before a log is read; it may wait for the store and raise its errors. prepare: is
+    called in that thread with all turns of a large session, and returns their indexes, or None if it cannot.
     """
 
     def __init__(
@@ -129,10 +133,11 @@ class BackgroundLoader:
         max_ready_bytes: int = QUEUE_BYTES,
         breaker: CircuitBreaker | None = None,
         before_read: Callable[[str, str | None], None] = lambda namespace, tenant: None,
+        prepare: Callable[[list[TurnRecord]], PreparedSession | None] = lambda records: None,
     ) -> None:
         self._store = store
         self.ready = ReadyRecords(max_ready_bytes)
-        self._max_pending, self._before_read = max_pending, before_read
+        self._max_pending, self._before_read, self._prepare = max_pending, before_read, prepare
         self._breaker = breaker or CircuitBreaker()
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
@@ -263,19 +268,22 @@ class BackgroundLoader:
                 newest=job.newest,
             )
         seen, courtesy = 0, Courtesy()
-        loaded = Loaded(job.wanted)
+        loaded, whole = Loaded(job.wanted), job.after is None and job.wanted.session is not None
         try:
             for entry, record in job.entries:
                 seen += 1
                 if isinstance(record, TurnRecord):
                     loaded.add(record)
                 job.after, job.tries, job.newest = entry.sequence, 0, job.newest - 1
-                if len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES:
+                if loaded.size >= _WHOLE_BYTES if whole else _is_slice(loaded):
                     self._publish(job, loaded)
-                    loaded = Loaded(job.wanted)
+                    loaded, whole = Loaded(job.wanted), False
                 if job.wanted.is_corpus and seen >= _SLICE:
                     return False
                 courtesy.pause()
+            if whole and sum(record.tokens for record in loaded.records) >= _PREPARED_TOKENS:
+                loaded.prepared = self._prepare(loaded.records)
+                loaded.size += loaded.prepared.bytes() if loaded.prepared else 0
         finally:
             self._publish(job, loaded)
         return True
@@ -327,3 +335,7 @@ class BackgroundLoader:
         except Exception:
             return False
         return True
+
+
+def _is_slice(loaded: Loaded) -> bool:
+    return len(loaded.records) >= _SLICE or loaded.size >= _BATCH_BYTES

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from agentspec.cache.store.records import TurnRecord
+from agentspec.cache.suffix_cache import PreparedSession
 
 _FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so many of the queue
 
@@ -29,14 +30,15 @@ class Loaded:
     """Hold records to apply together.
 
     wanted: what was asked for; None: the records were followed, so they go to what the cache holds only. complete:
-    these are the last of what ``wanted`` names, and none was lost. forgotten: sessions that were erased since ``take``
-    returned it.
+    these are the last of what ``wanted`` names, and none was lost. prepared: the session that the records are, indexed
+    already; None: it is not worth that. forgotten: sessions that were erased since ``take`` returned it.
     """
 
     wanted: Wanted | None
     records: list[TurnRecord] = field(default_factory=list)
     size: int = 0
     complete: bool = False
+    prepared: PreparedSession | None = None
     forgotten: set[str] = field(default_factory=set)
 
     def add(self, record: TurnRecord) -> None:
@@ -49,6 +51,7 @@ class Loaded:
         if any(record.session in sessions for record in self.records):
             self.records = [record for record in self.records if record.session not in sessions]
             self.size = sum(record.size for record in self.records)
+            self.prepared = None
 
 
 class ReadyRecords:

@@ -93,6 +93,11 @@ class TurnRecord:
     __hash__ = None  # type: ignore[assignment]  # arrays inside
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the record holds."""
+        return len(self.prompt_tail) + len(self.response)
+
+    @property
     def size(self) -> int:
         """Bytes that the record takes in memory, roughly."""
         return _TURN_BYTES + self.prompt_tail.nbytes + self.response.nbytes

@@ -1,0 +1,35 @@
+#include "cache/prepared_session.hpp"
+
+#include <utility>
+
+namespace agentspec {
+namespace {
+
+constexpr std::size_t kAtOnce = std::size_t{1} << 16;  // positions; a call may end earlier by the clock
+
+}  // namespace
+
+std::vector<Token> context_of_response(std::vector<Token> context, const Turn& turn, std::size_t count) {
+  const auto tail = last_of(std::span(turn.tokens).first(turn.prompt_tail), kOverlap);
+  context.insert(context.end(), tail.begin(), tail.end());
+  const auto kept = last_of(std::span<const Token>(context), count);
+  return {kept.begin(), kept.end()};
+}
+
+void PreparedSession::add(Turn turn, bool own) {
+  if (turn.tokens.empty()) return;
+  session_.find_parent(turn);
+  auto context = session_.context_of(turn);
+  bool wanted = true;  // see Cache::keep
+  if (!session_.holds(turn.record)) wanted = session_.append(turn) || turn.record != 0;
+  if (!own || !wanted || turn.response().empty() || responses_.holds(turn.record)) return;
+  const std::string key = "s" + key_;
+  responses_.add(&key, turn.record, context_of_response(std::move(context), turn, kept_context_), turn.response());
+}
+
+void PreparedSession::finish() {
+  while (session_.index().pending() > 0) session_.advance(kAtOnce);
+  while (responses_.index().pending() > 0) responses_.advance(kAtOnce);
+}
+
+}  // namespace agentspec

@@ -1,0 +1,165 @@
+"""Large sessions that are indexed beside the cache and put into it whole."""
+
+import random
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agentspec.cache import Budget, FinishedTurn, SuffixCache
+from agentspec.errors import InvalidInputError, InvalidTokenError
+from tests.cache.test_stalls import STALL, Texts, cpu, most
+
+pytestmark = pytest.mark.usefixtures("clock_on")
+
+
+def conversation(
+    seed: int, turns: int, session: str = "s", length: int = 60
+) -> tuple[list[FinishedTurn], list[list[int]]]:
+    """Turns of a session with branches, groups and parallel calls, and the contexts after each."""
+    rng = random.Random(seed)
+    source = SuffixCache()
+    contexts: list[list[int]] = [[]]
+    found = []
+    for number in range(turns):
+        base = contexts[-1] if rng.random() < 0.7 else rng.choice(contexts)
+        piece = rng.choice(contexts)[-rng.randrange(1, length) :] if rng.random() < 0.5 else []
+        prompt = base + rng.choices(range(40), k=rng.randrange(1, length)) + piece
+        response = rng.choices(range(40), k=rng.randrange(1, length)) + piece[: length // 2]
+        group = "g" if rng.random() < 0.2 else None
+        source.start("r", prompt, session=session, group=group, tenant="t")
+        source.extend("r", response)
+        turn = source.finish("r", name=("w", number + 1))
+        assert turn is not None
+        found.append(turn)
+        contexts.append(prompt + response)
+    return found, contexts
+
+
+def drafts(
+    cache: SuffixCache, contexts: list[list[int]], seed: int = 0
+) -> list[tuple[list[int], list[float], list[int]]]:
+    """What is drafted behind pieces of these contexts, by requests of the session, of its group and of the tenant."""
+    rng = random.Random(seed)
+    found = []
+    for names in ({"session": "s"}, {"session": "s", "group": "g"}, {"session": "x", "group": "g"}, {}):
+        for _ in range(40):
+            context = rng.choice(contexts)
+            at = rng.randrange(len(context) + 1)
+            cache.start("probe", context[max(0, at - rng.randrange(1, 200)) : at], tenant="t", **names)  # type: ignore[arg-type]
+            cache.catch_up()
+            draft = cache.propose(["probe"], 16, cost=0.0)[0]
+            found.append((draft.token_ids.tolist(), draft.probabilities.tolist(), draft.sources.tolist()))
+            cache.abort("probe")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_drafts_as_if_its_turns_had_been_restored(seed: int) -> None:
+    turns, contexts = conversation(seed, 60)
+    ordinary, prepared = SuffixCache(), SuffixCache()
+    for cache in (ordinary, prepared):
+        for turn in conversation(99, 5, "other")[0]:
+            cache.restore(turn)
+        if seed % 2:
+            cache.restore(turns[0])  # it is held in part, and a request of it runs
+        cache.start("running", contexts[3], session="s", tenant="t")
+        cache.catch_up()
+        cache.propose(["running"], 8)
+    assert prepared.adopt(prepared.prepare(turns), turns[0])
+    for turn in turns:
+        ordinary.restore(turn)
+    for turn in turns:
+        prepared.restore(turn)
+    ours, theirs = prepared.stats(), ordinary.stats()
+    assert (ours.tokens, ours.sessions, ours.requests) == (theirs.tokens, theirs.sessions, theirs.requests)
+    assert ours.pending < theirs.pending  # the session is indexed already
+    for cache in (ordinary, prepared):
+        cache.catch_up()
+        cache.extend("running", contexts[3][-5:])
+    first, second = (cache.propose(["running"], 16, cost=0.0)[0] for cache in (ordinary, prepared))
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert drafts(prepared, contexts) == drafts(ordinary, contexts)
+    core = prepared._core
+    assert core.recount()[0] == core.stats()[0] and core.recount()[1] == core.stats()[1]
+    for turn in turns:  # all of it is known, by name
+        prepared.restore(turn)
+    assert prepared.stats().tokens == ordinary.stats().tokens
+    for cache in (ordinary, prepared):
+        cache.finish("running", name=("w", 1000))
+        cache.remove_session("t", "s")
+        cache.catch_up()
+    assert prepared.stats().tokens == ordinary.stats().tokens
+    assert drafts(prepared, contexts) == drafts(ordinary, contexts)
+
+
+def test_what_would_be_lost_is_restored_turn_by_turn() -> None:
+    turns, _ = conversation(1, 10)
+    cache = SuffixCache()
+    cache.restore(turns[-1])
+    before = cache.stats()
+    assert not cache.adopt(cache.prepare(turns[:-1]), turns[0])  # the cache holds a turn that came later
+    assert cache.stats() == before
+    small = SuffixCache(per_session=Budget(tokens=100))
+    assert not small.adopt(small.prepare(turns), turns[0])
+    assert small.stats().tokens == 0 and not small.has_session("t", "s")
+    assert cache.adopt(cache.prepare(turns), turns[0])
+    assert cache.has_session("t", "s")
+
+
+def test_it_counts_in_the_budget() -> None:
+    texts = Texts()
+    cache = SuffixCache(vocab_size=60_000, max_bytes=4_000_000)
+    for number in range(20):
+        turns = [
+            FinishedTurn("t", f"s{number}", 0, texts.make(20_000), texts.make(100), writer="w", number=100 * number + n)
+            for n in range(1, 4)
+        ]
+        prepared = cache.prepare(turns)
+        assert prepared.bytes() > 400_000
+        assert cache.adopt(prepared, turns[0])
+        cache.catch_up()
+        assert cache.stats().bytes <= 4_000_000
+    assert cache.has_session("t", "s19") and not cache.has_session("t", "s0")
+
+
+def test_bad_turns_are_refused() -> None:
+    cache = SuffixCache(vocab_size=100)
+    (turn,), _ = conversation(1, 1)
+    with pytest.raises(InvalidInputError, match="turns: give those of one session"):
+        cache.prepare([turn, replace(turn, session="other")])
+    with pytest.raises(InvalidInputError, match="turns"):
+        cache.prepare([replace(turn, session=None)])
+    with pytest.raises(InvalidInputError, match="turns"):
+        cache.prepare([])
+    with pytest.raises(InvalidTokenError):
+        cache.prepare([replace(turn, response=np.array([100], np.int32))])
+    assert cache.stats().tokens == 0
+
+
+def test_no_step_waits_while_a_large_session_is_indexed() -> None:
+    texts, cache = Texts(), SuffixCache(vocab_size=60_000)
+    turns = [FinishedTurn("t", "s", 0, texts.make(9_500), texts.make(500), writer="w", number=n + 1) for n in range(80)]
+    cache.start("r", texts.make(500), session="s", tenant="t")
+    cache.catch_up()
+    ready: list[object] = []
+    thread = threading.Thread(target=lambda: ready.append(cache.prepare(turns)))
+    thread.start()
+    times, waits = [], []
+    while thread.is_alive():
+        begin = time.monotonic()
+        times.append(cpu(lambda: cache.propose(["r"], 8)))
+        waits.append(1e3 * (time.monotonic() - begin))
+        time.sleep(0.002)
+    assert len(times) > 20 and most(times) < STALL
+    assert cpu(lambda: cache.adopt(ready[0], turns[0])) < 5 * STALL  # type: ignore[arg-type]
+    assert cache.stats().pending == 0
+    probe = turns[40].response[100:110].tolist()
+    cache.extend("r", probe)
+    draft = cache.propose(["r"], 4)[0]
+    assert draft.token_ids.tolist() == turns[40].response[110 : 110 + len(draft.token_ids)].tolist()
+    assert draft.source == "session"
+    times = [cpu(lambda turn=turn: cache.restore(turn)) for turn in turns]  # type: ignore[misc]
+    assert most(times) < STALL
