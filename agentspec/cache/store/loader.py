@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
 _BATCH_BYTES = 1 << 20
-_WHOLE_BYTES = 16 << 20  # of a session, which is delivered in one batch; what is larger comes in several
+_WHOLE_BYTES = 4 << 20  # of a session that is delivered in one batch; what is larger comes in several
 _PREPARED_TOKENS = 100_000  # from which on a session is indexed before it is delivered
 _MAX_RECORDS = 2048  # newest ones of a session or group that a request delivers
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
@@ -137,6 +137,7 @@ class BackgroundLoader:
     ) -> None:
         self._store = store
         self.ready = ReadyRecords(max_ready_bytes)
+        self._whole_bytes = min(_WHOLE_BYTES, max_ready_bytes // 4)
         self._max_pending, self._before_read, self._prepare = max_pending, before_read, prepare
         self._breaker = breaker or CircuitBreaker()
         self._reader = RecordReader()
@@ -275,7 +276,7 @@ class BackgroundLoader:
                 if isinstance(record, TurnRecord):
                     loaded.add(record)
                 job.after, job.tries, job.newest = entry.sequence, 0, job.newest - 1
-                if loaded.size >= _WHOLE_BYTES if whole else _is_slice(loaded):
+                if loaded.size >= self._whole_bytes if whole else _is_slice(loaded):
                     self._publish(job, loaded)
                     loaded, whole = Loaded(job.wanted), False
                 if job.wanted.is_corpus and seen >= _SLICE:
