@@ -403,7 +403,7 @@ def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
 
 def salts_of_erasures(server: FakeServer) -> list[str | None]:
     asked = [request for request in server.received if request.method == "DELETE"]
-    return [request.headers.get("X-Cache-Salt") for request in asked]
+    return [request.headers.get("x-cache-salt") for request in asked]
 
 
 def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> None:
