@@ -1,0 +1,302 @@
+"""Run replicas for store.py: each an engine's drafting and persistence in a process of its own, without vLLM."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from agentspec.cache import FinishedTurn
+from agentspec.cache.store import LogNames, open_store
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
+
+VOCABULARY = 131_072
+NAMES = LogNames("0123456789abcdef", b"benchmark")
+COST = 0.03
+STEP_SECONDS = 0.010
+"""Time of a decode step: an 8B model on one GPU takes 5 to 10 ms for it."""
+PROMPT, RESPONSE = 512, 256
+"""Tokens of a session's first prompt, and of each response."""
+TURNS = 3
+"""Turns of a session that `serve` plays; each prompt holds the turns before."""
+
+
+@dataclass(slots=True)
+class Served:
+    """Hold what serving cost. calls: CPU seconds of the thread in the engine's calls of each step. wall: seconds of the
+    same. restored: turns that the store brought meanwhile."""
+
+    steps: int = 0
+    tokens: int = 0
+    finished: int = 0
+    restored: int = 0
+    calls: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """Play requests of given text on a DraftingEngine, step by step, verified greedily."""
+
+    def __init__(self, url: str, batch: int, preload: int = 0) -> None:
+        settings = Settings(store=url, verify_cost=COST, preload_records=preload)
+        self.persistence = Persistence(open_store(url), NAMES, preload)
+        self.engine = DraftingEngine(settings, self.persistence, VOCABULARY, 32)
+        self.tokens = np.zeros((batch, PROMPT + TURNS * RESPONSE), np.int32)
+        self._batch = batch
+        self._rows: list[_Row | None] = [None] * batch
+        self._handle: Batch | None = None
+        self._verified = 0
+        self._count = 0
+
+    def step(self, requests: Iterator["Request"], served: Served) -> None:
+        """Do one decode step of a full batch; what ends makes place for the next of the requests."""
+        started = []
+        for number, row in enumerate(self._rows):
+            if row is None:
+                started.append(self._begin(number, next(requests)))
+        if started or self._handle is None:
+            ids = tuple(row.name for row in self._rows if row is not None)
+            self._handle = Batch(ids, np.arange(self._batch, dtype=np.int32))
+        rows = [row for row in self._rows if row is not None]
+        accepted = [row.accept() for row in rows]
+        for number, row in enumerate(rows):
+            self.tokens[number, : row.length] = row.text[: row.length]
+        step = Step(
+            batch=self._handle,
+            started=started,
+            tokens=self.tokens,
+            lengths=np.array([row.length for row in rows], np.int32),
+            max_draft_tokens=np.array([max(len(row.text) - row.length - 1, 0) for row in rows], np.int32),
+            num_verified_draft_tokens=np.array([len(row.draft) for row in rows], np.int32),
+            num_draft_tokens=sum(len(row.draft) for row in rows),
+        )
+        begin, cpu = time.perf_counter(), time.thread_time()
+        drafts = self.engine.propose(step)
+        for number, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            row.draft = draft
+            if row.length == len(row.text):
+                self.engine.finish(row.name, len(row.text) - row.prompt)
+                self._rows[number] = None
+                served.finished += 1
+        served.calls.append(time.thread_time() - cpu)
+        served.wall.append(time.perf_counter() - begin)
+        served.steps += 1
+        served.tokens += sum(accepted)
+
+    def _begin(self, number: int, request: "Request") -> NewRequest:
+        self._count += 1
+        row = self._rows[number] = _Row(f"{number}-{self._count}", request.text, request.prompt, request.prompt)
+        identity = Identity(session=request.session, session_name=request.session)
+        return NewRequest(row.name, row.text[: row.prompt], identity)
+
+
+@dataclass(slots=True)
+class Request:
+    """Hold a request to play. text: int32 [P + R], prompt and response; prompt: P."""
+
+    session: str
+    text: Int32
+    prompt: int
+
+
+@dataclass(slots=True)
+class _Row:
+    name: str
+    text: Int32
+    prompt: int
+    length: int
+    draft: list[int] = field(default_factory=list)
+
+    def accept(self) -> int:
+        """Take the accepted part of the draft and one token more. Return their number."""
+        rest = self.text[self.length :]
+        right = 0
+        while right < min(len(self.draft), len(rest) - 1) and self.draft[right] == rest[right]:
+            right += 1
+        self.length += right + 1
+        return right + 1
+
+
+class Replica:
+    """Serve, write, listen and load in a process of its own, as store.py asks.
+
+    url: the store that replicas share. text: int32 [T], recorded text. Each replica begins at another place of it.
+    """
+
+    def __init__(self, url: str, number: int, text: Int32, batch: int) -> None:
+        self._number, self._text = number, text
+        self._shared, self._apart = Engine(url, batch), Engine("memory://", batch)
+        self._places = iter(range(number * 977 % len(text), 1 << 62, PROMPT + TURNS * RESPONSE))
+
+    def serve(self, begin: float, seconds: float) -> dict[str, Any]:
+        """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost, shared and apart.
+
+        Two engines with the same requests take turns, so that they see the same machine: one on the shared store, and
+        one on a store of its own in memory.
+        """
+        engines = {"shared": self._shared, "apart": self._apart}
+        served = {name: Served() for name in engines}
+        first = next(self._places)
+        requests = {name: self._requests(first) for name in engines}
+        before = self._shared.persistence.stats()["restored"]
+        for turn in _steps(begin, seconds):
+            for name in engines if turn % 2 else reversed(engines):
+                engines[name].step(requests[name], served[name])
+        served["shared"].restored = self._shared.persistence.stats()["restored"] - before
+        return {name: asdict(found) for name, found in served.items()}
+
+    def load_beside(self, session: str, begin: float, seconds: float) -> dict[str, Any]:
+        """Serve, and after a third of the time load a session that only the store has. Return what it cost.
+
+        calls: CPU seconds of each step's engine calls. at: the step that asked for the session. loaded: seconds from
+        there until the cache had all of it; None: not in time. cpu: CPU seconds of the process, beside those calls.
+        """
+        engine, served = self._shared, Served()
+        others = self._requests(next(self._places))
+        asked: list[float] = []
+        loaded, at = None, 0
+
+        def requests() -> Iterator[Request]:
+            for request in others:
+                if not asked and time.monotonic() > begin + seconds / 3:
+                    asked.append(time.monotonic())
+                    request.session = session
+                yield request
+
+        source = requests()
+        cpu = time.process_time()
+        for _ in _steps(begin, seconds):
+            if not asked:
+                at, cpu, calls = served.steps, time.process_time(), len(served.calls)
+            engine.step(source, served)
+            if asked and loaded is None and not engine.engine.cache.needs_load(None, session):
+                loaded = time.monotonic() - asked[0]
+                cpu = time.process_time() - cpu - sum(served.calls[calls:])
+        return {"calls": served.calls, "at": at, "loaded": loaded, "cpu": cpu}
+
+    def write(self, begin: float, turns: int, session: str | None = None) -> dict[str, float]:
+        """Save so many turns as fast as the store takes them. Return their tokens and the seconds that it took.
+
+        session: of all of them; None: each has its own.
+        """
+        persistence = self._shared.persistence
+        records = [self._turn(session or f"written-{self._number}-{number}") for number in range(turns)]
+        time.sleep(max(0.0, begin - time.monotonic()))
+        wall, cpu = time.monotonic(), time.process_time()
+        done = persistence.stats()["writer"]["persisted"] + turns
+        for turn, identity in records:
+            persistence.save(turn, identity)
+        while persistence.stats()["writer"]["persisted"] < done:
+            time.sleep(0.002)
+        tokens = sum(len(turn.response) + len(turn.prompt_tail) for turn, _ in records)
+        return {"tokens": tokens, "wall": time.monotonic() - wall, "cpu": time.process_time() - cpu}
+
+    def say(self, text: Int32) -> float:
+        """Say a text in one step, finish it, and return the time of that (time.monotonic())."""
+        engine = self._shared.engine
+        engine.propose(_whole("said", text, prompt=8))
+        engine.finish("said", len(text) - 8)
+        return time.monotonic()
+
+    def listen(self, text: Int32, known: int, seconds: float) -> float | None:
+        """Ask for drafts behind the first `known` tokens each step, until one is what follows. Return the time of that.
+
+        None: it did not come within so many seconds.
+        """
+        engine, until = self._shared.engine, time.monotonic() + seconds
+        found, prompt = None, known - 1
+        while found is None and time.monotonic() < until:
+            (draft,) = engine.propose(_whole("listening", text[:known], prompt))
+            prompt = 0
+            if draft and draft[0] == text[known]:
+                found = time.monotonic()
+            else:
+                time.sleep(STEP_SECONDS)
+        engine.finish("listening", 0)
+        return found
+
+    def close(self) -> None:
+        """Close both engines and their stores."""
+        self._shared.engine.close()
+        self._apart.engine.close()
+
+    def _requests(self, place: int) -> Iterator[Request]:
+        for count in range(1 << 62):
+            begin = (place + count * (PROMPT + TURNS * RESPONSE)) % (len(self._text) - PROMPT - TURNS * RESPONSE)
+            for turn in range(TURNS):
+                prompt = PROMPT + turn * RESPONSE
+                text = self._text[begin : begin + prompt + RESPONSE]
+                yield Request(f"{self._number}-{place}-{count}", text, prompt)
+
+    def _turn(self, session: str) -> tuple[FinishedTurn, Identity]:
+        begin = next(self._places) % (len(self._text) - RESPONSE)
+        writer, name = self._shared.persistence.next_name()
+        text = self._text[begin : begin + RESPONSE]
+        turn = FinishedTurn(None, session, 0, text[:8], text[8:], writer=writer, number=name)
+        return turn, Identity(session=session, session_name=session)
+
+
+class Process:
+    """Run a Replica in a new process. Its methods are called by `begin`, whose result is the answer to wait for."""
+
+    def __init__(self, url: str, number: int, text: Int32, batch: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, url, number, text, batch), daemon=True)
+        self._process.start()
+
+    def begin(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Call a method of the replica. Returns a function that waits for the result."""
+        self._pipe.send((method, arguments))
+        return self._pipe.recv
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+def _run(pipe: Connection, url: str, number: int, text: Int32, batch: int) -> None:
+    replica = Replica(url, number, text, batch)
+    while (call := pipe.recv()) is not None:
+        method, arguments = call
+        pipe.send(getattr(replica, method)(*arguments))
+    replica.close()
+
+
+def _steps(begin: float, seconds: float) -> Iterator[int]:
+    """Yield a number at the time of each step, for so long. A step that is late is not made up for."""
+    turn = 0
+    while (now := time.monotonic()) < begin + seconds:
+        if (wait := begin + turn * STEP_SECONDS - now) > 0:
+            time.sleep(wait)
+        else:
+            turn = int((now - begin) / STEP_SECONDS)
+        yield turn
+        turn += 1
+
+
+def _whole(name: str, text: Int32, prompt: int) -> Step:
+    """Return a step of one request that has all of this text. prompt: tokens of its prompt if it starts, else 0."""
+    new = [NewRequest(name, text[:prompt], Identity())] if prompt else []
+    one = np.zeros(1, np.int32)
+    return Step(
+        batch=_ALONE.setdefault(name, Batch((name,), one)),
+        started=new,
+        tokens=np.ascontiguousarray(text[None]),
+        lengths=one + len(text),
+        max_draft_tokens=one + 8,
+        num_verified_draft_tokens=one,
+        num_draft_tokens=0,
+    )
+
+
+_ALONE: dict[str, Batch] = {}
