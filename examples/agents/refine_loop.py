@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 
-from agentspec import AgentClient, Reply
+from agentspec import AgentClient, Budget, Progress, Reply
 
 TASK = 'Write a Python function slugify(text): lower-case words joined by "-". Answer with one code block.'
 TESTS = """
@@ -25,50 +25,51 @@ assert slugify("") == "", slugify("")
 CODE_BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
-def run_tests(answer: str) -> str:
-    """Run the tests on an answer. Return the last line of the error, or "" when all tests passed."""
-    found = CODE_BLOCK.search(answer)
-    program = (found.group(1) if found else answer) + TESTS
+def critic(answer: Reply) -> str | None:
+    """Run the tests on an answer. Return the next message to the model, or None when all tests passed."""
+    found = CODE_BLOCK.search(answer.text)
+    program = (found.group(1) if found else answer.text) + TESTS
     try:
         result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=10)
     except subprocess.TimeoutExpired:
-        return "it ran for more than 10 seconds"
-    lines = result.stderr.strip().splitlines()
-    return "" if result.returncode == 0 else (lines or ["it failed without a message"])[-1]
+        failure = "it ran for more than 10 seconds"
+    else:
+        if result.returncode == 0:
+            return None
+        failure = (result.stderr.strip().splitlines() or ["it failed without a message"])[-1]
+    return f"The tests fail: {failure}\nCorrect the function. Answer with one code block."
 
 
-def describe(turn: int, reply: Reply) -> str:
-    """Return one line of figures about a reply."""
-    line = f"turn {turn}: {reply.usage.completion_tokens if reply.usage else '?'} tokens"
-    if (speculation := reply.speculation) is not None:
-        sources = ", ".join(f"{name} {count}" for name, count in speculation.accepted_by_source.items())
-        line += f" in {speculation.steps} steps, mean acceptance length {speculation.mean_acceptance_length:.2f}"
-        line += f"; accepted {speculation.accepted} of {speculation.drafted} ({sources})"
-    return line
+def describe(progress: Progress) -> None:
+    """Print one line of figures about an attempt."""
+    attempt = progress.attempt
+    line = f"{attempt.name}: {attempt.error or (attempt.feedback or 'all tests pass').splitlines()[0]}"
+    if attempt.reply is not None and (speculation := attempt.reply.speculation) is not None:
+        sources = ", ".join(f"{name} {count}" for name, count in speculation.accepted_by_source.items() if count)
+        line += f" ({speculation.tokens} tokens in {speculation.steps} steps; accepted from {sources or 'nothing'})"
+    print(line)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--session", help="go on with this session (default: a new one)")
+    parser.add_argument("--session", help="go on with the session of this name, which is kept (default: a new one)")
     parser.add_argument("--turns", type=int, default=4)
     options = parser.parse_args()
 
     with AgentClient(base_url=options.base_url, model=options.model) as client:
-        session = client.session(options.session)
-        print(f"session {session.id}")
-        message = TASK
-        for turn in range(1, options.turns + 1):
-            reply = session.chat(message, temperature=0, max_tokens=512)
-            print(describe(turn, reply))
-            failure = run_tests(reply.text)
-            if not failure:
-                print("all tests pass")
-                return 0
-            print(f"  {failure}")
-            message = f"The tests fail: {failure}\nCorrect the function. Answer with one code block."
-    return 1
+        result = client.session(options.session).refine(
+            TASK,
+            critic,
+            attempts=options.turns,
+            budget=Budget(seconds=600),
+            on_progress=describe,
+            temperature=0,
+            max_tokens=512,
+        )
+    print(f"stopped: {result.stopped}, {result.spent.tokens} tokens, {result.spent.seconds:.1f} s")
+    return 0 if result.done else 1
 
 
 if __name__ == "__main__":

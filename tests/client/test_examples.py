@@ -1,0 +1,71 @@
+"""The examples for agents, as a user starts them, against a server that says what each needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .fake_server import FakeServer
+from .test_speculation import COUNTS
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+GOOD = '```python\nimport re\ndef slugify(text):\n    return "-".join(re.findall(r"[a-z]+", text.lower()))\n```'
+
+
+def run_example(name: str, server: FakeServer, folder: Path, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--base-url", server.url, "--model", "small", *options]
+    environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_refining_coder_corrects_its_code(server: FakeServer, tmp_path: Path) -> None:
+    server.counts = COUNTS
+    server.answers = [{"content": "def slugify(text): return text"}, {"content": GOOD}]
+    said = run_example("refine_loop.py", server, tmp_path)
+    assert "attempt 1: The tests fail" in said and "attempt 2: all tests pass" in said and "session 5" in said
+
+
+def test_the_tool_agent_reads_its_folder_and_nothing_else(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the answer is 42")
+
+    def call(number: int, name: str, arguments: str) -> dict[str, object]:
+        return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    calls = [call(1, "list_files", "{}"), call(2, "read_file", '{"path": "notes.txt"}')]
+    server.answers = [{"tool_calls": [*calls, call(3, "read_file", '{"path": "../secret"}')]}, {"content": "42"}]
+    said = run_example("tool_agent.py", server, tmp_path)
+    assert "the answer is 42" in said and "PermissionError" in said and said.endswith("42\n")
+
+
+def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> None:
+    server.counts = COUNTS
+    said = run_example("pipeline.py", server, tmp_path)
+    assert "review: answer 3" in said and "answer 3" in (tmp_path / "report.html").read_text()
+    assert {chat.headers["x-parent-session-id"] for chat in server.chats} == {"pipeline"}
+
+
+def test_the_fan_out_reviews_each_file(server: FakeServer, tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("pass")
+    said = run_example("async_fanout.py", server, tmp_path, "a.py", "b.py")
+    assert "a.py: done" in said and "b.py: done" in said and len(server.chats) == 5
+
+
+def test_two_sessions_tell_their_sources(server: FakeServer, tmp_path: Path) -> None:
+    server.counts = COUNTS
+    assert run_example("two_sessions.py", server, tmp_path).count("accepted from {'request': 3, 'session': 5}") == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="openai-agents is not installed")
+def test_the_runner_of_openai_agents_keeps_its_history_in_a_session(server: FakeServer, tmp_path: Path) -> None:
+    server.answers = [{"content": text, "reasoning": None} for text in ("one", "two")]
+    said = run_example("openai_agents.py", server, tmp_path)
+    assert said == "one\ntwo\n4 messages in session poet\n"
+    assert {chat.headers["x-session-id"] for chat in server.chats} == {"poet"}
