@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 HEADS = MODEL.with_name("medusa")
 DRAFTERS = {
     "medusa": {"method": "medusa", "model": str(HEADS), "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("draft_model")), "num_speculative_tokens": 4},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
 }
 
