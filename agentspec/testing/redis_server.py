@@ -226,12 +226,13 @@ class RedisClusterServers:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             options = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
-            self.servers = [stack.enter_context(RedisServer(options)) for _ in range(3)]
+            buses = [free_port() for _ in range(3)]  # by default 10,000 above the port, which can be too high
+            self.servers = [stack.enter_context(RedisServer({**options, "cluster-port": str(bus)})) for bus in buses]
             clients = [server.client() for server in self.servers]
             for number, client in enumerate(clients):
                 low, high = number * 16_384 // 3, (number + 1) * 16_384 // 3 - 1
                 client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
-                clients[0].execute_command("CLUSTER MEET", "127.0.0.1", self.servers[number].port)
+                clients[0].execute_command("CLUSTER MEET", "127.0.0.1", self.servers[number].port, buses[number])
             for client in clients:
                 _wait(lambda at=client: _is_formed(at))  # type: ignore[misc]
             self._stack = stack.pop_all()
