@@ -128,7 +128,7 @@ class DraftingEngine:
             file = Path(settings.public).expanduser()
             self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
-        self._steps = 0
+        self._steps = self._held_back = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
         self._model_seconds = 0.0  # time that the draft model took after the latest step
@@ -217,6 +217,7 @@ class DraftingEngine:
         return {
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
             "steps": self._steps,
+            "steps_held_back": self._held_back,
             "running": sum(not state.failed for state in self._requests.values()),
             **self.metrics.stats(),
             "verify_cost": self.step_cost.stats(),
@@ -284,7 +285,7 @@ class DraftingEngine:
         if not len(drafts.token_ids):
             return [[] for _ in step.batch.request_ids]
         if not self._persistence.is_current():  # this process was frozen: it may not know what was erased meanwhile
-            self.metrics.counters["steps_held_back"] += 1
+            self._held_back += 1
             return [[] for _ in step.batch.request_ids]
         return lookup.spread(self.budget.cut(drafts, budget))
 

@@ -51,6 +51,11 @@ _COUNTERS = (
     _Figure("store_failed_writes", "store.writer.failed", "Writes that failed; they are repeated."),
     _Figure("store_failed_reads", "store.loader.failed", "Reads that failed; they are repeated."),
     _Figure("store_damaged_records", "store.loader.damaged", "Stored records skipped because they are damaged."),
+    _Figure("followed_turns", "store.follower.applied", "Turns of other engines put into the suffix indexes."),
+    _Figure("follower_skipped_records", "store.follower.skipped", "This engine's own records in the logs it follows."),
+    _Figure("follower_erasures", "store.follower.erased", "Sessions that other engines erased, erased here too."),
+    _Figure("follower_failures", "store.follower.failed", "Reads of the logs that failed; they are repeated."),
+    _Figure("steps_held_back", "steps_held_back", "Steps without drafts because the process was frozen."),
     _Figure("store_lost_records", "store.lost", "Records that the store acknowledged to this engine and lost since."),
     _Figure("store_missing_records", "store.missing", "Records that reads found referred to, but gone."),
 )
@@ -65,6 +70,9 @@ _GAUGES = (
     _Figure("store_queued_records", "store.writer.queued", "Records that wait to be written."),
     _Figure("store_queued_bytes", "store.writer.queued_bytes", "Bytes of the records that wait to be written."),
     _Figure("store_loading_sessions", "store.loader.pending", "Sessions that wait to be read from the store."),
+    _Figure("follower_logs", "store.follower.logs", "Tenants whose logs are followed."),
+    _Figure("follower_behind_logs", "store.follower.behind", "Followed logs that hold more than was read."),
+    _Figure("follower_delay_ms", "store.follower.delay_ms", "Age of another engine's newest turn when it arrived."),
     _Figure("verify_cost_ratio", "verify_cost.cost", "Price of verifying one more token, as a share of a step."),
 )
 _BY_SOURCE = (
@@ -191,7 +199,7 @@ def _health(engines: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
         for name, count in stats["counters"].items():
             if name.startswith("errors_"):
                 errors.add_metric([engine, name.removeprefix("errors_")], count)
-        states = {stats["store"][side]["state"] for side in ("writer", "loader")}
+        states = {side["state"] for name in ("writer", "loader", "follower") if (side := stats["store"].get(name))}
         available.add_metric([engine], float(states == {"closed"}))
     yield from (errors, available)
 

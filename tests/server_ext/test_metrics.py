@@ -43,9 +43,9 @@ def of(samples: Samples, name: str, **labels: str) -> float:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    """An engine that has drafted in two requests."""
-    running = Engine()
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine that has drafted in two requests, on a store that others may share."""
+    running = Engine(f"sqlite:///{tmp_path}/log.db")
     for request in "ab":
         running.run(request, [1, 2, 3], OUTPUT, session="fix-42")
     yield running
