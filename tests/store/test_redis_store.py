@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import redis
@@ -91,6 +92,22 @@ def test_a_log_of_an_older_release_is_refused_with_the_command_that_converts_it(
         with pytest.raises(StoreVersionError, match="agentspec sessions convert redis://") as error:
             call()
         assert PASSWORD not in str(error.value)
+
+
+def test_logs_are_known_again_after_the_server_lost_everything(server: RedisServer) -> None:
+    with closing(open_store(f"{server.url}?shards=2")) as store:
+        assert isinstance(store, RedisStore)
+        raw(store).flushall()
+        for log in ("a", "b"):
+            store.append(log, [NewEntry("s", b"before")])
+        raw(store).flushall()
+        for log in ("a", "b"):
+            store.append(log, [NewEntry("s", b"after")])
+        assert store.namespaces() == ["a", "b"]
+        with closing(open_store(f"{server.url}?shards=2")) as another:
+            assert (another.namespaces(), another.usage().records) == (["a", "b"], 2)
+            assert [entry.payload for entry in another.read("a")] == [b"after"]
+            assert another.trim(Retention(records=0)).records == 2
 
 
 def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:

@@ -156,6 +156,9 @@ class RedisStore:
                 if answer is None:
                     self._unsure = None
                     raise conflict(expected or "")
+                if parsed(answer.born) == answer.first:  # the log is new, or the server has lost all it had
+                    self.command("SET", f"{self.prefix}:shards", self._shard_count, "NX")
+                    self.command("SADD", f"{self.prefix}:namespaces", namespace)
                 self._note(namespace, shards[place], answer, part)
                 for offset, index in enumerate(indices):
                     sequences[index] = self._name(place, (answer.first[0], answer.first[1] + offset))
