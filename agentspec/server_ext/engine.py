@@ -86,7 +86,7 @@ class DraftingEngine:
         tokenize: Tokenize | None = None,
     ) -> None:
         self.settings = settings
-        shares = MemoryShares.of(settings.max_bytes)
+        shares = MemoryShares.of(settings.max_bytes, settings.store)
         self.metrics = Metrics(shares.figures // 2)
         self.cache = SuffixCache(
             max_tokens=settings.max_tokens,
@@ -209,6 +209,7 @@ class DraftingEngine:
         parts = {
             "cache": held.bytes,
             "queues": stored["queued_bytes"],
+            "store": stored["memory_bytes"],
             "figures": self.metrics.bytes
             + (self._recorder.bytes if self._recorder else 0)
             + self._groups.bytes

@@ -269,6 +269,7 @@ class Persistence:
             "adopted_sessions": self._adopted,
             "refused": sum(kinds.values()),
             "refused_by_kind": {kind: count for kind, count in kinds.items() if count},
+            "memory_bytes": self._store.held_bytes if isinstance(self._store, MemoryStore) else 0,
             "queued_bytes": writer.queued_bytes + loader.ready_bytes,
             "jobs": self._jobs.waiting(),
         }

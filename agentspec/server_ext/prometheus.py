@@ -61,7 +61,11 @@ _COUNTERS = (
 )
 _GAUGES = (
     _Figure("requests_running", "running", "Requests that drafts are made for."),
-    _Figure("memory_bytes", "memory.bytes", "Memory of texts, indexes, what was learned, queues and figures."),
+    _Figure(
+        "memory_bytes",
+        "memory.bytes",
+        "Memory of texts, indexes, what was learned, queues, figures and a store in memory.",
+    ),
     _Figure("memory_limit_bytes", "memory.limit", "The budget of that memory."),
     _Figure("indexed_tokens", "cache.tokens", "Tokens kept of finished requests."),
     _Figure("pending_tokens", "cache.pending", "Tokens that are not indexed yet."),

@@ -22,6 +22,7 @@ from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
 
 _LARGEST_FIGURES = 32 << 20
+_LARGEST_MEMORY_STORE = 256 << 20
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -33,18 +34,26 @@ def default_store() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """Hold the parts of one budget, in bytes. queue: of records to be written, and as much of records to be applied."""
+    """Hold the parts of one budget, in bytes.
+
+    queue: of records to be written, and as much of records to be applied. store: of a store in memory.
+    """
 
     cache: int
     queue: int
     figures: int
+    store: int
 
     @classmethod
-    def of(cls, max_bytes: int) -> "MemoryShares":
-        """Return the parts of ``max_bytes``: queues and figures have a small one, and never more than they can use."""
+    def of(cls, max_bytes: int, store: str = "") -> "MemoryShares":
+        """Return the parts of ``max_bytes``: queues and figures have a small one, and never more than they can use.
+
+        store: URL of the store; one in memory takes up to a quarter.
+        """
         part = max_bytes // 16
         queue, figures = min(part, QUEUE_BYTES), min(part, _LARGEST_FIGURES)
-        return cls(max_bytes - 2 * queue - figures, queue, figures)
+        in_memory = min(max_bytes // 4, _LARGEST_MEMORY_STORE) if store.startswith("memory:") else 0
+        return cls(max_bytes - 2 * queue - figures - in_memory, queue, figures, in_memory)
 
 
 class Settings(BaseModel):

@@ -12,12 +12,12 @@ import pytest
 
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.cache.store import open_store
+from agentspec.cache.store import NewEntry, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.prompt_groups import PromptGroups
-from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.step_cost import StepCost
 from tests.store.helpers import LOGS
@@ -485,3 +485,21 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
         engine.run(f"r{i}", [1, 2, 3], TEXT[:5], session=f"s{i}")
     assert time.monotonic() - start < 0.2
     engine.proposer.close()
+
+
+def test_a_store_in_memory_stays_within_the_budget() -> None:
+    """Ten times its share is said. It took up to 256 MB beside the budget once."""
+    settings = Settings(store="memory://", max_bytes=4_000_000)
+    shares = MemoryShares.of(settings.max_bytes, settings.store)
+    assert shares.store == 1_000_000
+    assert shares.cache + 2 * shares.queue + shares.figures + shares.store == settings.max_bytes
+    store = open_store("memory://", memory_bytes=shares.store)
+    proposer = DraftingEngine(settings, Persistence(store, LOGS, 0, queue_bytes=shares.queue), 1000, 16)
+    log, payload = LOGS.of(None), bytes(50_000)
+    for number in range(200):
+        store.append(log, [NewEntry(f"s{number}", payload)])
+        memory = proposer.stats()["memory"]
+        assert memory["store"] <= 1.1 * shares.store and memory["bytes"] <= memory["limit"] == settings.max_bytes
+    assert memory["store"] > 0.5 * shares.store
+    assert 0 < len(list(store.read(log))) < 20
+    proposer.close()

@@ -283,10 +283,11 @@ class SQLiteStore(_Database):
 class MemoryStore(_Database):
     """Implement Store in this process's memory, for tests and for servers that must not write.
 
-    It deletes the oldest entries beyond ``max_bytes``.
+    It deletes the oldest entries beyond ``max_bytes``. held_bytes: memory that it takes, as of the latest append.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
+        self.held_bytes = 0
         self._max_bytes = max_bytes
         connection = connect(":memory:")
         create_schema(connection, Path(":memory:"))
@@ -299,7 +300,8 @@ class MemoryStore(_Database):
         retention = Retention(bytes=self._max_bytes)
         while query := _oldest(connection, retention):
             if _delete(connection, *query) == 0:
-                return
+                break
+        self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
 
 
 _Query = tuple[str, tuple[str | int | float, ...]]

@@ -40,9 +40,10 @@ def default_store_url(name: str) -> str:
     return f"sqlite:///{Path(base).expanduser() / 'agentspec' / name}"
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, memory_bytes: int = 256 << 20) -> Store:
     """Open the store that ``url`` names. Creates a missing SQLite file and its folders; does not contact Redis yet.
 
+    memory_bytes: most memory that a store in memory takes.
     Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
     StoreVersionError, StoreError and StoreUnavailableError.
     """
@@ -54,7 +55,7 @@ def open_store(url: str) -> Store:
     if scheme in _REDIS:
         return open_redis(url)
     if url == "memory://":
-        return MemoryStore()
+        return MemoryStore(memory_bytes)
     raise _refused(url, "unknown kind of store")
 
 

@@ -264,9 +264,9 @@ def _is_first_rank() -> bool:
 def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
     """Return the engine of this model, on the store of the settings."""
     logs = LogNames(served_model_key(vllm_config), server_secret(settings))
-    queue = MemoryShares.of(settings.max_bytes).queue
-    store, retention = open_store(settings.store), settings.retention()
-    persistence = Persistence(store, logs, settings.preload_records, retention, queue)
+    shares = MemoryShares.of(settings.max_bytes, settings.store)
+    store, retention = open_store(settings.store, memory_bytes=shares.store), settings.retention()
+    persistence = Persistence(store, logs, settings.preload_records, retention, shares.queue)
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
     vocabulary = vllm_config.model_config.get_vocab_size()
