@@ -1,0 +1,240 @@
+"""Several real servers with one store: any of them serves any session, and no failure of Redis changes a text."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec import AgentClient
+from agentspec.client.reply import Reply
+from agentspec.testing.redis_server import RedisServer
+from agentspec.testing.server import ModelServer
+from demo.agent import Agent
+from demo.tasks import FIRST_HELD_OUT_SEED, make_task
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from tests.end_to_end.mixed_load import code
+from tests.end_to_end.test_restart import complete, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.store]
+
+OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "4")
+FIRST_STEPS = 6
+"""Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
+TASKS = (700, 701, 702, 703)
+"""What the agents work on: numbers of held-out tasks."""
+
+
+@contextmanager
+def running(*servers: ModelServer) -> Iterator[None]:
+    """Start the servers side by side, and stop them."""
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def new_server(
+    folder: Path, name: str, store: str, *options: str, model: Path = MODEL, agentspec: bool = True
+) -> ModelServer:
+    """A server that is not started, and whose steps are recorded in ``folder / f"{name}.jsonl"``."""
+    recorded = ("--record", str(folder / f"{name}.jsonl")) if agentspec else ()
+    return ModelServer(
+        model,
+        agentspec=agentspec,
+        options=(*OPTIONS, *recorded, *options),
+        name="demo",
+        log=folder / f"{name}.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": store},
+    )
+
+
+class Roaming:
+    """Send the turns of one session to the servers in turn, as a balancer that knows nothing of sessions would."""
+
+    def __init__(self, name: str, servers: Sequence[ModelServer]) -> None:
+        self.id = name
+        self.servers = list(servers)
+        self.replies: list[Reply[Any]] = []
+        self._messages: list[Any] = []
+
+    def chat(self, message: str, **options: Any) -> Reply[Any]:
+        """Ask the next server, with all that was said so far."""
+        self._messages.append({"role": "user", "content": message})
+        server = self.servers[len(self.replies) % len(self.servers)]
+        with AgentClient(base_url=server.base_url, model="demo", api_key="none", store=None) as client:
+            reply: Reply[Any] = client.chat(self._messages, session=self.id, **options)
+        self._messages.append({"role": "assistant", "content": reply.text})
+        self.replies.append(reply)
+        return reply
+
+
+@dataclass
+class Work:
+    """What an agent did on one task: its texts, and of each turn the accepted tokens by source."""
+
+    texts: list[str]
+    accepted: list[Counter[str]]
+
+
+def work(task: int, *servers: ModelServer) -> Work:
+    """Let the demo's agent do a task, each turn on the next of the servers."""
+    session = Roaming(f"task-{task}", servers)
+    agent = Agent(make_task(FIRST_HELD_OUT_SEED + task), session)  # type: ignore[arg-type]
+    while not agent.done:
+        agent.turn()
+    counts = [reply.speculation.accepted_by_source if reply.speculation else {} for reply in session.replies]
+    return Work([reply.text for reply in session.replies], [Counter(count) for count in counts])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """What vLLM without the extension writes for each task. The server runs for as long as it is asked."""
+    plain = new_server(tmp_path_factory.mktemp("plain"), "plain", "memory://", agentspec=False)
+    with running(plain):
+        return {task: work(task, plain).texts for task in TASKS}
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    """A Redis server that is empty when it was killed and starts again."""
+    with RedisServer({"appendonly": "no"}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[tuple[ModelServer, ModelServer]]:
+    """Two servers on one Redis."""
+    folder = tmp_path_factory.mktemp("pair")
+    one, other = (new_server(folder, name, redis.url) for name in ("one", "other"))
+    with running(one, other):
+        yield one, other
+
+
+def persisted(server: ModelServer) -> int:
+    """The number of turns that the store has acknowledged."""
+    count: int = server.stats()["store"]["writer"]["persisted"]
+    return count
+
+
+def complete_and_store(server: ModelServer, prompt: str, session: str) -> str:
+    """A completion whose turn the store has acknowledged."""
+    before = persisted(server)
+    text, _ = complete(server, prompt, session)
+    wait_for(lambda: persisted(server) > before)
+    return text
+
+
+def said_before(figures: dict[str, Any]) -> int:
+    """The tokens that a request accepted from what earlier requests said, in its session or another."""
+    accepted: dict[str, int] = figures["accepted_by_source"]
+    return accepted["session"] + accepted["global"]
+
+
+def first_steps(server: ModelServer, session: str) -> list[dict[str, Any]]:
+    """The first decode steps of a session's only request on a server, from the step record."""
+    lines = [json.loads(line) for line in server.log.with_suffix(".jsonl").read_text().splitlines()]
+    return [line for line in lines if line["session"] == session][:FIRST_STEPS]
+
+
+def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServer, ModelServer]) -> None:
+    one, other = pair
+    prompt = code(720, 12)
+    text = complete_and_store(one, prompt, "moving")
+    again, figures = complete(other, prompt, "moving")
+    assert again == text
+    assert said_before(figures) > 30
+    wait_for(
+        lambda: any(step["source"] == "session" and step["accepted"] > 0 for step in first_steps(other, "moving")), 5
+    )
+
+
+def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, ModelServer]) -> None:
+    """A tenant's corpus is followed: another session drafts from it on the other server, within a second."""
+    for number, (writer, reader) in enumerate((pair, pair[::-1])):
+        complete(reader, code(724 + number, 12), "warm")  # the tenant's log is followed from the first request on
+        prompt = code(721 + number, 12)
+        text = complete_and_store(writer, prompt, f"said-{number}")
+        time.sleep(1)
+        again, figures = complete(reader, prompt, f"read-{number}")
+        assert again == text
+        assert figures["accepted_by_source"]["global"] > 30
+        assert figures["accepted_by_source"]["session"] == 0
+
+
+def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], expected: dict[int, list[str]]) -> None:
+    done = work(TASKS[0], *pair)
+    assert done.texts == expected[TASKS[0]]
+    assert len(done.texts) > 1
+    # What the last turn said is in the session and in the tenant's corpus, and either may be deemed more probable.
+    assert all(turn["session"] + turn["global"] > 10 for turn in done.accepted[1:]), done.accepted
+    assert sum(turn["session"] for turn in done.accepted) > 0, done.accepted
+
+
+def test_an_erased_session_is_gone_everywhere_within_a_second(pair: tuple[ModelServer, ModelServer]) -> None:
+    one, other = pair
+    prompt = code(723, 12)
+    text = complete_and_store(one, prompt, "erased")
+    again, figures = complete(other, prompt, "erased")
+    assert again == text
+    assert said_before(figures) > 30
+    wait_for(lambda: other.stats()["store"]["writer"]["queued"] == 0)
+    answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", timeout=30)
+    assert answer.status_code in (200, 202), answer.text
+    time.sleep(1)
+    again, figures = complete(other, prompt, "erased")
+    assert again == text
+    assert said_before(figures) == 0
+
+
+def test_failures_change_no_text_and_the_loss_is_named(
+    pair: tuple[ModelServer, ModelServer], redis: RedisServer, expected: dict[int, list[str]]
+) -> None:
+    one, other = pair
+    one.kill()
+    alone = work(TASKS[1], other)
+    assert alone.texts == expected[TASKS[1]]
+    one.start()
+    # The restarted server knows the session that the other one served.
+    back = work(TASKS[1], one, other)
+    assert back.texts == expected[TASKS[1]]
+    assert back.accepted[0]["session"] + back.accepted[0]["global"] > 10
+
+    assert redis.process_id is not None
+    wait_for(lambda: one.stats()["store"]["writer"]["queued"] == other.stats()["store"]["writer"]["queued"] == 0)
+    os.kill(redis.process_id, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        frozen = work(TASKS[2], *pair)
+        took = time.monotonic() - begin
+    finally:
+        os.kill(redis.process_id, signal.SIGCONT)
+    assert frozen.texts == expected[TASKS[2]]
+    assert took < 120
+    for server in pair:
+        wait_for(lambda server=server: server.stats()["store"]["writer"]["queued"] == 0, seconds=60)  # type: ignore[misc]
+
+    held = {server: persisted(server) for server in pair}
+    redis.kill()
+    redis.start()
+    after = work(TASKS[3], *pair)
+    assert after.texts == expected[TASKS[3]]
+    for server in pair:
+        wait_for(lambda server=server: server.stats()["store"]["lost"] > 0, seconds=60)  # type: ignore[misc]
+        assert server.stats()["store"]["lost"] <= held[server]
+        assert "records that it had acknowledged" in server.log.read_text()
+        assert "agentspec_store_lost_records_total" in server.text("/metrics")
+        assert not [name for name in server.stats()["counters"] if name.startswith("errors")]
