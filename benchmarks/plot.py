@@ -226,7 +226,40 @@ def plot_soak() -> Figure:
     return figure
 
 
+def plot_replicas() -> Figure:
+    """Draw tokens a step of replicas that share and that don't over one replica's, one panel for each recording."""
+    rows = load("replicas")["rows"]
+    names = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
+    figure, axes = _figure(11, 3.2 if len(names) <= 3 else 5.6, (len(names) + 2) // 3, min(3, len(names)))
+    for axis, name in zip(axes, names, strict=False):
+        for spread, shared, label, colour, line in SPREADS:
+            found = {1: 1.0} | {
+                row["replicas"]: row["ratio"]
+                for row in rows
+                if (row["workload"], row["spread"], row["shared"]) == (name, spread, shared) and row["replicas"] > 1
+            }
+            axis.plot(range(len(found)), list(found.values()), line, marker="o", ms=3.5, color=colour, label=label)
+            if shared and spread == "turn by turn":
+                for place, ratio in list(enumerate(found.values()))[1:]:
+                    axis.annotate(f"{ratio:.2f}", (place, ratio), (0, 5), textcoords="offset points", ha="center")
+            axis.set_xticks(range(len(found)), [str(count) for count in found])
+        axis.axhspan(0.97, 1.0, color="#eeeeee", lw=0, zorder=0)
+        axis.set_ylim(None, 1.05)
+        axis.set_title(WORKLOADS[name].replace("\n", " "))
+        axis.set_xlabel("replicas")
+    figure.suptitle("Tokens a step over one replica's; grey: within 3 %", weight="bold", fontsize=11)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
 MICRO = "µ"
+SPREADS = (
+    ("turn by turn", True, "turns go around, shared", BLUE, "-"),
+    ("by session", True, "sessions stay, shared", "#56B4E9", "-"),
+    ("by session", False, "sessions stay, not shared", ORANGE, "--"),
+    ("turn by turn", False, "turns go around, not shared", RED, "--"),
+)
 METHODS = {
     "agentspec": ("agentspec", BLUE),
     "suffix, best of 12": ("ArcticInference's rule, best of 12 settings", ORANGE),
@@ -240,6 +273,7 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
     "index": plot_index,
     "batch": plot_batch,
     "soak": plot_soak,
+    "replicas": plot_replicas,
 }
 
 
