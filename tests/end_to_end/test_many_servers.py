@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -238,3 +239,31 @@ def test_failures_change_no_text_and_the_loss_is_named(
         assert "records that it had acknowledged" in server.log.read_text()
         assert "agentspec_store_lost_records_total" in server.text("/metrics")
         assert not [name for name in server.stats()["counters"] if name.startswith("errors")]
+
+
+def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_path: Path) -> None:
+    """Engines of several processes on one file. Where the model lies makes no difference, and what it is does."""
+    copy, changed = (Path(shutil.copytree(MODEL, tmp_path / name)) for name in ("copy", "changed"))
+    config = json.loads((changed / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 1.01
+    (changed / "config.json").write_text(json.dumps(config))
+    store = f"sqlite:///{tmp_path / 'log.db'}"
+    one, same = new_server(tmp_path, "one", store), new_server(tmp_path, "same", store, model=copy)
+    prompt = code(726, 12)
+    with running(one, same):
+        complete(same, code(727, 12), "warm")
+        text = complete_and_store(one, prompt, "on-one-file")
+        again, figures = complete(same, prompt, "on-one-file")
+        assert again == text
+        assert said_before(figures) > 30
+        prompt = code(728, 12)
+        text = complete_and_store(one, prompt, "on-one-file-too")
+        time.sleep(1)
+        again, figures = complete(same, prompt, "another")
+        assert again == text
+        assert figures["accepted_by_source"]["global"] > 30
+    other = new_server(tmp_path, "other", store, model=changed)
+    with running(other):
+        assert other.stats()["store"]["restored"] == 0
+        _, figures = complete(other, prompt, "on-one-file-too")
+        assert said_before(figures) == 0
