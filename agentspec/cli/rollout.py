@@ -15,7 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from agentspec.errors import ConfigurationError
-from agentspec.rollout import EpochFigures, Journal, Plan, RolloutGenerator, read_problems, rollout_options
+from agentspec.rollout import (
+    EpochFigures,
+    Journal,
+    OfflineEngine,
+    Plan,
+    RolloutGenerator,
+    read_problems,
+    rollout_options,
+)
 from agentspec.rollout.formats import write_trl, write_verl
 from agentspec.rollout.generator import sampling_options
 
@@ -82,10 +90,8 @@ def rollout(
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     options |= {name: value for name, value in limits.items() if value is not None} | _engine_options(engine)
     with Journal(out) as journal:
-        from vllm import LLM  # slow, so only once the arguments are known to be good
-
-        llm = LLM(model, **options)
-        generator = RolloutGenerator(llm, journal, reward=judge, update_weights=update)
+        started = OfflineEngine.start(model, **options)  # slow, so only once the arguments are known to be good
+        generator = RolloutGenerator(started, journal, reward=judge, update_weights=update)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         table = _table()
         with Progress(*columns, console=Console(stderr=True)) as bars:
@@ -101,7 +107,7 @@ def rollout(
                 if format is not None:
                     write = write_trl if format is Format.TRL else write_verl
                     folder = out.with_suffix(f".{format.value}")
-                    write(list(journal.samples(figures.epoch)), folder, figures.epoch, llm.get_tokenizer().decode)
+                    write(list(journal.samples(figures.epoch)), folder, figures.epoch, started.decode)
         Console().print(table)
 
 

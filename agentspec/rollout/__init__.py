@@ -1,6 +1,7 @@
 """Sample answers to problems, epoch after epoch, each exactly once, with drafts from earlier samples.
 
-    generator = RolloutGenerator(LLM(MODEL, **rollout_options()), Journal(Path("rollouts.jsonl")))
+    engine = OfflineEngine.start(MODEL, **rollout_options())
+    generator = RolloutGenerator(engine, Journal(Path("rollouts.jsonl")))
     for epoch in generator.run(read_problems(Path("problems.jsonl")), Plan(samples=8, epochs=3)):
         print(epoch.tokens_per_step)
 
@@ -10,11 +11,13 @@
 from agentspec.rollout.generator import EpochFigures, Plan, RolloutGenerator, rollout_options
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem, read_problems
+from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
 
 __all__ = [
     "EpochFigures",
     "Journal",
     "Key",
+    "OfflineEngine",
     "Plan",
     "Problem",
     "RolloutGenerator",

@@ -12,6 +12,7 @@ from typing import Any
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem
+from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -119,25 +120,25 @@ def sampling_options() -> dict[str, Any]:
 class RolloutGenerator:
     """Sample problems with an engine, and write the samples to a journal.
 
-    llm: a ``vllm.LLM``; with ``rollout_options`` it drafts, and the samples have draft figures. A problem's samples are
-    a group: they draft from each other and from those of earlier epochs and runs. max_waiting: requests given to the
+    engine: made with ``rollout_options`` it drafts, and the samples have draft figures. A problem's samples are a
+    group: they draft from each other and from those of earlier epochs and runs. max_waiting: requests given to the
     engine beyond those that it runs, so that it always has a next one.
     """
 
     def __init__(
         self,
-        llm: Any,
+        engine: OfflineEngine,
         journal: Journal,
         *,
         reward: Reward | None = None,
         update_weights: UpdateWeights | None = None,
         max_waiting: int = 64,
     ) -> None:
-        self._llm, self._engine = llm, llm.llm_engine
+        self._engine = engine
         self._journal = journal
         self._reward, self._update_weights = reward, update_weights
-        self._max_open = self._engine.vllm_config.scheduler_config.max_num_seqs + max_waiting
-        self._prompts: dict[str, dict[str, Any]] = {}  # tokenised, by the problem's id
+        self._max_open = engine.max_running + max_waiting
+        self._prompts: dict[str, list[int]] = {}  # tokenised, by the problem's id
 
     def run(
         self,
@@ -157,7 +158,7 @@ class RolloutGenerator:
             figures = EpochFigures(epoch, wanted=len(keys), resumed=len(keys) - len(missing))
             if missing:
                 if self._update_weights is not None:
-                    figures.weight_version = self._update_weights(self._llm, epoch)
+                    figures.weight_version = self._update_weights(self._engine.llm, epoch)
                 self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)
             yield figures
 
@@ -178,11 +179,10 @@ class RolloutGenerator:
                     while missing and len(running) < self._max_open:
                         key = missing.popleft()
                         running[self._add(key, plan, figures.weight_version)] = key
-                    for output in self._engine.step() if running else ():
-                        if output.finished:
-                            key = running.pop(output.request_id)
-                            sample = self._sample(key, problems[key.id], output, figures.weight_version)
-                            judged.append(pool.submit(self._judge, problems[key.id], sample))
+                    for answer in self._engine.step() if running else ():
+                        key = running.pop(answer.request_id)
+                        sample = self._sample(key, problems[key.id], answer, figures.weight_version)
+                        judged.append(pool.submit(self._judge, problems[key.id], sample))
                     written = figures.finished
                     while judged and (judged[0].done() or not running):
                         sample = judged.popleft().result()
@@ -193,69 +193,38 @@ class RolloutGenerator:
                         progress(figures)
             finally:
                 if running:
-                    self._engine.abort_request(list(running))
+                    self._engine.abort(list(running))
 
     def _add(self, key: Key, plan: Plan, weight_version: str | None) -> str:
-        from vllm import SamplingParams
-
         extra: dict[str, Any] = {"group_id": key.id}
         if weight_version is not None:
             extra["weight_version"] = weight_version
         request_id = f"rollout-{key.epoch}-{key.sample}-{key.id}"
-        params = SamplingParams(
-            temperature=plan.temperature,
-            top_p=plan.top_p,
-            max_tokens=plan.max_tokens,
-            stop=list(plan.stop),
-            seed=None if plan.seed is None else _seed(plan.seed, key),
-            logprobs=0,
-            extra_args=extra,
-        )
-        self._engine.add_request(request_id, self._prompts[key.id], params)
+        seed = None if plan.seed is None else _seed(plan.seed, key)
+        sampling = Sampling(plan.temperature, plan.top_p, plan.max_tokens, seed, plan.stop)
+        self._engine.add(request_id, self._prompts[key.id], sampling, extra)
         return request_id
 
-    def _tokenise(self, problem: Problem) -> dict[str, Any]:
-        tokenizer = self._llm.get_tokenizer()
-        if problem.is_chat:
-            try:
-                ids = tokenizer.apply_chat_template(
-                    problem.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            except Exception as error:  # each template refuses in its own way
-                raise InvalidInputError(
-                    f"problem {problem.id!r}: the chat template refuses its messages: {error}"
-                ) from None
-        elif isinstance(problem.prompt, str):
-            ids = tokenizer.encode(problem.prompt)
-        else:
-            ids = problem.prompt
-        longest = self._engine.vllm_config.model_config.max_model_len
-        if not 0 < len(ids) < longest:
-            raise InvalidInputError(
-                f"problem {problem.id!r}: its prompt has {len(ids)} tokens, but the model takes 1 to {longest - 1}"
-            )
-        return {"prompt_token_ids": [int(token) for token in ids]}
+    def _tokenise(self, problem: Problem) -> list[int]:
+        try:
+            return self._engine.tokenise(problem.prompt)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"problem {problem.id!r}: {error}") from None
 
-    def _sample(self, key: Key, problem: Problem, output: Any, weight_version: str | None) -> Sample:
-        completion = output.outputs[0]
-        tokens = [int(token) for token in completion.token_ids]
-        steps = completion.logprobs or []
-        spec = completion.spec_decode_metrics
-        figures = {} if spec is None else spec.to_dict()
-        accepted = figures.get("num_accepted_draft_tokens", 0)
+    def _sample(self, key: Key, problem: Problem, answer: Answer, weight_version: str | None) -> Sample:
         return Sample(
             id=key.id,
             epoch=key.epoch,
             sample=key.sample,
-            prompt_ids=list(self._prompts[key.id]["prompt_token_ids"]),
-            completion_ids=tokens,
-            logprobs=[float(step[token].logprob) for step, token in zip(steps, tokens, strict=False)],
-            text=completion.text,
-            finish_reason=completion.finish_reason,
+            prompt_ids=self._prompts[key.id],
+            completion_ids=answer.tokens,
+            logprobs=answer.logprobs,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
             weight_version=weight_version,
-            steps=len(tokens) - accepted,
-            drafted=figures.get("num_draft_tokens", 0),
-            accepted=accepted,
+            steps=len(answer.tokens) - answer.accepted,
+            drafted=answer.drafted,
+            accepted=answer.accepted,
             fields=problem.fields,
         )
 

@@ -24,11 +24,6 @@ class Problem:
     prompt: str | list[dict[str, Any]] | list[int]
     fields: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
-        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
-
 
 def read_problems(path: Path) -> list[Problem]:
     """Read all problems of a file: ``.parquet``, or JSON lines for any other name.

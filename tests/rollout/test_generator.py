@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import AgentSpecError
-from agentspec.rollout import Journal, Plan, Problem, RolloutGenerator, Sample
+from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
 
 vllm = pytest.importorskip("vllm")
 
@@ -76,7 +76,7 @@ PROBLEMS = [
 
 def run(path: Path, plan: Plan, engine: Engine | None = None, **options: Any) -> tuple[list[Any], list[Sample]]:
     with Journal(path) as journal:
-        generator = RolloutGenerator(LLM(engine or Engine()), journal, **options)
+        generator = RolloutGenerator(OfflineEngine(LLM(engine or Engine())), journal, **options)
         figures = list(generator.run(PROBLEMS, plan))
         return figures, list(journal.samples())
 
@@ -149,7 +149,7 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
     whole, half = Engine(), Engine()
     run(tmp_path / "a.jsonl", Plan(samples=2, seed=1), whole)
     with Journal(tmp_path / "b.jsonl") as journal:
-        list(RolloutGenerator(LLM(half), journal).run(PROBLEMS[1:], Plan(samples=2, seed=1)))
+        list(RolloutGenerator(OfflineEngine(LLM(half)), journal).run(PROBLEMS[1:], Plan(samples=2, seed=1)))
     seeds = {name: params.seed for name, params in whole.asked}
     assert len(set(seeds.values())) == 6
     assert all(seeds[name] == params.seed for name, params in half.asked)
@@ -161,7 +161,7 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
 )
 def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="problem 'z': .*" + message):
-        list(RolloutGenerator(LLM(Engine()), journal).run([Problem("z", prompt)], Plan()))
+        list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([Problem("z", prompt)], Plan()))
 
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"epochs": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}])

@@ -27,10 +27,10 @@ def test_a_prompt_is_a_text_a_chat_or_token_ids(tmp_path: Path) -> None:
         {"id": "d", "prompt": CHAT, "reward_model": {"ground_truth": "4"}},  # as verl writes it
     ]
     text, chat, tokens, verl = read_problems(written(tmp_path, *rows))
-    assert (text.id, text.prompt, text.fields, text.is_chat) == ("a", "x", {"answer": 4}, False)
-    assert (chat.id, chat.prompt, chat.is_chat) == ("7", CHAT, True)
-    assert (tokens.prompt, tokens.is_chat) == ([1, 2], False)
-    assert verl.is_chat and verl.fields == {"reward_model": {"ground_truth": "4"}}
+    assert (text.id, text.prompt, text.fields) == ("a", "x", {"answer": 4})
+    assert (chat.id, chat.prompt) == ("7", CHAT)
+    assert tokens.prompt == [1, 2]
+    assert verl.prompt == CHAT and verl.fields == {"reward_model": {"ground_truth": "4"}}
 
 
 def test_parquet_holds_the_same(tmp_path: Path) -> None:

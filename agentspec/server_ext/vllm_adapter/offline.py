@@ -1,0 +1,114 @@
+"""Run a ``vllm.LLM`` of this process one step at a time, so that each answer is seen as soon as it is finished."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentspec.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Say how to sample. seed: of this request alone; None: the engine's. stop: texts that end an answer."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Hold a finished answer. tokens: token ids. logprobs: one for each. drafted, accepted: draft tokens."""
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str | None
+    drafted: int
+    accepted: int
+
+
+class OfflineEngine:
+    """Start, step and abort requests. llm: a ``vllm.LLM``."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self._engine = llm, llm.llm_engine
+        self.max_running: int = self._engine.vllm_config.scheduler_config.max_num_seqs
+        self._max_model_len: int = self._engine.vllm_config.model_config.max_model_len
+
+    @classmethod
+    def start(cls, model: str, **options: Any) -> "OfflineEngine":
+        """Make the engine. options: as ``vllm.LLM`` takes them."""
+        from vllm import LLM
+
+        return cls(LLM(model, **options))
+
+    def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
+        """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
+
+        Raises InvalidInputError for a chat that the template refuses, and for a prompt that does not fit.
+        """
+        tokenizer = self.llm.get_tokenizer()
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        elif prompt and isinstance(prompt[0], dict):
+            try:
+                ids = tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            except Exception as error:  # each template refuses in its own way
+                raise InvalidInputError(f"the chat template refuses its messages: {error}") from None
+        else:
+            ids = prompt
+        if not 0 < len(ids) < self._max_model_len:
+            raise InvalidInputError(
+                f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1}"
+            )
+        return [int(token) for token in ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        text: str = self.llm.get_tokenizer().decode(tokens)
+        return text
+
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
+        """Start a request. prompt: token ids. extra: its ``extra_args``, such as the id of its group."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop),
+            seed=sampling.seed,
+            logprobs=0,
+            extra_args=extra,
+        )
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[Answer]:
+        """Run one engine step. Return the answers that it finished."""
+        return [_answer(output) for output in self._engine.step() if output.finished]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests without an answer."""
+        self._engine.abort_request(list(request_ids))
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    tokens = [int(token) for token in completion.token_ids]
+    spec = completion.spec_decode_metrics
+    figures = {} if spec is None else spec.to_dict()
+    return Answer(
+        output.request_id,
+        tokens,
+        [float(step[token].logprob) for step, token in zip(completion.logprobs or [], tokens, strict=False)],
+        completion.text,
+        completion.finish_reason,
+        figures.get("num_draft_tokens", 0),
+        figures.get("num_accepted_draft_tokens", 0),
+    )
