@@ -100,14 +100,10 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int,
     record: file for the replies of the server with agentspec.
     """
     pairs: list[Pair] = []
-    with (
-        AgentClient(base_url=plain.base_url, model="demo", api_key="none", store="memory://") as slow_client,
-        AgentClient(
-            base_url=fast.base_url, model="demo", api_key="none", store="memory://", record=record
-        ) as fast_client,
-    ):
-        for client in (slow_client, fast_client):  # a server's first call pays for lazy set-up
+    for server in (plain, fast):  # a server's first call pays for lazy set-up
+        with _client(server) as client:
             client.chat("Hello.", max_tokens=8)
+    with _client(plain) as slow_client, _client(fast, record) as fast_client:
         restarted = False
         for number in range(sessions):
             task = make_task(FIRST_HELD_OUT_SEED + number)
@@ -125,6 +121,10 @@ def _run(console: Console, plain: ModelServer, fast: ModelServer, sessions: int,
                     pairs.append(Pair(without, other.turn(), after_restart=restart))
                 _progress(console, pairs[-1])
     return pairs
+
+
+def _client(server: ModelServer, record: Path | None = None) -> AgentClient:
+    return AgentClient(base_url=server.base_url, model="demo", api_key="none", store="memory://", record=record)
 
 
 def _progress(console: Console, pair: Pair) -> None:
