@@ -13,13 +13,12 @@ class AgentClient:
     """Name the headers of one client, in lower case; of several the first one that a request has counts.
 
     session: headers that name the session. parent: headers that name the session that started this one; a value equal
-    to the session's own id does not count. final: header that is "true" in the last request of a session.
+    to the session's own id does not count.
     """
 
     name: str
     session: tuple[str, ...]
     parent: tuple[str, ...] = ()
-    final: str | None = None
 
 
 CLIENTS = (
@@ -27,25 +26,21 @@ CLIENTS = (
         "Dynamo",
         session=("x-dynamo-session-id",),
         parent=("x-dynamo-parent-session-id",),
-        final="x-dynamo-session-final",
     ),
     AgentClient(  # vLLM's own header, which OpenCode sends, too
         "OpenCode",
         session=("x-session-id",),
         parent=("x-parent-session-id",),
-        final="x-session-final",
     ),
     AgentClient(
         "Claude Code",
         session=("x-claude-code-agent-id", "x-claude-code-session-id"),
         parent=("x-claude-code-parent-agent-id", "x-claude-code-session-id"),
-        final="x-claude-code-session-final",
     ),
     AgentClient(
         "Codex",
         session=("thread-id", "session-id"),
         parent=("x-codex-parent-thread-id", "session-id"),
-        final="x-codex-session-final",
     ),
 )
 """All known clients. The first one whose session header a request has counts."""
@@ -53,12 +48,10 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """Hold what a client's headers say: ids as sent, unchecked. final: no request of the session will follow."""
+    """Hold what a client's headers say: ids as sent, unchecked."""
 
-    client: AgentClient
     session: str
     parent: str | None
-    final: bool
 
 
 def agent_session(presented: Presented | None) -> AgentSession | None:
@@ -69,8 +62,7 @@ def agent_session(presented: Presented | None) -> AgentSession | None:
         session = _first(presented, client.session)
         if session is not None:
             parent = _first(presented, client.parent, other_than=session)
-            final = client.final is not None and presented.all(client.final)[:1] == ["true"]
-            return AgentSession(client, session, parent, final)
+            return AgentSession(session, parent)
     return None
 
 

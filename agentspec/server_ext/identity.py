@@ -13,7 +13,6 @@ be used counts as none; it never fails a request.
 
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -31,7 +30,6 @@ PARENT_KEY = "parent_session_id"
 GROUP_KEY = "group_id"
 WEIGHTS_KEY = "weight_version"
 SCOPE_KEY = "agentspec_scope"
-FINAL_KEY = "session_final"
 IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
 DETAIL_KEY = "agentspec_detailed"
@@ -39,7 +37,6 @@ DETAIL_KEY = "agentspec_detailed"
 FIGURES_HEADER = "x-agentspec-figures"
 """Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
-_MAX_ROOTS = 16_384
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -54,8 +51,6 @@ class Identity:
     scope: which of these texts it uses.
     principal: whose sessions these are; a MAC, None: all callers who cannot be told apart. caller: the principal
     without ``cache_salt``, which is told the figures of the request.
-    family: the session at the root of this one's parents, itself if it has none; a family's sessions draft from each
-    other. final: whether the session ends with this request, so that its memory can be freed.
     weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
     named_tenant: the tenant that the operator or a gateway named; None: neither did.
     """
@@ -67,8 +62,6 @@ class Identity:
     session_name: str | None = None
     group_name: str | None = None
     parent_session: str | None = None
-    family: str | None = None
-    final: bool = False
     principal: str | None = None
     caller: str | None = None
     weight_version: str | None = None
@@ -96,7 +89,6 @@ class RequestTagger:
     def __init__(self, callers: Callers, scope: Scope) -> None:
         self.callers = callers
         self._scope = scope
-        self._roots: OrderedDict[str, str] = OrderedDict()  # of child sessions, the least recently used first
         self._ignored = False
 
     def tag(
@@ -159,25 +151,12 @@ class RequestTagger:
             session_name=session,
             group_name=group,
             parent_session=parent_key,
-            family=None if key is None else self._root(key, parent_key),
-            final=extra.get(FINAL_KEY) is True,
             principal=owner,
             caller=caller.principal,
             weight_version=names.get(WEIGHTS_KEY),
             ignored_ids=len(unusable),
             named_tenant=caller.tenant,
         )
-
-    def _root(self, session: str, parent: str | None) -> str:
-        """Return the session at the root of a session's parents, as far as requests through this process told."""
-        if parent is not None and parent != session:
-            self._roots[session] = self._roots.get(parent, parent)
-        root = self._roots.get(session, session)
-        if root != session:
-            self._roots.move_to_end(session)
-        if len(self._roots) > _MAX_ROOTS:
-            self._roots.popitem(last=False)
-        return root
 
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
         mac = self.callers.mac
@@ -195,7 +174,7 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     tag = (extra_args or {}).get(IDENTITY_KEY)
     if not isinstance(tag, list | tuple) or len(tag) != len(_TYPES) or tag[3] not in SCOPES:
         return _NONE_SHARED
-    if not all(isinstance(value, _kind_of(kind)) for value, kind in zip(tag, _TYPES, strict=True)):
+    if not all(isinstance(value, int if kind is int else str | None) for value, kind in zip(tag, _TYPES, strict=True)):
         return _NONE_SHARED
     return Identity(*tag)
 
@@ -215,10 +194,6 @@ def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
     return "each API key shares with itself alone" if keys else "shared by all callers; --api-key separates them"
 
 
-def _kind_of(annotation: Any) -> Any:
-    return annotation if annotation in (int, bool) else str | None
-
-
 def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     """Enter what the client's headers say about the session, unless the request's body names another one."""
     found = agent_session(presented)
@@ -230,8 +205,6 @@ def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     extra[SESSION_KEY] = found.session
     if found.parent is not None:
         extra.setdefault(PARENT_KEY, found.parent)
-    if found.final:
-        extra[FINAL_KEY] = True
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

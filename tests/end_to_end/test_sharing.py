@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentspec.server_ext.callers import Callers, Presented
-from agentspec.server_ext.identity import IDENTITY_KEY, RequestTagger
+from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger
 from agentspec.server_ext.settings import Settings
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
@@ -184,7 +185,8 @@ def forged(key: str, session: str, group: str = "g") -> list[Any]:
     tagger = RequestTagger(Callers(Settings(store="memory://"), SECRET.encode()), "tenant")
     given = {"session_id": session, "group_id": group, "parent_session_id": "p", "weight_version": "w"}
     identity: list[Any] = tagger.tag(given, shown)[IDENTITY_KEY]
-    assert None not in identity
+    missing = [field.name for field, value in zip(fields(Identity), identity, strict=True) if value is None]
+    assert missing == ["named_tenant"]
     return identity
 
 
