@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from agentspec import AgentClient
 from agentspec.client.reply import Reply
@@ -22,7 +23,6 @@ from agentspec.testing.server import ModelServer
 from demo.agent import Agent
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL
-from tests.end_to_end.mixed_load import code
 from tests.end_to_end.test_restart import complete, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.store]
@@ -61,6 +61,14 @@ def new_server(
         log=folder / f"{name}.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": store},
     )
+
+
+def question(number: int) -> str:
+    """A prompt whose answer is no other's, although answers share phrases."""
+    task = make_task(FIRST_HELD_OUT_SEED + 500 + number)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    messages = [{"role": "user", "content": task.request}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 class Roaming:
@@ -153,11 +161,11 @@ def first_steps(server: ModelServer, session: str) -> list[dict[str, Any]]:
 
 def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServer, ModelServer]) -> None:
     one, other = pair
-    prompt = code(720, 12)
+    prompt = question(0)
     text = complete_and_store(one, prompt, "moving")
     again, figures = complete(other, prompt, "moving")
     assert again == text
-    assert said_before(figures) > 30
+    assert said_before(figures) > 20
     wait_for(
         lambda: any(step["source"] == "session" and step["accepted"] > 0 for step in first_steps(other, "moving")), 5
     )
@@ -166,13 +174,13 @@ def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServe
 def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, ModelServer]) -> None:
     """A tenant's corpus is followed: another session drafts from it on the other server, within a second."""
     for number, (writer, reader) in enumerate((pair, pair[::-1])):
-        complete(reader, code(724 + number, 12), "warm")  # the tenant's log is followed from the first request on
-        prompt = code(721 + number, 12)
+        complete(reader, question(4 + number), "warm")  # the tenant's log is followed from the first request on
+        prompt = question(1 + number)
         text = complete_and_store(writer, prompt, f"said-{number}")
         time.sleep(1)
         again, figures = complete(reader, prompt, f"read-{number}")
         assert again == text
-        assert figures["accepted_by_source"]["global"] > 30
+        assert figures["accepted_by_source"]["global"] > 20
         assert figures["accepted_by_source"]["session"] == 0
 
 
@@ -187,18 +195,22 @@ def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], exp
 
 def test_an_erased_session_is_gone_everywhere_within_a_second(pair: tuple[ModelServer, ModelServer]) -> None:
     one, other = pair
-    prompt = code(723, 12)
+    prompt = question(3)
     text = complete_and_store(one, prompt, "erased")
     again, figures = complete(other, prompt, "erased")
     assert again == text
-    assert said_before(figures) > 30
+    said = said_before(figures)
+    assert said > 20
     wait_for(lambda: other.stats()["store"]["writer"]["queued"] == 0)
     answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", timeout=30)
     assert answer.status_code in (200, 202), answer.text
     time.sleep(1)
-    again, figures = complete(other, prompt, "erased")
+    again, figures = complete(other, prompt, "erased", scope="session")
     assert again == text
     assert said_before(figures) == 0
+    again, figures = complete(other, prompt, "another")
+    assert again == text
+    assert said_before(figures) < said / 2, "but for phrases that other answers share"
 
 
 def test_failures_change_no_text_and_the_loss_is_named(
@@ -249,19 +261,19 @@ def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_
     (changed / "config.json").write_text(json.dumps(config))
     store = f"sqlite:///{tmp_path / 'log.db'}"
     one, same = new_server(tmp_path, "one", store), new_server(tmp_path, "same", store, model=copy)
-    prompt = code(726, 12)
+    prompt = question(6)
     with running(one, same):
-        complete(same, code(727, 12), "warm")
+        complete(same, question(7), "warm")
         text = complete_and_store(one, prompt, "on-one-file")
         again, figures = complete(same, prompt, "on-one-file")
         assert again == text
-        assert said_before(figures) > 30
-        prompt = code(728, 12)
+        assert said_before(figures) > 20
+        prompt = question(8)
         text = complete_and_store(one, prompt, "on-one-file-too")
         time.sleep(1)
         again, figures = complete(same, prompt, "another")
         assert again == text
-        assert figures["accepted_by_source"]["global"] > 30
+        assert figures["accepted_by_source"]["global"] > 20
     other = new_server(tmp_path, "other", store, model=changed)
     with running(other):
         assert other.stats()["store"]["restored"] == 0
