@@ -1,5 +1,5 @@
-"""Two data-parallel engines on a store that is away: all answer, one that is stopped for a while loses nothing, and no
-secret is shown."""
+"""Two data-parallel engines: on a store that is away all answer, one that is stopped for a while loses nothing, and no
+secret is shown. On one SQLite file each drafts from what the other said."""
 
 import os
 import signal
@@ -35,10 +35,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
         yield started
 
 
-def ask(server: ModelServer, rank: int, prompt: str) -> dict[str, Any]:
+def ask(server: ModelServer, rank: int, prompt: str, session: str | None = None) -> dict[str, Any]:
     """An answer of the engine with this rank."""
     body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": True}
-    headers = {"X-data-parallel-rank": str(rank)}
+    headers = {"X-data-parallel-rank": str(rank), **({"X-Session-ID": session} if session else {})}
     reply = httpx.post(f"{server.base_url}/completions", json=body, headers=headers, timeout=120)
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
@@ -87,6 +87,29 @@ def test_no_secret_is_in_the_log_and_the_figures(server: ModelServer) -> None:
     for text in (log, server.text("/v1/agentspec/stats"), server.text("/metrics")):
         assert PASSWORD not in text
     assert "the store's secret cannot be read" in log and "give the URL in the environment variable" in log
+
+
+@pytest.mark.store
+def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
+    parallel = ("--data-parallel-size", str(ENGINES), "--distributed-executor-backend", "mp")
+    with ModelServer(
+        MODEL,
+        options=(*OPTIONS, *parallel),
+        name="demo",
+        log=tmp_path / "server.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path / 'log.db'}"},
+    ) as server:
+        for rank in range(ENGINES):  # each follows the tenant's log from its first request on
+            ask(server, rank, code(997 + rank, 12))
+        for rank in range(ENGINES):
+            prompt, session = code(980 + rank, 12), f"from-{rank}"
+            text = ask(server, rank, prompt, session)["choices"][0]["text"]
+            time.sleep(1)
+            for other, source in ((session, "session"), ("somebody-else", "global")):
+                answer = ask(server, 1 - rank, prompt, other)
+                assert answer["choices"][0]["text"] == text
+                accepted = server.get(f"/v1/agentspec/requests/{answer['id']}")["accepted_by_source"]
+                assert accepted[source] > 20, accepted
 
 
 def workers(server: ModelServer) -> list[int]:
