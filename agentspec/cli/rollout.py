@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,17 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from agentspec.errors import ConfigurationError
-from agentspec.rollout import (
-    EpochFigures,
-    Journal,
-    OfflineEngine,
-    Plan,
-    RolloutGenerator,
-    read_problems,
-    rollout_options,
-)
-from agentspec.rollout.formats import write_trl, write_verl
-from agentspec.rollout.generator import sampling_options
+
+if TYPE_CHECKING:
+    from agentspec.rollout import EpochFigures
 
 
 class Format(StrEnum):
@@ -80,6 +72,10 @@ def rollout(
 
     Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing.
     """
+    from agentspec.rollout import Journal, OfflineEngine, Plan, RolloutGenerator, read_problems, rollout_options
+    from agentspec.rollout.formats import write_trl, write_verl
+    from agentspec.rollout.generator import sampling_options
+
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     tasks = read_problems(problems)
     judge = None if reward is None else _function("--reward", reward)
@@ -97,7 +93,7 @@ def rollout(
         with Progress(*columns, console=Console(stderr=True)) as bars:
             bar = bars.add_task("epoch 0", total=len(tasks) * samples * epochs)
 
-            def show(figures: EpochFigures) -> None:
+            def show(figures: "EpochFigures") -> None:
                 done = figures.epoch * len(tasks) * samples + figures.resumed + figures.finished
                 bars.update(bar, completed=done, description=_line(figures))
 
@@ -137,7 +133,7 @@ def _function(option: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _line(figures: EpochFigures) -> str:
+def _line(figures: "EpochFigures") -> str:
     speed = figures.tokens / figures.seconds if figures.seconds else 0.0
     return f"epoch {figures.epoch}: {speed:,.0f} tokens/s, {figures.acceptance_rate:.0%} of drafts accepted"
 
@@ -149,7 +145,7 @@ def _table() -> Table:
     return table
 
 
-def _add_row(table: Table, figures: EpochFigures) -> None:
+def _add_row(table: Table, figures: "EpochFigures") -> None:
     speed = figures.tokens / figures.seconds if figures.seconds else 0.0
     reward = "-" if figures.mean_reward is None else f"{figures.mean_reward:.3f}"
     table.add_row(

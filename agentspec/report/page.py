@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from agentspec.cache import SOURCES
+from agentspec.cache.types import SOURCES
 from agentspec.report.records import Run, Session, Token, Turn
 
 _BAR_WIDTH, _CHART_HEIGHT = 28, 120

@@ -57,8 +57,7 @@ def test_every_broken_promise_is_noticed() -> None:
         assert len(unmet(run)) == count, unmet(run)
 
 
-def test_lost_and_erased_sessions_are_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "namespace", lambda *parts: "ns")
+def test_lost_and_erased_sessions_are_found_in_the_store() -> None:
     store = MemoryStore()
     for number, name in enumerate(("a", "b", "c")):
         record = dataclasses.replace(turn(f"key-{name}", number), session_name=name, created=100.0 + number)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import StepDrafts, SuffixCache
+from agentspec.cache import SOURCES, StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError, UnknownRequestError
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
@@ -39,7 +39,7 @@ def test_step_counts_what_was_accepted() -> None:
     cache.start("r", PROMPT)
     assert step(cache, PROMPT).lists() == [[1, 2, 3, 4]]
     result = step(cache, [*PROMPT, 1, 2, 99], num_verified=4)
-    assert result.accepted.tolist() == [[2, 0, 0, 0, 0]] and result.drafted.tolist() == [[4, 0, 0, 0, 0]]
+    assert result.accepted.tolist() == [[2, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [[4, 0, 0, 0, 0, 0]]
     assert result.accepted.dtype == np.int32 and result.sources.dtype == np.uint8
 
 
@@ -48,7 +48,7 @@ def test_step_counts_only_what_was_scheduled() -> None:
     cache.start("r", PROMPT)
     step(cache, PROMPT)
     result = step(cache, [*PROMPT, 1, 2], num_verified=1)
-    assert result.accepted.tolist() == [[1, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0]]
+    assert result.accepted.tolist() == [[1, 0, 0, 0, 0, 0]] and result.drafted.tolist() == [[1, 0, 0, 0, 0, 0]]
 
 
 def test_step_without_new_tokens_judges_nothing() -> None:
@@ -188,7 +188,7 @@ def test_an_unknown_request_changes_nothing() -> None:
 
 def test_empty_batch() -> None:
     result = SuffixCache().step([], np.zeros((0, 8), np.int32), [], [], [], [])
-    assert result.lists() == [] and result.accepted.shape == (0, 5)
+    assert result.lists() == [] and result.accepted.shape == (0, len(SOURCES))
 
 
 class TestBatchHandle:

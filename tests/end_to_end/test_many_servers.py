@@ -22,7 +22,7 @@ from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from demo.agent import Agent
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL
 from tests.end_to_end.test_restart import complete, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.store]
@@ -32,6 +32,7 @@ FIRST_STEPS = 6
 """Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
 TASKS = (700, 701, 702, 703)
 """What the agents work on: numbers of held-out tasks."""
+HYBRID = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3, "enable_suffix_decoding": True}
 
 
 @contextmanager
@@ -251,6 +252,27 @@ def test_failures_change_no_text_and_the_loss_is_named(
         assert "records that it had acknowledged" in server.log.read_text()
         assert "agentspec_store_lost_records_total" in server.text("/metrics")
         assert not [name for name in server.stats()["counters"] if name.startswith("errors")]
+
+
+def test_trees_and_a_speculator_on_both_servers(
+    tmp_path: Path, redis: RedisServer, expected: dict[int, list[str]]
+) -> None:
+    """A draft model beside the trees: all sources serve, wherever a session goes."""
+    options = ("--speculative-config", json.dumps(HYBRID), "--tenant", "hybrid")
+    one, other = (new_server(tmp_path, name, redis.url, *options) for name in ("one", "other"))
+    with running(one, other):
+        before = {server: _accepted(server) for server in (one, other)}
+        for task in TASKS:
+            for first in (one, other):  # the second time the other server begins, and the text is known
+                second = other if first is one else one
+                assert work(task, first, second).texts == expected[task]
+        for server in (one, other):
+            gained = _accepted(server) - before[server]
+            assert all(gained[source] > 0 for source in ("model", "session", "global")), gained
+
+
+def _accepted(server: ModelServer) -> Counter[str]:
+    return Counter(server.stats()["accepted_by_source"])
 
 
 def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import Record, TurnRecord, decode
-from agentspec.cache.suffix_cache import PreparedSession
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
+
+if TYPE_CHECKING:  # stores work without the compiled core
+    from agentspec.cache.suffix_cache import PreparedSession
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +136,7 @@ class BackgroundLoader:
         max_ready_bytes: int = QUEUE_BYTES,
         breaker: CircuitBreaker | None = None,
         before_read: Callable[[str, str | None], None] = lambda namespace, tenant: None,
-        prepare: Callable[[list[TurnRecord]], PreparedSession | None] = lambda records: None,
+        prepare: "Callable[[list[TurnRecord]], PreparedSession | None]" = lambda records: None,
     ) -> None:
         self._store = store
         self.ready = ReadyRecords(max_ready_bytes)

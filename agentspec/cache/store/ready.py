@@ -3,9 +3,12 @@
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agentspec.cache.store.records import TurnRecord
-from agentspec.cache.suffix_cache import PreparedSession
+
+if TYPE_CHECKING:  # stores work without the compiled core
+    from agentspec.cache.suffix_cache import PreparedSession
 
 _FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so many of the queue
 
@@ -38,7 +41,7 @@ class Loaded:
     records: list[TurnRecord] = field(default_factory=list)
     size: int = 0
     complete: bool = False
-    prepared: PreparedSession | None = None
+    prepared: "PreparedSession | None" = None
     forgotten: set[str] = field(default_factory=set)
 
     def add(self, record: TurnRecord) -> None:
