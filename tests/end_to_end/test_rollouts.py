@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,13 @@ def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
     command += ["--dtype", "float32", "--enforce-eager", "--temperature", "0.6", "--reward", "rewards:score", *options]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "COLUMNS": "120"}
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -83,9 +90,8 @@ def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> N
         wanted = len(written) + kills.randint(1, 8)
         while run.poll() is None and (not out.exists() or len(lines(out)) < wanted):
             time.sleep(0.01)
-        run.kill()
+        os.killpg(run.pid, signal.SIGKILL)  # vLLM's own processes, too, as where a machine goes down
         run.communicate()
-        subprocess.run(["pkill", "-9", "-P", str(run.pid)], check=False)
         now = lines(out)
         assert now[: len(written)] == written, "what was written stays"
         written = now
