@@ -338,12 +338,9 @@ class DraftingEngine:
         return fused.drafts
 
     def _start(self, new: NewRequest) -> None:
-        identity, figures = (
-            replace(new.identity, group=self._groups.group_of(new.identity, new.prompt)),
-            RequestFigures(),
-        )
+        identity = replace(new.identity, group=self._groups.group_of(new.identity, new.prompt))
         state = self._requests[new.request_id] = RequestState(
-            new.request_id, identity, figures, length=len(new.prompt), prompt_length=len(new.prompt)
+            new.request_id, identity, RequestFigures(), length=len(new.prompt), prompt_length=len(new.prompt)
         )
         try:
             self.cache.start(
@@ -390,11 +387,10 @@ class DraftingEngine:
         for i, state in enumerate(lookup.states):
             added = lengths[i] - state.length
             drafted, accepted = self.metrics.add_step(state.figures, added, drafted_by_source[i], accepted_by_source[i])
-            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
-                row = step.tokens[lookup.rows[i]]
+                row, own = step.tokens[lookup.rows[i]], slice(drafts.offsets[i], drafts.offsets[i + 1])
                 self._traces.add(state.trace, row[state.length : lengths[i]].tolist(), drafted, accepted)
-                state.trace.drafted(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
+                state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
             state.length = lengths[i]
             if self._recorder is None:
                 continue
@@ -411,6 +407,7 @@ class DraftingEngine:
                     "ns": state.draft_ns,
                 }
             )
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
             state.draft_ns = ns
 

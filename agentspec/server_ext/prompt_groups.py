@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from agentspec.cache import context_hashes
 from agentspec.cache.tokens import TokenIds
+from agentspec.cache.types import UInt64Array
 from agentspec.errors import InvalidTokenError
 from agentspec.server_ext.identity import Identity
 
@@ -52,18 +53,21 @@ class PromptGroups:
         whole = (identity.tenant, identity.principal, int(hashes[-1]))
         root = self._prompts.get(whole)
         if root is None:
-            root = self._continued(identity, hashes.tolist())
+            root = self._continued(identity, hashes)
         self._note(whole, len(prompt), whole[2] if root is None else root)
         if root is None:
             return None
         owner = f"{identity.principal} {root:016x}"
         return hashlib.blake2b(owner.encode(), digest_size=16, person=b"prompt group").hexdigest()
 
-    def _continued(self, identity: Identity, hashes: list[int]) -> int | None:
-        """Return where the conversation began whose longest known prompt these tokens begin with."""
+    def _continued(self, identity: Identity, hashes: UInt64Array) -> int | None:
+        """Return where the conversation began whose longest known prompt these tokens begin with.
+
+        hashes: of the context after each token, uint64 [P].
+        """
         for length in sorted(self._lengths, reverse=True):
             if _LEAST_CONTINUED <= length < len(hashes):
-                root = self._prompts.get((identity.tenant, identity.principal, hashes[length - 1]))
+                root = self._prompts.get((identity.tenant, identity.principal, int(hashes[length - 1])))
                 if root is not None:
                     return root
         return None
