@@ -167,7 +167,7 @@ nb::tuple propose(Cache& cache, const Vector& slots, const Vector& max_draft, do
 }
 
 nb::tuple merge_drafts(Cache& cache, const Vector& slots, const Table& tokens, const Probabilities& probabilities,
-                const Vector& lengths, const Vector& max_draft, double cost) {
+                       const Vector& lengths, const Vector& max_draft, double cost) {
   const ExternalDrafts external{tokens.data(), probabilities.data(), tokens.shape(1)};
   Drafts drafts =
       without_gil([&] { return cache.merge_drafts(view(slots), external, view(lengths), view(max_draft), cost); });
@@ -269,7 +269,6 @@ nb::tuple recount(Cache& cache) {
 }  // namespace agentspec
 
 NB_MODULE(_native, module) {
-  nb::set_leak_warnings(false);  // a thread that saves a cache may hold it when the process ends
   using namespace agentspec;
   nb::set_leak_warnings(false);  // a thread that ends with the process may still hold a cache
   using Released = nb::call_guard<nb::gil_scoped_release>;
@@ -339,10 +338,8 @@ NB_MODULE(_native, module) {
           "learn_from",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared,
              const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
-            std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
-            tokens.insert(tokens.end(), view(response).begin(), view(response).end());
-            const Turn turn{0, 0, 0, std::move(tokens), prompt_tail.size(), record};
-            return cache.learn_from({pointer(session), pointer(group), pointer(tenant), shared}, turn, cost);
+            const Names names{pointer(session), pointer(group), pointer(tenant), shared};
+            return cache.learn_from(names, turn_of(0, 0, 0, prompt_tail, response, record), cost);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "prompt_tail"_a.noconvert(),
           "response"_a.noconvert(), "record"_a, "cost"_a, Released())

@@ -1,7 +1,6 @@
 """Define ``agentspec rollout``, which samples problems over several epochs and can be killed and run again."""
 
 import importlib
-import json
 import secrets
 import sys
 from collections.abc import Callable
@@ -75,6 +74,7 @@ def rollout(
     from agentspec.rollout import Journal, OfflineEngine, Plan, RolloutGenerator, read_problems, rollout_options
     from agentspec.rollout.formats import write_trl, write_verl
     from agentspec.rollout.generator import sampling_options
+    from agentspec.server_ext.vllm_adapter.launch import json_object
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     tasks = read_problems(problems)
@@ -84,7 +84,7 @@ def rollout(
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
     options |= sampling_options() if plain else rollout_options(**drafting)
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-    options |= {name: value for name, value in limits.items() if value is not None} | _engine_options(engine)
+    options |= {name: value for name, value in limits.items() if value is not None} | json_object("--engine", engine)
     with Journal(out) as journal:
         started = OfflineEngine.start(model, **options)  # slow, so only once the arguments are known to be good
         generator = RolloutGenerator(started, journal, reward=judge, update_weights=update)
@@ -105,16 +105,6 @@ def rollout(
                     folder = out.with_suffix(f".{format.value}")
                     write(list(journal.samples(figures.epoch)), folder, figures.epoch, started.decode)
         Console().print(table)
-
-
-def _engine_options(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--engine is not JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise ConfigurationError(f"--engine must be a JSON object, got {type(options).__name__}")
-    return options
 
 
 def _function(option: str, name: str) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from agentspec.cache.store import (
     TurnRecord,
     Wanted,
 )
+from agentspec.cache.store.follower import MAX_LOGS
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, PreparedSession
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
@@ -43,8 +44,6 @@ _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
 _LEARNED_TOKENS = 2048
 """Longest part of another process's response that is learned from, so that following it does not wait long."""
-_MAX_FOLLOWED = 256
-"""Tenants whose logs are followed: those used last."""
 
 Result = TypeVar("Result")
 
@@ -101,7 +100,6 @@ class Persistence:
             erase_again=lambda tenant, session: self._erase_again(tenant, session),
             learn=lambda record: _learn_from(cache, record),
             forget=cache.forget_tenant,
-            max_logs=_MAX_FOLLOWED,
         )
 
     def catch_up_erasures(self, cache: SuffixCache) -> int:
@@ -114,10 +112,10 @@ class Persistence:
             return 0
         before = self._follower.stats().erased
         tenants = cache.tenants()
-        for tenant in tenants[:-_MAX_FOLLOWED]:
+        for tenant in tenants[:-MAX_LOGS]:
             cache.forget_tenant(tenant)
         known = True
-        for tenant in reversed(tenants[-_MAX_FOLLOWED:]):
+        for tenant in reversed(tenants[-MAX_LOGS:]):
             try:
                 if known:
                     self._follower.begin(self.logs.of(tenant), tenant)

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 LIFE_SECONDS = 1.0
 """A follower without a sign of life for so long may have missed an erasure: its process may have been frozen."""
+MAX_LOGS = 256
+"""Most logs that a process follows: those used last."""
 
 _WAIT_SECONDS = 0.25  # longest wait for new entries,
 _FULL_SECONDS = 0.05  # and for room in the queue
@@ -92,7 +94,7 @@ class Follower:
         erase_again: Callable[[str | None, str], None],
         learn: Callable[[TurnRecord], None] = lambda record: None,
         forget: Callable[[str | None], bool],
-        max_logs: int = 256,
+        max_logs: int = MAX_LOGS,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store

@@ -56,7 +56,7 @@ def serve_arguments(
     result = list(arguments)
     translated: dict[str, Any] = {}
     method = _take_option(result, *_SPECULATIVE_FLAGS)
-    config = None if method is None else _with_underscores(_json_object("--speculative-config", method))
+    config = None if method is None else _with_underscores(json_object("--speculative-config", method))
     if config is not None and config.get("method") in METHODS:
         translation = translate(config, max_draft)
         _check_given_limit(translation.max_draft)
@@ -67,7 +67,7 @@ def serve_arguments(
         if argument.startswith(("--spec-", "--speculative-config.", "--speculative_config.")):
             raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     given = _take_option(result, "--additional-config", "--additional_config")
-    additional = {} if given is None else _json_object("--additional-config", given)
+    additional = {} if given is None else json_object("--additional-config", given)
     load_settings(additional)  # report wrong settings now
     given_limit = {} if config is None or max_draft is None else {"max_draft": max_draft}
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
@@ -212,7 +212,8 @@ def _take_option(arguments: list[str], *names: str) -> str | None:
     return None
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that an option holds. Raises ConfigurationError, naming the option."""
     try:
         value = json.loads(text)
     except ValueError as error:
