@@ -1,7 +1,7 @@
 #pragma once
 
-#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,15 +13,14 @@
 
 #include "cache/entries.hpp"
 #include "cache/prepared_session.hpp"
+#include "cache/request.hpp"
 #include "drafting/drafter.hpp"
 
 namespace agentspec {
 
 inline constexpr std::size_t kWorkPerStep = 4096;  // positions indexed in one step at most; the clock mostly ends it
-inline constexpr std::size_t kLearnedContext = 512;  // tokens in front of a turn by another process that is learned from
+inline constexpr std::chrono::microseconds kBetweenSlices{200};  // in which a long call leaves the lock to others
 inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that are always indexed
-
-using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
 
 // Holds a step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
 struct Drafts {
@@ -48,32 +47,6 @@ struct ExternalDrafts {
   const Token* tokens;
   const double* probabilities;
   std::size_t columns;
-};
-
-struct Request {
-  std::shared_ptr<Session> session;
-  std::shared_ptr<Group> group;
-  std::shared_ptr<Tenant> tenant;
-  std::shared_ptr<Learned> learned;
-  SuffixIndex index;       // the whole text; only what the session does not hold is findable
-  bool shared = false;     // it drafts from its tenant's responses and adds its own
-  bool own_group = false;  // its group is its session's own, not a named one
-  std::size_t prompt_length = 0;
-  std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
-  MatchState state;
-  Draft draft;
-  Size counted;                  // its part of the sums over all that is held
-  std::size_t learned_bytes = 0;  // of `learned` when it was counted last
-
-  Size size() const;
-  void forget_public();
-  // Returns the entries that it drafts from and adds to; null where there is none.
-  std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
-  DraftRequest for_drafter(const SuffixIndex* public_corpus);
-  // Returns a candidate's source as users see it: a session's own group counts as the session.
-  std::uint8_t source_of(const Candidate& candidate) const {
-    return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
-  }
 };
 
 // Holds the running requests and what is kept of finished ones. Every public call takes the lock.
@@ -162,23 +135,16 @@ class Cache {
   };
 
   Request& request(std::size_t slot) { return *requests_.at(slot); }
-  // Returns the entry whose learned state a request uses and adds to; null: it has its own.
-  static CacheEntry* teacher_of(const Request& request);
   std::shared_ptr<Learned> learned_of(const Request& request);
   void count(Request& request);
   void release(std::size_t slot);
-  static Turn turn_of(const Request& request, std::optional<std::size_t> output_limit);
   // Where a turn comes from. A followed one, which another process has just stored, marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
   bool find_held(Names names, Request& to);
   void find_or_make(Names names, Request& to);
   std::shared_ptr<CacheEntry> find(Names names) const;
-  void begin_text(Request& request, std::span<const Token> prompt);
-  void rewind(Request& request, std::span<const Token> row);
   void advance(Request& request, WorkBudget& budget);
-  void take(Request& request, std::span<const Token> tokens, std::size_t num_verified, BySource& accepted,
-            BySource& drafted);
   std::size_t draft_limit(std::int32_t max_draft) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 

@@ -1,0 +1,124 @@
+// The part of CacheEntries that keeps to the budgets: what is cut, and what goes first.
+#include <algorithm>
+#include <utility>
+
+#include "cache/entries.hpp"
+
+namespace agentspec {
+namespace {
+
+constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session without a budget of its own: cutting it copies
+
+}  // namespace
+
+void CacheEntries::forget_if_empty(CacheEntry& entry) {
+  if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
+}
+
+bool CacheEntries::over_budget(const Session& session) const {
+  const bool bounded = limits.session.tokens > 0 || limits.session.bytes > 0;
+  return bounded ? session.size().over(limits.session) : session.tokens() > kSessionTokens;
+}
+
+void CacheEntries::trim(Session& session) {
+  if (!over_budget(session)) return;
+  const Size size = session.size();
+  std::size_t tokens = size.tokens;
+  if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
+  if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
+  session.trim(tokens / 2);
+}
+
+std::size_t CacheEntries::evict(Tenant* tenant) {
+  std::size_t done = 0;
+  while (tenant && done < kEvictPerCall && tenant->held.over(limits.tenant) && evict_one(tenant)) ++done;
+  while (done < kEvictPerCall && held_.over(limits.process) && evict_one(nullptr)) ++done;
+  evictions_ += done;
+  return done;
+}
+
+// Evicts one entry or document, of tenant `only` or of any. Returns whether there was anything to evict. Where tenants
+// take much beside their texts, because there are many of them or they learned much, the least recently used one goes.
+bool CacheEntries::evict_one(Tenant* only) {
+  if (!only && held_.over_bytes(limits.process) && kTenantShare * beside_ > held_.bytes && evict_tenant()) return true;
+  return evict_text(only) || evict_running(only) || (!only && evict_tenant());
+}
+
+// Returns the session or group that was used longest ago, of a tenant or else of owners who hold more than their share.
+template <class Fits>
+CacheEntry* CacheEntries::oldest_text(const Tenant* only, Fits fits) const {
+  if (!only) return texts_.oldest(fits);
+  const auto found = std::ranges::find_if(only->entries, [&](const auto& used) { return fits(*used.second); });
+  return found == only->entries.end() ? nullptr : found->second;
+}
+
+// If tenants' corpora are more than half of what is held, drops the oldest document of the least recently used tenant.
+// Otherwise drops the least recently used session or group that no running request drafts from.
+bool CacheEntries::evict_text(Tenant* only) {
+  const std::size_t shared = (only ? only->counted : corpora_).tokens, all = (only ? only->held : held_).tokens;
+  if (shared == 0 || 2 * shared <= all) {
+    const auto idle = [](const CacheEntry& entry) { return entry.running == 0 && entry.counted.tokens > 0; };
+    if (CacheEntry* const entry = oldest_text(only, idle)) {
+      if (entry->key.front() == 'o') {  // it comes back with its session
+        if (const auto session = entries_.find("s" + entry->key.substr(1))) session->loaded = false;
+      }
+      drop(*entry);
+      return true;
+    }
+  }
+  if (shared == 0) return false;
+  Tenant& oldest = only ? *only : *corpus_order_.oldest([](const Tenant&) { return true; });
+  oldest.corpus.drop_oldest();
+  if (oldest.corpus.empty()) oldest.loaded = false;
+  count(oldest);
+  return true;
+}
+
+// Drops the older half of the least recently used session or group that running requests draft from.
+bool CacheEntries::evict_running(Tenant* only) {
+  CacheEntry* const entry = oldest_text(only, [](const CacheEntry& entry) { return entry.counted.tokens > 0; });
+  if (!entry) return false;
+  if (entry->is_session()) {
+    static_cast<Session&>(*entry).trim(entry->counted.tokens / 2);
+  } else {
+    static_cast<Group&>(*entry).corpus.drop_older_half();
+  }
+  count(*entry);
+  return true;
+}
+
+// Drops a session or group of the least recently used tenant without running requests, or the tenant if it has none.
+// Returns false if there is no such tenant but the newest.
+bool CacheEntries::evict_tenant() {
+  Tenant* const found = tenant_order_.oldest(
+      [&](const Tenant& tenant) { return tenant.running == 0 && tenant.used != newest_tenant_; });
+  if (!found) return false;
+  if (found->entries.empty()) {
+    drop_tenant(*found);
+  } else {
+    drop(*found->entries.begin()->second);
+  }
+  return true;
+}
+
+bool CacheEntries::forget_tenant(Tenant& tenant) {
+  for (std::size_t done = 0; !tenant.entries.empty(); ++done) {
+    if (done == kEvictPerCall) return false;
+    drop(*tenant.entries.begin()->second);
+  }
+  drop_tenant(tenant);
+  return true;
+}
+
+// Drops a tenant without entries.
+void CacheEntries::drop_tenant(Tenant& tenant) {
+  leave_owner(tenant);
+  held_ -= tenant.counted;
+  corpora_ -= tenant.counted;
+  beside_ -= tenant.beside;
+  set_waiting(tenant, false);
+  bury(tenant.take_index());
+  tenants_.erase(tenant);
+}
+
+}  // namespace agentspec

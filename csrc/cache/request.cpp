@@ -1,0 +1,111 @@
+#include "cache/request.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace agentspec {
+namespace {
+
+bool is_same(Token in_text, Token in_row) {
+  return in_text == in_row || (in_text < kBoundary && in_text == placeholder_of(in_row));
+}
+
+}  // namespace
+
+void Request::begin(const Drafter& drafter, std::span<const Token> prompt) {
+  prompt_length = state.begin = prompt.size();
+  std::size_t held_from = 0, held_to = 0;  // what the session holds of it
+  if (session && !session->gone) {
+    blocks.clear();
+    ContextHash().add(prompt, blocks);
+    if (const auto known = session->find(prompt, blocks)) {
+      held_to = known->length;
+      held_from = std::min<std::size_t>(session->missing_at(known->position), held_to);
+    }
+  }
+  drafter.start(index, prompt, held_from, held_to);
+}
+
+bool Request::goes_on_in(std::span<const Token> row) const {
+  const auto text = index.text();
+  if (row.size() < text.size()) return false;
+  const auto end = last_of(text, kMaxDraft + 1);
+  return std::ranges::equal(end, row.subspan(text.size() - end.size(), end.size()), is_same);
+}
+
+void Request::rewind(const Drafter& drafter, std::span<const Token> row) {
+  const auto text = index.text();
+  const auto common = std::ranges::mismatch(text, row, is_same).in1;
+  const std::vector<Token> kept(text.begin(), common);
+  const std::span<const Token> prompt = std::span(kept).first(std::min(kept.size(), prompt_length));
+  index.clear();
+  begin(drafter, prompt);
+  index.append(std::span(kept).subspan(prompt.size()));
+  draft.clear();
+  MatchState fresh;
+  fresh.ends = std::move(state.ends);
+  fresh.begin = state.begin;
+  state = std::move(fresh);
+}
+
+Verified Request::take(Drafter& drafter, const SuffixIndex* public_corpus, std::span<const Token> tokens,
+                       std::size_t num_verified) {
+  Verified verified;
+  if (tokens.empty()) return verified;
+  bool right = true;
+  for (std::size_t d = 0; d < std::min(draft.taken.size(), num_verified); ++d) {
+    right = right && d < tokens.size() && tokens[d] == draft.taken[d].token;
+    const std::size_t source = source_of(draft.taken[d]);
+    ++verified.drafted[source];
+    if (right) ++verified.accepted[source];
+  }
+  drafter.learn(for_drafter(public_corpus), tokens);
+  index.append(tokens);
+  return verified;
+}
+
+Turn Request::turn(std::optional<std::size_t> output_limit) const {
+  const auto text = index.text();
+  const auto prompt = text.first(prompt_length);
+  const std::size_t response = std::min(text.size() - prompt.size(), output_limit.value_or(text.size()));
+  Turn turn;
+  turn.prompt_tail = std::min(prompt.size(), kOverlap);
+  if (session) {
+    const auto known = session->find(prompt, blocks);
+    if (known) turn.kept = known->length;
+    if (turn.kept >= kBlock) turn.block = blocks[turn.kept / kBlock - 1];
+    ContextHash parent{turn.block, turn.kept / kBlock * kBlock};
+    for (const Token token : prompt.subspan(parent.length, turn.kept - parent.length)) parent.add(token);
+    turn.parent = parent.value;
+    turn.prompt_tail = prompt.size() - turn.kept;
+  }
+  const auto added = text.subspan(prompt.size() - turn.prompt_tail, turn.prompt_tail + response);
+  turn.tokens.assign(added.begin(), added.end());
+  return turn;
+}
+
+Size Request::size() const {
+  Size size;
+  size.bytes = heap_bytes(sizeof *this) + index.bytes() + heap_bytes(state.ends.capacity() * sizeof(Token)) +
+               heap_bytes(draft.path.capacity() * sizeof(ScoredPosition)) +
+               heap_bytes(draft.taken.capacity() * sizeof(Candidate));
+  if (!session && !shared) size.bytes += learned->bytes();
+  size.pending = index.pending();
+  return size;
+}
+
+void Request::forget_public() {
+  state.matches[kPublic].clear();
+  state.versions[kPublic] = 0;
+  if (state.resume.source == kPublic) state.resume.drop();
+  draft.clear();
+}
+
+DraftRequest Request::for_drafter(const SuffixIndex* public_corpus) {
+  const auto index_of = [](const CacheEntry* entry) { return entry && !entry->gone ? &entry->index() : nullptr; };
+  const Sources sources{&index, index_of(session.get()), index_of(group.get()),
+                        shared ? &tenant->corpus.index() : nullptr, shared ? public_corpus : nullptr};
+  return {sources, index.text(), state, draft, *learned};
+}
+
+}  // namespace agentspec

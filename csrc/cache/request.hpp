@@ -1,0 +1,64 @@
+// A running request: its text, what it drafts from, and its present draft.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cache/entries.hpp"
+#include "drafting/drafter.hpp"
+
+namespace agentspec {
+
+using BySource = std::array<std::int32_t, kSources + 1>;  // tokens of each source; the last is kModel
+
+// Counts by source the tokens of a draft that were accepted, and those that were verified.
+struct Verified {
+  BySource accepted{}, drafted{};
+};
+
+struct Request {
+  std::shared_ptr<Session> session;
+  std::shared_ptr<Group> group;
+  std::shared_ptr<Tenant> tenant;
+  std::shared_ptr<Learned> learned;
+  SuffixIndex index;       // the whole text; only what the session does not hold is findable
+  bool shared = false;     // it drafts from its tenant's responses and adds its own
+  bool own_group = false;  // its group is its session's own, not a named one
+  std::size_t prompt_length = 0;
+  std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
+  MatchState state;
+  Draft draft;
+  Size counted;                  // its part of the sums over all that is held
+  std::size_t learned_bytes = 0;  // of `learned` when it was counted last
+
+  // Puts the prompt into the empty index.
+  void begin(const Drafter& drafter, std::span<const Token> prompt);
+  // Returns whether the engine's row begins with the text. Looks at the last tokens only: no step adds more of them.
+  bool goes_on_in(std::span<const Token> row) const;
+  // Cuts the text to what the engine's row still begins with: the engine took back the rest.
+  void rewind(const Drafter& drafter, std::span<const Token> row);
+  // Adds verified tokens. Returns how the draft's first `num_verified` tokens, which were verified, fared.
+  Verified take(Drafter& drafter, const SuffixIndex* public_corpus, std::span<const Token> tokens,
+                std::size_t num_verified);
+  // Returns what it adds to its session, group and tenant when it ends.
+  Turn turn(std::optional<std::size_t> output_limit) const;
+
+  Size size() const;
+  void forget_public();
+  // Returns the entries that it drafts from and adds to; null where there is none.
+  std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }
+  // Returns the entry whose learned state it uses and adds to; null: it has its own.
+  CacheEntry* teacher() const { return shared ? static_cast<CacheEntry*>(tenant.get()) : session.get(); }
+  DraftRequest for_drafter(const SuffixIndex* public_corpus);
+  // Returns a candidate's source as users see it: a session's own group counts as the session.
+  std::uint8_t source_of(const Candidate& candidate) const {
+    return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
+  }
+};
+
+}  // namespace agentspec

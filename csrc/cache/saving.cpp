@@ -1,0 +1,184 @@
+// Saves and loads what a cache holds beside running requests: the calls of Cache, and of CacheEntries below them.
+#include <algorithm>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "cache/cache.hpp"
+
+namespace agentspec {
+namespace {
+
+constexpr std::uint64_t kEndOfEntries = 0, kOfTenant = 1, kOfEntry = 2;  // what follows in a snapshot
+constexpr std::size_t kSavedAtOnce = std::size_t{128} << 10;  // bytes; larger entries are frozen and copied in slices
+
+// Saves or loads `learned`, if there is any. A reranker of another size stays new: another budget made it.
+template <class Archive>
+void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicySettings& settings, unsigned bits) {
+  std::uint64_t there = learned != nullptr;
+  archive.number(there);
+  if (!there) return;
+  if (!learned) learned = std::make_shared<Learned>(settings, bits);
+  learned->table.describe(archive);
+  learned->reranker.describe(archive);
+}
+
+template <class Archive>
+void describe(Archive& archive, CacheEntry& entry) {
+  if (entry.is_session()) {
+    static_cast<Session&>(entry).describe(archive);
+  } else {
+    static_cast<Group&>(entry).describe(archive);
+  }
+}
+
+}  // namespace
+
+template <class Entry>
+bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next,
+                             std::shared_ptr<CacheEntry>& frozen) {
+  auto at = next.begun ? map.by_key.upper_bound(next.key) : map.by_key.begin();
+  for (; at != map.by_key.end(); ++at) {
+    CacheEntry& entry = *at->second;
+    const bool large = entry.size().bytes > kSavedAtOnce;
+    if (writer.gathered() > 0 && (large || writer.gathered() > kSavedAtOnce)) return true;
+    next.begun = true;
+    next.key = entry.key;
+    if (entry.tenant && entry.tokens() == 0) continue;  // only a running request knows it
+    writer.number(entry.tenant ? kOfEntry : kOfTenant);
+    writer.string(entry.key);
+    if (entry.tenant) writer.string(entry.tenant->key);
+    writer.string(entry.owner->name);
+    writer.number(entry.used);
+    writer.defer(large);
+    describe(writer, entry.learned, settings_, learned_bits(entry));
+    describe(writer, entry);
+    writer.defer(false);
+    if (!large) continue;
+    frozen = at->second;
+    frozen->freeze(true);
+    count(entry);
+    return true;
+  }
+  return false;
+}
+
+// Saves the tenants in the order of their keys, then sessions and groups.
+bool CacheEntries::save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen) {
+  if (!next.tenants_done) {
+    if (save_some(tenants_, writer, next, frozen)) return true;
+    next = {};
+    next.tenants_done = true;
+  }
+  if (save_some(entries_, writer, next, frozen)) return true;
+  writer.number(kEndOfEntries);
+  return false;
+}
+
+void CacheEntries::thaw(CacheEntry& entry) {
+  entry.freeze(false);
+  if (!entry.gone) count(entry);
+}
+
+void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
+  std::vector<std::pair<std::uint64_t, CacheEntry*>> uses;
+  for (std::uint64_t kind = reader.number(); kind != kEndOfEntries; kind = reader.number()) {
+    if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
+    const std::string key = reader.string();
+    const std::string of_tenant = kind == kOfEntry ? reader.string() : std::string();
+    const std::string owner = reader.string();
+    std::shared_ptr<CacheEntry> loaded;
+    if (kind == kOfTenant) {
+      if (tenants_.find(key)) reader.damaged("a tenant is there twice");
+      loaded = tenant(&key, &owner);
+    } else {
+      if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
+      const auto tenant = this->tenant(&of_tenant, nullptr);
+      const std::string name = key.substr(1);
+      const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
+      switch (key.front()) {
+        case 's': loaded = session(of_session, tenant); break;
+        case 'o': loaded = group(of_session, tenant); break;
+        case 'g': loaded = group(of_group, tenant); break;
+        default: reader.damaged("neither a session nor a group");
+      }
+    }
+    const std::uint64_t used = reader.number();
+    describe(reader, loaded->learned, settings_, learned_bits(*loaded));
+    describe(reader, *loaded);
+    const auto text = loaded->index().text();
+    const bool legal = std::ranges::none_of(text.subspan(loaded->index().released()),
+                                            [&](Token token) { return token >= vocab_size; });
+    if (!legal) reader.damaged("a token is not in the vocabulary");
+    uses.emplace_back(used, loaded.get());
+    count(*loaded);
+  }
+  std::ranges::stable_sort(uses, {}, [](const auto& use) { return use.first; });
+  for (const auto& [used, entry] : uses) touch(*entry);
+}
+
+bool Cache::save(const std::string& path, const std::string& identity, const std::string& note) {
+  std::lock_guard saving(saving_);
+  SnapshotWriter writer(path);
+  writer.string(identity);
+  writer.string(note);
+  writer.number(static_cast<std::uint64_t>(vocab_size_));
+  CacheEntries::Cursor next;
+  std::uint64_t erasures = 0;
+  {
+    std::lock_guard lock(mutex_);
+    erasures = entries_.erasures;
+  }
+  for (bool more = true, again = false; more;) {
+    const auto mark = writer.mark();
+    const CacheEntries::Cursor here = next;
+    Thawing thawing{*this, nullptr};
+    {
+      std::lock_guard lock(mutex_);
+      more = entries_.save_some(writer, next, thawing.entry);
+    }
+    const bool whole = writer.flush([&](const auto& copy) {
+      std::this_thread::sleep_for(kBetweenSlices);
+      std::lock_guard lock(mutex_);
+      return !thawing.entry->gone && thawing.entry->index().frozen() && copy();
+    });
+    if (whole) {
+      again = false;
+    } else {  // it was erased, evicted or cut: tried again once, as it is now
+      writer.rewind(mark);
+      if (!again) next = here;
+      more = true;
+      again = !again;
+    }
+    std::this_thread::sleep_for(kBetweenSlices);
+  }
+  writer.flush([](const auto&) { return true; });
+  {
+    std::lock_guard lock(mutex_);
+    if (entries_.erasures != erasures) return false;
+  }
+  writer.commit();
+  return true;
+}
+
+std::string Cache::load(const std::string& path, const std::string& identity) {
+  SnapshotReader reader(path);
+  if (const std::string its = reader.string(); its != identity) {
+    throw std::runtime_error("it was saved for " + (its.empty() ? "nothing in particular" : its) + ", not for " + identity);
+  }
+  std::string note = reader.string();
+  const auto vocabulary = static_cast<std::int64_t>(reader.number());
+  if (vocabulary > vocab_size_) {
+    throw std::runtime_error("it was saved with vocab_size=" + std::to_string(vocabulary) + ", which is more than " +
+                             std::to_string(vocab_size_) + ": it belongs to another model");
+  }
+  CacheEntries loaded(settings_, entries_.limits);
+  loaded.load(reader, vocab_size_);
+  std::lock_guard lock(mutex_);
+  if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
+  loaded.limits = entries_.limits;
+  entries_ = std::move(loaded);
+  return note;
+}
+
+}  // namespace agentspec

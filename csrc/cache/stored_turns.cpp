@@ -1,0 +1,129 @@
+// The calls of Cache that bring in what another process said, or this one before it was restarted.
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "cache/cache.hpp"
+
+namespace agentspec {
+namespace {
+
+constexpr std::size_t kLearnedContext = 512;  // tokens in front of a turn by another process that is learned from
+constexpr std::size_t kLearnedPerSlice = 8;   // drafts learned from between two looks at other callers
+
+}  // namespace
+
+// Finds what is held of what is named. Returns false if nothing is.
+bool Cache::find_held(Names names, Request& to) {
+  if (!names.tenant) return false;
+  to.tenant = entries_.tenants().find(*names.tenant);
+  if (!to.tenant) return false;
+  if (names.session) to.session = entries_.find_session(*names.session);
+  if (!names.shared) return to.session != nullptr;
+  if (names.group) {
+    to.group = entries_.find_group(*names.group);
+  } else if (to.session) {  // its own group comes with it
+    to.group = entries_.find_own_group(*names.session);
+    names.owner = &to.session->owner->name;
+    if (!to.group) to.group = entries_.group(names, to.tenant);
+  }
+  return true;
+}
+
+// Finds what a stored turn names, and makes what is missing.
+void Cache::find_or_make(Names names, Request& to) {
+  to.tenant = entries_.tenant(names.tenant, nullptr);
+  names.stored = true;
+  if (to.tenant && to.tenant->owner->name != to.tenant->key) names.owner = &to.tenant->owner->name;
+  to.session = entries_.session(names, to.tenant);
+  to.group = entries_.group(names, to.tenant);
+}
+
+bool Cache::adopt(Names names, PreparedSession& prepared) {
+  std::lock_guard lock(mutex_);
+  const auto held = entries_.find_session(*names.session);
+  const auto own = entries_.find_own_group(*names.session);
+  if (held && !prepared.session().holds_all_of(*held)) return false;
+  if (own && !prepared.responses().holds_all_of(own->corpus)) return false;
+  if (entries_.over_budget(prepared.session())) return false;
+  names.shared = !prepared.responses().empty();
+  Request to;
+  find_or_make(names, to);
+  entries_.bury(prepared.move_to(*to.session));
+  if (to.group) {
+    entries_.bury(prepared.move_to(to.group->corpus));
+    entries_.count(*to.group);
+  }
+  entries_.count(*to.session);
+  entries_.forget_if_empty(*to.session);
+  entries_.evict(to.tenant.get());
+  return true;
+}
+
+void Cache::restore(Names names, Turn turn, bool held_only) {
+  std::lock_guard lock(mutex_);
+  Request to;
+  if (held_only) {
+    if (!find_held(names, to)) return;
+  } else {
+    find_or_make(names, to);
+  }
+  to.shared = to.tenant && names.shared;
+  if (to.session) to.session->find_parent(turn);
+  const std::string session = names.session ? "s" + *names.session : std::string();
+  keep(to, names.session ? &session : nullptr, turn, held_only ? Origin::kFollowed : Origin::kStored);
+  if (to.session) entries_.forget_if_empty(*to.session);
+  if (to.group) entries_.forget_if_empty(*to.group);
+  entries_.evict(to.tenant.get());
+}
+
+std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
+  if (settings_.arctic || !names.shared || turn.response().empty()) return 0;
+  Request request;
+  request.shared = true;
+  request.own_group = !names.group;
+  const auto prompt = last_of(std::span(turn.tokens).first(turn.prompt_tail), kLearnedContext);
+  request.begin(*drafter_, prompt);
+  request.index.advance(prompt.size());
+  {
+    std::lock_guard lock(mutex_);
+    if (!find_held(names, request) || request.tenant->corpus.holds(turn.record)) return 0;
+    for (CacheEntry* entry : request.entries()) {
+      if (entry) ++entry->running;
+    }
+    request.learned = learned_of(request);
+  }
+  const Leaving leaving{*this, request};
+  auto left = turn.response();
+  std::shared_ptr<const SuffixIndex> known;
+  while (true) {
+    {
+      std::lock_guard lock(mutex_);
+      if (std::exchange(known, public_) != public_) request.forget_public();
+      for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
+        drafter_->draft(request.for_drafter(public_.get()), draft_limit(kMaxDraft), cost);
+        const auto& draft = request.draft.taken;
+        std::size_t right = 0;
+        while (right < std::min(draft.size(), left.size()) && draft[right].token == left[right]) ++right;
+        const auto verified = left.first(std::min(right + 1, left.size()));
+        request.take(*drafter_, public_.get(), verified, draft.size());
+        request.index.advance(verified.size());
+        left = left.subspan(verified.size());
+      }
+      entries_.count(*request.tenant);
+    }
+    if (left.empty()) return turn.response().size();
+    std::this_thread::sleep_for(kBetweenSlices);
+  }
+}
+
+Cache::Leaving::~Leaving() {
+  std::lock_guard lock(cache.mutex_);
+  for (CacheEntry* entry : request.entries()) {
+    if (!entry) continue;
+    --entry->running;
+    if (entry->tenant) cache.entries_.forget_if_empty(*entry);
+  }
+}
+
+}  // namespace agentspec
