@@ -23,7 +23,8 @@ from agentspec.cache.types import (
 )
 
 if TYPE_CHECKING:
-    from agentspec.cache.suffix_cache import SuffixCache, context_hashes
+    from agentspec.cache.core import context_hashes
+    from agentspec.cache.suffix_cache import SuffixCache
 
 __all__ = [
     "SCOPES",
@@ -45,7 +46,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in ("SuffixCache", "context_hashes"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentspec.cache import suffix_cache
+    from agentspec.cache import core, suffix_cache
 
-    globals()[name] = getattr(suffix_cache, name)
+    globals()[name] = getattr(core if name == "context_hashes" else suffix_cache, name)
     return globals()[name]

@@ -1,15 +1,20 @@
-"""Check session, group and tenant ids, and make keys of them.
+"""Check session, group and tenant ids, and make the core's keys of them.
 
 Ids travel in HTTP headers, log lines and database keys. So they are short and hold no character that could end a line
 or hide in a terminal. All other Unicode characters are allowed.
 """
 
 import unicodedata
+from dataclasses import dataclass
 
-from agentspec.errors import InvalidSessionError
+from agentspec.cache.types import SCOPES, FinishedTurn, Scope
+from agentspec.errors import InvalidInputError, InvalidSessionError
 
 MAX_ID_LENGTH = 256
 """Longest id, in characters."""
+
+UNNAMED_TENANT = ""
+"""The core's name for the tenant of all requests that name no tenant."""
 
 # control characters, lone surrogates (not encodable), line and paragraph separators
 _REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -46,6 +51,48 @@ def key_of(tenant: str | None, name: str | None) -> str | None:
     if name is None:
         return None
     return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"
+
+
+def keys_to_load(tenant: str | None, session: str | None, group: str | None) -> tuple[str | None, str | None, str]:
+    """Return the core's keys of a session, a named group or, where neither is given, a tenant's corpus.
+
+    Raises InvalidSessionError, and InvalidInputError where both are given.
+    """
+    check_ids(session=session, group=group, tenant=tenant)
+    if session is not None and group is not None:
+        raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them, or neither")
+    return key_of(tenant, session), key_of(tenant, group), tenant or UNNAMED_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Hold what a request or a turn belongs to, as the caller named it.
+
+    Raises InvalidSessionError for a name that cannot be used, and InvalidInputError for an unknown scope.
+    """
+
+    session: str | None
+    group: str | None
+    tenant: str | None
+    scope: Scope
+
+    def __post_init__(self) -> None:
+        check_ids(session=self.session, group=self.group, tenant=self.tenant)
+        if self.scope not in SCOPES:
+            raise InvalidInputError(f"scope={self.scope!r}: give one of {', '.join(SCOPES)}")
+
+    @classmethod
+    def of(cls, turn: FinishedTurn) -> "Names":
+        """Return the names of a turn. Raises InvalidSessionError and InvalidInputError."""
+        check_ids(owner=turn.owner)
+        return cls(turn.session, turn.group, turn.tenant, turn.scope)
+
+    def keys(self) -> tuple[str | None, str | None, str | None, bool]:
+        """Return the core's keys of session, group and tenant, and whether they share the tenant's index."""
+        if self.scope == "none":
+            return None, None, None, False
+        session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
+        return session, group, self.tenant or UNNAMED_TENANT, self.scope == "tenant"
 
 
 def _check_characters(value: str, field: str) -> None:

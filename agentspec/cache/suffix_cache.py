@@ -12,15 +12,16 @@ remove_session, forget_tenant, catch_up, resize and save.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.identifiers import check_ids, key_of
+from agentspec.cache.core import PreparedSession, native
+from agentspec.cache.identifiers import UNNAMED_TENANT, Names, check_ids, key_of, keys_to_load
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
+from agentspec.cache.running import BatchHandle, RunningRequests
 from agentspec.cache.tokens import (
     MAX_VOCAB,
     Rows,
@@ -30,11 +31,11 @@ from agentspec.cache.tokens import (
     as_offers,
     as_prompt,
     as_tokens,
+    as_turn,
     limit_numbers,
 )
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
-    SCOPES,
     SOURCES,
     Budget,
     CacheStats,
@@ -46,46 +47,14 @@ from agentspec.cache.types import (
     PublicCorpus,
     Scope,
     StepDrafts,
-    UInt64Array,
     no_drafts,
     record_of,
 )
 from agentspec.errors import (
     ConfigurationError,
-    DuplicateRequestError,
     InvalidInputError,
     SnapshotError,
-    UnknownRequestError,
-    first_line,
 )
-
-try:
-    from agentspec.cache import _native
-except ImportError as error:
-    raise ConfigurationError(
-        f"agentspec's compiled core cannot be loaded ({first_line(error)}): install a C++ compiler "
-        "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
-    ) from error
-
-PreparedSession = _native.PreparedSession
-"""The indexes of a session that `SuffixCache.prepare` built and `SuffixCache.adopt` takes. bytes(): its memory."""
-
-draft_value = _native.draft_value
-"""draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
-
-
-HASH_BLOCK: int = _native.HASH_BLOCK
-"""Tokens between the boundaries of a context whose hashes name a turn's `block`."""
-
-
-def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Array:
-    """Return the hash of a context after each of its tokens, uint64 [n]. tokens: int32 [n] or a sequence of int.
-
-    The context goes on behind `kept` tokens that hash to `parent`. A turn's `parent` and `block` are such hashes.
-    Raises InvalidTokenError for an illegal token.
-    """
-    return _native.context_hashes(as_tokens(tokens, "tokens", MAX_VOCAB), parent, kept)
-
 
 DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""
@@ -95,8 +64,6 @@ _LONG = 1e6
 _PUBLIC_BYTES = 14
 """Memory that a token of the public corpus is reckoned to take, before it is added."""
 _SAVE_TRIES = 5
-_UNNAMED = ""
-"""The core's name for the tenant of all requests that name no tenant."""
 
 
 class SuffixCache:
@@ -126,11 +93,9 @@ class SuffixCache:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
         self._vocab_size = vocab_size or MAX_VOCAB
-        self._core = _native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
-        self._running: dict[str, _Running] = {}
-        self._free: list[int] = []
+        self._core = native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
+        self._running = RunningRequests()
         self._public_bytes = 0  # of the public corpus
-        self._epoch = object()  # replaced when a request ends, because another request may get its slot
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
         self._one_limit: Int32Array = np.zeros(1, np.int32)
 
@@ -159,25 +124,23 @@ class SuffixCache:
         it is one caller's. None: as before, at first the tenant itself. Raises InvalidTokenError,
         InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes nothing.
         """
-        if request_id in self._running:
-            raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
+        self._running.check_new(request_id)
         tokens = as_prompt(prompt, "prompt", self._vocab_size)
-        check_ids(session=session, group=group, tenant=tenant, owner=owner, tenant_owner=tenant_owner)
-        names = _Names(session, group, tenant, _checked(scope))
+        check_ids(owner=owner, tenant_owner=tenant_owner)
+        names = Names(session, group, tenant, scope)
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
-        slot = self._free.pop() if self._free else len(self._running)
-        self._core.start(slot, tokens, *names.keys(), owner, tenant_owner, ends)
-        self._running[request_id] = _Running(slot, names)
+        self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends)
+        self._running.add(request_id, names)
 
-    def batch(self, request_ids: Sequence[str]) -> "BatchHandle":
+    def batch(self, request_ids: Sequence[str]) -> BatchHandle:
         """Look up n running requests once, for many calls of `step`, `merge_drafts` and `propose`.
 
         Raises UnknownRequestError for a request that is not running.
         """
-        return BatchHandle(tuple(request_ids), self._look_up(request_ids), self._epoch)
+        return self._running.batch(request_ids)
 
     def propose(
-        self, request_ids: "BatchHandle | Sequence[str]", max_draft: int | Sequence[int], *, cost: float | None = None
+        self, request_ids: BatchHandle | Sequence[str], max_draft: int | Sequence[int], *, cost: float | None = None
     ) -> list[Draft]:
         """Draft at most `max_draft` tokens (one number for all, or one each) for every request.
 
@@ -186,7 +149,7 @@ class SuffixCache:
         if len(request_ids) == 1 and type(max_draft) is int:
             ids = request_ids.request_ids if isinstance(request_ids, BatchHandle) else request_ids
             return [self._propose_one(ids[0], max_draft, self._cost(cost))]
-        slots = self._slots_of(request_ids)
+        slots = self._running.slots_of(request_ids)
         each = [max_draft] * len(slots) if isinstance(max_draft, (int, np.integer)) else max_draft
         limits = as_int32(each, "max_draft", len(slots))
         arrays = self._core.propose(slots, limits, self._cost(cost), DEFAULT_WORK_SECONDS)
@@ -199,7 +162,7 @@ class SuffixCache:
 
     def _propose_one(self, request_id: str, max_draft: int, cost: float) -> Draft:
         """Draft for one request, without building and slicing arrays."""
-        self._one_slot[0] = self._request(request_id).slot
+        self._one_slot[0] = self._running.get(request_id).slot
         self._one_limit[0] = max(min(max_draft, MAX_DRAFT), 0)
         tokens, _, sources, probabilities, lengths = self._core.propose(
             self._one_slot, self._one_limit, cost, DEFAULT_WORK_SECONDS
@@ -208,7 +171,7 @@ class SuffixCache:
 
     def merge_drafts(
         self,
-        request_ids: "BatchHandle | Sequence[str]",
+        request_ids: BatchHandle | Sequence[str],
         tokens: NDArray[np.integer],
         probabilities: NDArray[np.floating],
         lengths: Rows,
@@ -230,7 +193,7 @@ class SuffixCache:
         A request without a current draft gets none: it got tokens since, or its row in the last step was invalid.
         Raises UnknownRequestError, InvalidInputError or InvalidTokenError, and then changes nothing.
         """
-        slots = self._slots_of(request_ids)
+        slots = self._running.slots_of(request_ids)
         length_of, max_draft_of = as_int32(lengths, "lengths", len(slots)), as_int32(max_draft, "max_draft", len(slots))
         given, chances = as_offers(tokens, probabilities, length_of, self._vocab_size)
         return Drafts(*self._core.merge_drafts(slots, given, chances, length_of, max_draft_of, self._cost(cost)))
@@ -241,7 +204,7 @@ class SuffixCache:
         The draft takes the most probable candidate of each position, unless its token was offered. The lists may
         reach further than the draft. Another drafter can `merge_drafts` the candidates that it prefers.
         """
-        arrays = self._core.candidates(self._request(request_id).slot)
+        arrays = self._core.candidates(self._running.get(request_id).slot)
         depths: list[int] = arrays[0].tolist()
         positions: list[list[Candidate]] = [[] for _ in range(depths[-1] + 1 if depths else 0)]
         columns = [array.tolist() for array in arrays[1:]]
@@ -251,12 +214,12 @@ class SuffixCache:
 
     def extend(self, request_id: str, tokens: TokenIds) -> None:
         """Add verified tokens (accepted and bonus; int32 [n]) to a request, and learn how its last draft fared."""
-        slot = self._request(request_id).slot
+        slot = self._running.get(request_id).slot
         self._core.extend(slot, as_tokens(tokens, "tokens", self._vocab_size))
 
     def step(
         self,
-        request_ids: "BatchHandle | Sequence[str]",
+        request_ids: BatchHandle | Sequence[str],
         tokens: Int32Array,
         rows: Rows,
         lengths: Rows,
@@ -280,7 +243,7 @@ class SuffixCache:
         forgotten: the row no longer begins with them.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
         """
-        slots = self._slots_of(request_ids)
+        slots = self._running.slots_of(request_ids)
         price = self._cost(cost)
         try:
             arrays = self._core.step(slots, tokens, rows, lengths, max_draft, num_verified, price, work_seconds)
@@ -298,13 +261,13 @@ class SuffixCache:
         The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if
         the session was removed meanwhile.
         """
-        running = self._request(request_id)
+        running = self._running.get(request_id)
         if output_limit is not None and output_limit < 0:
             raise InvalidInputError(f"output_limit={output_limit}: give a number of tokens, at least 0")
         names = running.names
         writer, number = name or ("", 0)
         turn = self._core.finish(running.slot, output_limit, record_of(writer, number) if writer else 0)
-        self._release(request_id)
+        self._running.release(request_id)
         if turn is None:
             return None
         kept, parent, block, count, tokens = turn
@@ -314,8 +277,8 @@ class SuffixCache:
 
     def abort(self, request_id: str) -> None:
         """End a request and keep nothing of it."""
-        self._core.abort(self._request(request_id).slot)
-        self._release(request_id)
+        self._core.abort(self._running.get(request_id).slot)
+        self._running.release(request_id)
 
     def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
         """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
@@ -328,7 +291,7 @@ class SuffixCache:
         order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
         for a turn that cannot be right, and then changes nothing.
         """
-        names, place, tail, response = self._checked_turn(turn)
+        names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
 
     def prepare(self, turns: Sequence[FinishedTurn]) -> PreparedSession:
@@ -343,7 +306,7 @@ class SuffixCache:
         assert key is not None
         prepared = self._core.prepare(key)
         for turn in turns:
-            names, place, tail, response = self._checked_turn(turn)
+            names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
             if names.scope != "none":
                 prepared.add(names.scope == "tenant" and turn.group is None, *place, tail, response, turn.record)
         prepared.finish()
@@ -356,7 +319,7 @@ class SuffixCache:
         if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
         it: then restoring the turns does everything. A prepared session can be adopted once.
         """
-        return self._core.adopt(prepared, of.tenant or _UNNAMED, of.owner)
+        return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
@@ -366,10 +329,7 @@ class SuffixCache:
         a time. It keeps nothing of the turn and returns 0 for one that is not of scope "tenant", whose tenant the cache
         does not know, or that it holds already. Raises InvalidTokenError or InvalidSessionError.
         """
-        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant)
-        tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
-        response = as_tokens(turn.response, "response", self._vocab_size)
-        names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
+        names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
 
     def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCorpus:
@@ -381,7 +341,7 @@ class SuffixCache:
         in the calling thread, before any is drafted from. The fixed rule does not draft from them. Raises
         InvalidTokenError for an illegal token; then the corpus is as before.
         """
-        index, taken, tokens, size, left_out = _native.PublicIndex(), 0, 0, 0, 0
+        index, taken, tokens, size, left_out = native.PublicIndex(), 0, 0, 0, 0
         try:
             for text in texts:
                 if size + _PUBLIC_BYTES * len(text) > max_bytes:
@@ -405,7 +365,7 @@ class SuffixCache:
         check_ids(session=session, tenant=tenant)
         key = key_of(tenant, session)
         assert key is not None
-        self._core.remove_session(key, tenant or _UNNAMED)
+        self._core.remove_session(key, tenant or UNNAMED_TENANT)
 
     def has_session(self, tenant: str | None, session: str) -> bool:
         """Return whether the cache holds text of this session."""
@@ -420,14 +380,14 @@ class SuffixCache:
         Name one of them, or neither for the tenant's corpus. That is so until `mark_loaded` says otherwise, and again
         when the session, the group or all of the corpus was evicted.
         """
-        return self._core.needs_load(*self._keys_of(tenant, session, group))
+        return self._core.needs_load(*keys_to_load(tenant, session, group))
 
     def mark_loaded(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> None:
         """Note that all that the store holds of a session or of a named group was restored, or of the tenant's corpus.
 
         Name as in `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
         """
-        self._core.mark_loaded(*self._keys_of(tenant, session, group))
+        self._core.mark_loaded(*keys_to_load(tenant, session, group))
 
     def tenants(self) -> list[str | None]:
         """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
@@ -439,7 +399,7 @@ class SuffixCache:
         Steps may run meanwhile. The following ones give the memory back.
         """
         check_ids(tenant=tenant)
-        return self._core.forget_tenant(tenant or _UNNAMED)
+        return self._core.forget_tenant(tenant or UNNAMED_TENANT)
 
     def catch_up(self, budget: int | None = None, *, seconds: float | None = None) -> int:
         """Index pending text, evict what exceeds the budgets, remove evicted text and give its memory back.
@@ -537,101 +497,3 @@ class SuffixCache:
         if not 0.0 <= cost <= 10.0:
             raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
         return cost
-
-    def _checked_turn(self, turn: FinishedTurn) -> tuple["_Names", tuple[int, int, int], Int32Array, Int32Array]:
-        """Return a turn's names, (kept, parent, block), prompt tail and response, if `restore` takes it."""
-        check_ids(session=turn.session, group=turn.group, tenant=turn.tenant, owner=turn.owner)
-        for field, value, limit in (
-            ("kept", turn.kept, 2**32),
-            ("parent", turn.parent, 2**64),
-            ("block", turn.block, 2**64),
-        ):
-            if not 0 <= value < limit:
-                raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
-        if turn.kept == 0 != turn.parent:
-            raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
-        tail = as_prompt(turn.prompt_tail, "prompt_tail", self._vocab_size)
-        response = as_tokens(turn.response, "response", self._vocab_size)
-        names = _Names(turn.session, turn.group, turn.tenant, _checked(turn.scope))
-        return names, (turn.kept, turn.parent, turn.block), tail, response
-
-    def _keys_of(
-        self, tenant: str | None, session: str | None, group: str | None
-    ) -> tuple[str | None, str | None, str]:
-        check_ids(session=session, group=group, tenant=tenant)
-        if session is not None and group is not None:
-            raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them, or neither")
-        return key_of(tenant, session), key_of(tenant, group), tenant or _UNNAMED
-
-    def _request(self, request_id: str) -> "_Running":
-        running = self._running.get(request_id)
-        if running is None:
-            raise UnknownRequestError(f"request_id {request_id!r} is not running: start it first")
-        return running
-
-    def _slots_of(self, requests: "BatchHandle | Sequence[str]") -> Int32Array:
-        if not isinstance(requests, BatchHandle):
-            return self._look_up(requests)
-        if requests.epoch is not self._epoch:
-            requests.slots = self._look_up(requests.request_ids)
-            requests.epoch = self._epoch
-        return requests.slots
-
-    def _look_up(self, request_ids: Sequence[str]) -> Int32Array:
-        try:
-            return np.array([self._running[request_id].slot for request_id in request_ids], np.int32)
-        except KeyError as error:
-            raise UnknownRequestError(f"request_id {error.args[0]!r} is not running: start it first") from None
-
-    def _release(self, request_id: str) -> None:
-        self._epoch = object()
-        self._free.append(self._running.pop(request_id).slot)
-
-
-@dataclass(slots=True, eq=False)
-class BatchHandle:
-    """Remember the core's slots of several running requests, so that each call need not look them up.
-
-    `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When any request of the cache
-    ends, its slot may go to another. The cache notices this by one comparison, looks the ids up again, and raises
-    UnknownRequestError if one of them has ended. It does so for a handle of another cache too.
-    """
-
-    request_ids: tuple[str, ...]
-    slots: Int32Array
-    """[n], valid while the cache's epoch is `epoch`"""
-    epoch: object
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Hold a request's session, group, tenant and scope, as the caller named them."""
-
-    session: str | None
-    group: str | None
-    tenant: str | None
-    scope: Scope
-
-    def keys(self) -> tuple[str | None, str | None, str | None, bool]:
-        """Return the core's keys of session, group and tenant, and whether the request shares the tenant's index."""
-        if self.scope == "none":
-            return None, None, None, False
-        session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
-        return session, group, self.tenant or _UNNAMED, self.scope == "tenant"
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """Hold the slot and the names of a running request."""
-
-    slot: int
-    names: _Names
-
-
-def _checked(scope: Scope) -> Scope:
-    if scope not in SCOPES:
-        raise InvalidInputError(f"scope={scope!r}: give one of {', '.join(SCOPES)}")
-    return scope

@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.types import Budget, Float64Array, Int32Array
+from agentspec.cache.types import Budget, FinishedTurn, Float64Array, Int32Array
 from agentspec.errors import ConfigurationError, InvalidInputError, InvalidTokenError
 
 TokenIds = NDArray[np.integer] | Sequence[int]
@@ -73,6 +73,24 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 def as_given(prompt: Int32Array) -> Int32Array:
     """Return a prompt from the core with the ids that `as_prompt` was given."""
     return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32) if (prompt < 0).any() else prompt
+
+
+def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], Int32Array, Int32Array]:
+    """Return a turn's (kept, parent, block), its prompt tail as `as_prompt` does, and its response.
+
+    Raises InvalidInputError or InvalidTokenError for a turn that cannot be right.
+    """
+    for field, value, limit in (
+        ("kept", turn.kept, 2**32),
+        ("parent", turn.parent, 2**64),
+        ("block", turn.block, 2**64),
+    ):
+        if not 0 <= value < limit:
+            raise InvalidInputError(f"{field}={value}: give a number from 0 to {limit - 1}")
+    if turn.kept == 0 != turn.parent:
+        raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
+    tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
+    return (turn.kept, turn.parent, turn.block), tail, as_tokens(turn.response, "response", vocab_size)
 
 
 def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, BatchHandle
+from agentspec.cache.running import BatchHandle
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from agentspec.cache import FinishedTurn, SuffixCache
+from agentspec.cache.core import PreparedSession
 from agentspec.cache.store import (
     BackgroundLoader,
     BackgroundWriter,
@@ -32,7 +33,7 @@ from agentspec.cache.store import (
     Wanted,
 )
 from agentspec.cache.store.follower import MAX_LOGS
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, PreparedSession
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity

@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS, BatchHandle
+from agentspec.cache.running import BatchHandle
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.traces import Trace

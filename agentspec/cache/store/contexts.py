@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from agentspec.cache.core import HASH_BLOCK, context_hashes
 from agentspec.cache.store.records import TurnRecord
-from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import Int32Array
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from agentspec.cache.core import HASH_BLOCK, context_hashes
 from agentspec.cache.store.base import NewEntry, Store, check_namespace
 from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord, decode, encode
@@ -31,7 +32,6 @@ from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore
 from agentspec.cache.store.sqlite_file import APPLICATION_ID
 from agentspec.cache.store.urls import open_redis, open_store, redact, sqlite_path
-from agentspec.cache.suffix_cache import HASH_BLOCK, context_hashes
 from agentspec.cache.types import SCOPES, UInt64Array
 from agentspec.errors import (
     AgentSpecError,

@@ -14,7 +14,7 @@ from agentspec.cache.store.records import Record, TurnRecord, decode
 from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
 
 if TYPE_CHECKING:  # stores work without the compiled core
-    from agentspec.cache.suffix_cache import PreparedSession
+    from agentspec.cache.core import PreparedSession
 
 logger = logging.getLogger(__name__)
 

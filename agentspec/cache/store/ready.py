@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentspec.cache.store.records import TurnRecord
 
 if TYPE_CHECKING:  # stores work without the compiled core
-    from agentspec.cache.suffix_cache import PreparedSession
+    from agentspec.cache.core import PreparedSession
 
 _FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so many of the queue
 

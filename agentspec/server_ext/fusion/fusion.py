@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from agentspec.cache import StepDrafts, SuffixCache
-from agentspec.cache.suffix_cache import draft_value
+from agentspec.cache.core import draft_value
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft, StepModel

@@ -16,7 +16,7 @@ a model that was useless for a while becomes useful again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentspec.cache.suffix_cache import draft_value
+from agentspec.cache.core import draft_value
 from agentspec.server_ext.step import RequestState, RunningMean
 
 _TRIAL_SHARE = 0.01

@@ -1,0 +1,36 @@
+"""Load the compiled core (csrc/), and give what of it works without a cache.
+
+Importing this raises ConfigurationError where the core cannot be loaded, with the remedy.
+"""
+
+from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_tokens
+from agentspec.cache.types import UInt64Array
+from agentspec.errors import ConfigurationError, first_line
+
+try:
+    from agentspec.cache import _native as native
+except ImportError as error:
+    raise ConfigurationError(
+        f"agentspec's compiled core cannot be loaded ({first_line(error)}): install a C++ compiler "
+        "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
+    ) from error
+
+__all__ = ["HASH_BLOCK", "PreparedSession", "context_hashes", "draft_value", "native"]
+
+PreparedSession = native.PreparedSession
+"""The indexes of a session that `SuffixCache.prepare` built and `SuffixCache.adopt` takes. bytes(): its memory."""
+
+draft_value = native.draft_value
+"""draft_value(expected, drafted, cost) returns the value of a draft; `_native.pyi` has the formula."""
+
+HASH_BLOCK: int = native.HASH_BLOCK
+"""Tokens between the boundaries of a context whose hashes name a turn's `block`."""
+
+
+def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Array:
+    """Return the hash of a context after each of its tokens, uint64 [n]. tokens: int32 [n] or a sequence of int.
+
+    The context goes on behind `kept` tokens that hash to `parent`. A turn's `parent` and `block` are such hashes.
+    Raises InvalidTokenError for an illegal token.
+    """
+    return native.context_hashes(as_tokens(tokens, "tokens", MAX_VOCAB), parent, kept)

@@ -1,0 +1,93 @@
+"""Remember the running requests of a cache: the core's slot of each, and what it was started with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentspec.cache.identifiers import Names
+from agentspec.cache.types import Int32Array
+from agentspec.errors import DuplicateRequestError, UnknownRequestError
+
+
+@dataclass(slots=True, eq=False)
+class BatchHandle:
+    """Remember the core's slots of several running requests, so that each call need not look them up.
+
+    `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When any request of the cache
+    ends, its slot may go to another. The cache notices this by one comparison, looks the ids up again, and raises
+    UnknownRequestError if one of them has ended. It does so for a handle of another cache too.
+    """
+
+    request_ids: tuple[str, ...]
+    slots: Int32Array
+    """[n], valid while the cache's epoch is `epoch`"""
+    epoch: object
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """Hold the core's slot of a request, and what it belongs to."""
+
+    slot: int
+    names: Names
+
+
+class RunningRequests:
+    """Hold the running requests by id, and give each a slot of the core, a small number that no other has."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, RunningRequest] = {}
+        self._free: list[int] = []
+        self._epoch = object()  # replaced when a request ends, because another request may get its slot
+
+    def check_new(self, request_id: str) -> None:
+        """Raise DuplicateRequestError if a request of this id runs."""
+        if request_id in self._by_id:
+            raise DuplicateRequestError(f"request_id {request_id!r} is already running: finish or abort it first")
+
+    def free_slot(self) -> int:
+        """Return the slot that the next request to be added gets."""
+        return self._free[-1] if self._free else len(self._by_id)
+
+    def add(self, request_id: str, names: Names) -> None:
+        """Add a request in the free slot."""
+        self._by_id[request_id] = RunningRequest(self._free.pop() if self._free else len(self._by_id), names)
+
+    def get(self, request_id: str) -> RunningRequest:
+        """Return a request. Raises UnknownRequestError if it is not running."""
+        running = self._by_id.get(request_id)
+        if running is None:
+            raise _unknown(request_id)
+        return running
+
+    def release(self, request_id: str) -> None:
+        """Forget a request. Its slot is free then."""
+        self._epoch = object()
+        self._free.append(self._by_id.pop(request_id).slot)
+
+    def batch(self, request_ids: Sequence[str]) -> BatchHandle:
+        """Return a handle of running requests. Raises UnknownRequestError."""
+        return BatchHandle(tuple(request_ids), self._look_up(request_ids), self._epoch)
+
+    def slots_of(self, requests: BatchHandle | Sequence[str]) -> Int32Array:
+        """Return the slots of running requests, int32 [n]. Raises UnknownRequestError."""
+        if not isinstance(requests, BatchHandle):
+            return self._look_up(requests)
+        if requests.epoch is not self._epoch:
+            requests.slots = self._look_up(requests.request_ids)
+            requests.epoch = self._epoch
+        return requests.slots
+
+    def _look_up(self, request_ids: Sequence[str]) -> Int32Array:
+        try:
+            return np.array([self._by_id[request_id].slot for request_id in request_ids], np.int32)
+        except KeyError as error:
+            raise _unknown(error.args[0]) from None
+
+
+def _unknown(request_id: str) -> UnknownRequestError:
+    return UnknownRequestError(f"request_id {request_id!r} is not running: start it first")
