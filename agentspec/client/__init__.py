@@ -4,6 +4,7 @@ from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, As
 from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
 from agentspec.client.client import AgentClient, ReplyStream, Session
 from agentspec.client.conversation import Gap
+from agentspec.client.forecast import Forecast
 from agentspec.client.loops import Stage
 from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
 from agentspec.client.tools import ToolRun
@@ -17,6 +18,7 @@ __all__ = [
     "Budget",
     "DecodeStep",
     "DraftedToken",
+    "Forecast",
     "Gap",
     "LoopResult",
     "Progress",

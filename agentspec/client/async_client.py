@@ -14,6 +14,7 @@ from agentspec.cache.store import Store
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
@@ -48,10 +49,11 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         session_tags: SessionTags = "auto",
         speculation: Speculating = True,
         record: str | Path | None = None,
+        tokenizer: str | Tokenize | None = None,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
-        super().__init__(connection, model, store, session_tags, speculation, record)
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()
 
     def session(
@@ -181,7 +183,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             raw = await send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
-            self._client._note(call, reply)
+            self._client._note(call, turn.messages, reply)
             await asyncio.to_thread(self._conversation.confirm)
             return reply
 
@@ -200,6 +202,12 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with self._conversation.reserved():
             await self._client._erase(self._conversation, cache_salts)
             await asyncio.to_thread(self._conversation.forget)
+            self._client._forecaster.forget(self.id)
+
+    async def forecast(self) -> Forecast:
+        """Return what speculation would bring on this session, as Session.forecast() does, in a thread."""
+        await self.load()
+        return await asyncio.to_thread(self._client._forecast, self._conversation)
 
     async def fork(self, new_id: str | None = None, *, at: int | None = None) -> AsyncSession:
         """Return a new session with a copy of the messages, as Session.fork() does."""
@@ -240,7 +248,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
-            self._client._note(call, reply)
+            self._client._note(call, turn.messages, reply)
             await asyncio.to_thread(self._conversation.confirm)
             yield reply
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
 
@@ -12,6 +12,7 @@ import openai
 
 from agentspec.cache.store import Store
 from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
+from agentspec.client.forecast import Forecast, Forecaster, Tokenize
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply
@@ -37,11 +38,13 @@ class ClientBase(Generic[OpenAIT]):
         session_tags: SessionTags,
         speculation: Speculating,
         record: str | Path | None,
+        tokenizer: str | Tokenize | None,
     ) -> None:
         self._openai: OpenAIT = connection
         if record is not None and speculation:
             speculation = "detailed"
-        self._requests = RequestBuilder(model, session_tags, speculation)
+        self._requests = RequestBuilder(model, session_tags, speculation, token_ids=tokenizer == "server")
+        self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)
         self._conversations = Conversations(self._log)
@@ -54,9 +57,14 @@ class ClientBase(Generic[OpenAIT]):
         """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
 
-    def _note(self, call: Call, reply: Reply[Any]) -> None:
+    def _note(self, call: Call, sent: Sequence[Mapping[str, Any]], reply: Reply[Any]) -> None:
+        self._forecaster.note(call.session, call.group, sent, reply, call.resumed)
         if self._record is not None:
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
+
+    def _forecast(self, conversation: Conversation) -> Forecast:
+        resumed = conversation.messages()[: conversation.resumed]
+        return self._forecaster.forecast(conversation.id, conversation.group, resumed)
 
     def _connection(self, call: Call) -> OpenAIT:
         """Return the OpenAI client for a call."""

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
@@ -44,6 +45,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
         step drafted and where each token came from.
     record: file that gets a JSON line for each reply, with its text and, from servers with the extension, the source of
         each token: the input of `agentspec report`.
+    tokenizer: where forecasts get tokens. "server": vLLM sends their ids with each answer. A tokenizer.json, a model's
+        folder or name, or a function from text to token ids: what was said is tokenised here. None: an approximation.
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
@@ -60,10 +63,11 @@ class AgentClient(ClientBase[openai.OpenAI]):
         session_tags: SessionTags = "auto",
         speculation: Speculating = True,
         record: str | Path | None = None,
+        tokenizer: str | Tokenize | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
         connection = openai.OpenAI(**credentials(base_url, api_key), **options)
-        super().__init__(connection, model, store, session_tags, speculation, record)
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = threading.Lock()
 
     def session(
@@ -217,7 +221,7 @@ class Session(SessionBase, Loops):
             raw = send(**self._client._requests.build(call, turn.messages))
             reply = read_reply(raw, call.session, call.model_class)
             turn.commit(reply.message)
-            self._client._note(call, reply)
+            self._client._note(call, turn.messages, reply)
             self._conversation.confirm()
             return reply
 
@@ -245,6 +249,16 @@ class Session(SessionBase, Loops):
         with self._conversation.reserved():
             self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()
+            self._client._forecaster.forget(self.id)
+
+    def forecast(self) -> Forecast:
+        """Return what speculation would bring on this session's calls, and what it brought where the server said so.
+
+        It replays the answers through the cache that servers with the extension draft from, after those of the client's
+        other sessions. It asks no server, so it works with any. Each call is replayed once: about 10 µs a token.
+        """
+        self.load()
+        return self._client._forecast(self._conversation)
 
     def fork(self, new_id: str | None = None, *, at: int | None = None) -> Session:
         """Return a new session that starts with a copy of this one's messages, and is a child of it.
@@ -288,7 +302,7 @@ class Session(SessionBase, Loops):
                         yield text
             reply = read_reply(answer.completion(), call.session, call.model_class)
             turn.commit(reply.message)
-            self._client._note(call, reply)
+            self._client._note(call, turn.messages, reply)
             self._conversation.confirm()
             yield reply
 

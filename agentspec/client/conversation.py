@@ -59,6 +59,7 @@ class Conversation:
         self.parent = parent
         self.cache_salts: set[str] = set()  # that its calls have sent: each makes another session on the server
         self.loaded = new
+        self.resumed = 0  # messages that came from the store
         self._log = log
         self._history: list[Said] = []
         self._next_position = 0
@@ -204,6 +205,7 @@ class Conversation:
         self._place = Place(self.id, known=False) if stored is None else Place(self.id, stored.last)
         stored = stored or Stored()
         self._history, self._next_position = list(stored.history), stored.next_position
+        self.resumed = len(self._history)
 
     def _commit(self, messages: Sequence[dict[str, Any]]) -> None:
         with self._guard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
@@ -69,6 +69,14 @@ class Speculation:
         """Return accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the mean tokens of a decode step, with or without a draft; 0 without steps."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+_COUNTS = ("drafted", "accepted", "steps", "drafts", "tokens")
+
 
 def read_speculation(answer: object) -> Speculation | None:
     """Read the extension's counts of one request. Returns None for anything else, so that no reply is lost."""
@@ -76,13 +84,28 @@ def read_speculation(answer: object) -> Speculation | None:
         return None
     try:
         return Speculation(
-            **{name: int(answer[name]) for name in ("drafted", "accepted", "steps", "drafts", "tokens")},
+            **{name: int(answer[name]) for name in _COUNTS},
             accepted_by_source=_by_source(answer.get("accepted_by_source")),
             drafted_by_source=_by_source(answer.get("drafted_by_source")),
             detail=tuple(_read_step(step) for step in answer.get("detail") or ()),
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
+
+
+def total_speculation(parts: Sequence[Speculation]) -> Speculation:
+    """Return the sum of several requests' figures, without their steps."""
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
+    return Speculation(
+        **sums,
+        accepted_by_source=_total([part.accepted_by_source for part in parts]),
+        drafted_by_source=_total([part.drafted_by_source for part in parts]),
+    )
+
+
+def _total(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
 def _read_step(step: Any) -> DecodeStep:
@@ -159,6 +182,7 @@ class StreamedAnswer:
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
         self._figures: Any = None
+        self._token_ids: list[int] = []
 
     def add(self, event: Any) -> str:
         """Add a chunk, or an event that holds one, and return its text."""
@@ -172,6 +196,7 @@ class StreamedAnswer:
         for choice in chunk.choices:
             if choice.index == 0:
                 added += choice.delta.content or ""
+                self._token_ids += (choice.model_extra or {}).get("token_ids") or ()
                 self._finish_reason = choice.finish_reason or self._finish_reason
                 self._add_delta(choice.delta)
         return added
@@ -205,7 +230,14 @@ class StreamedAnswer:
                 }
                 for _, call in sorted(self._tool_calls.items())
             ]
-        choice = {"index": 0, "finish_reason": self._finish_reason, "message": message, "logprobs": None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": self._finish_reason,
+            "message": message,
+            "logprobs": None,
+        }
+        if self._token_ids:
+            choice["token_ids"] = self._token_ids
         fields: dict[str, Any] = {
             **self._first.to_dict(),
             "object": "chat.completion",

@@ -90,6 +90,7 @@ class Call:
         salt = (options.get("extra_body") or {}).get("cache_salt")
         if isinstance(salt, str):
             conversation.cache_salts.add(salt)
+        self.resumed = conversation.resumed
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
         self.begin = time.monotonic()
@@ -106,12 +107,15 @@ class RequestBuilder:
     """Build a client's requests from its settings and from what it knows about its server.
 
     extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
-    connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later.
+    connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later. token_ids: whether
+    servers are asked for the token ids of prompts and answers, which vLLM has.
 
     Raises ConfigurationError for a setting that cannot work.
     """
 
-    def __init__(self, model: str, session_tags: SessionTags, speculation: Speculating) -> None:
+    def __init__(
+        self, model: str, session_tags: SessionTags, speculation: Speculating, *, token_ids: bool = False
+    ) -> None:
         if not isinstance(model, str) or not model:
             raise ConfigurationError("model: the name of the served model is needed, as GET /v1/models lists it")
         if session_tags not in get_args(SessionTags):
@@ -124,6 +128,7 @@ class RequestBuilder:
         self.extension = False
         self._session_tags = session_tags
         self._speculation = "summary" if speculation is True else speculation or None
+        self._token_ids = token_ids
         self._ask_at = 0.0
 
     def needs_probe(self, call: Call) -> bool:
@@ -185,6 +190,8 @@ class RequestBuilder:
         naming.tag(request, call.session, call.parent, call.group)
         if self.extension and self._speculation:
             request["extra_headers"] = {FIGURES_HEADER: self._speculation, **(request.get("extra_headers") or {})}
+        if self._token_ids:
+            request["extra_body"] = {"return_token_ids": True, **(request.get("extra_body") or {})}
         if stream and self.extension:  # some other servers reject stream_options
             request.setdefault("stream_options", {"include_usage": True})
         return request

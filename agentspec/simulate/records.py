@@ -79,10 +79,10 @@ def read_calls(
         yield call
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, of a folder that holds one, or of a model that transformers knows.
 
-    Special tokens in the text are encoded as such; none are added.
+    Special tokens in the text are encoded as such; none are added. option: what errors call the name.
     Raises ConfigurationError naming what to install or to give.
     """
     path = Path(name)
@@ -100,12 +100,11 @@ def open_tokenizer(name: str) -> Tokenizer:
         return lambda text: list(slow.encode(text, add_special_tokens=False))
     except ImportError as error:
         raise ConfigurationError(
-            f"--tokenizer needs the package {library}: pip install {library}, or give token ids"
+            f"{option} needs the package {library}: pip install {library}, or give token ids"
         ) from error
     except Exception as error:  # the libraries raise whatever they like
         raise ConfigurationError(
-            f"--tokenizer {name}: cannot be loaded ({first_line(error)}); "
-            "give a tokenizer.json or the folder of a model"
+            f"{option} {name}: cannot be loaded ({first_line(error)}); give a tokenizer.json or the folder of a model"
         ) from error
 
 

@@ -83,28 +83,39 @@ class Figures(ReplayRates):
 
 
 def simulate(
-    calls: Iterable[Call], cache: SuffixCache, *, max_draft: int | None = None, scope: Scope = "tenant"
+    calls: Iterable[Call],
+    cache: SuffixCache,
+    *,
+    max_draft: int | None = None,
+    scope: Scope = "tenant",
+    prefill_steps: bool = False,
 ) -> Figures:
     """Replay the calls one after the other and return their figures.
 
     A step drafts at most `max_draft` tokens (None: the policy's limit), verifies them against the record, and adds the
     accepted tokens and the one after them. Drafts may run past the end of the response, as in an engine, which does
-    not know it; those tokens count as drafted. scope: the sources of drafts beside a call's own text.
+    not know it; those tokens count as drafted. scope: the sources of drafts beside a call's own text. prefill_steps:
+    whether the first token of a response takes a step of its own, without a draft, as in an engine, where the step that
+    reads the prompt gives it.
     """
     figures = Figures()
     limit = cache.policy.max_draft if max_draft is None else max_draft
     for call in calls:
-        _replay(call, cache, limit, scope, figures)
+        _replay(call, cache, limit, scope, figures, prefill_steps)
     stats = cache.stats()
     figures.bytes_per_token = stats.bytes / stats.tokens if stats.tokens else 0.0
     return figures
 
 
-def _replay(call: Call, cache: SuffixCache, max_draft: int, scope: Scope, figures: Figures) -> None:
+def _replay(call: Call, cache: SuffixCache, max_draft: int, scope: Scope, figures: Figures, prefill_step: bool) -> None:
     name = f"line {call.line}"
     cache.start(name, call.prompt, session=call.session, group=call.group, tenant=call.tenant, scope=scope)
     left = call.response
     figures.tokens += len(left)
+    if prefill_step and len(left):
+        cache.extend(name, left[:1])
+        left = left[1:]
+        figures.steps += 1
     while len(left):
         draft = figures.propose.time(lambda: cache.propose([name], max_draft)[0])
         count = min(len(draft.token_ids), len(left))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
 KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls"}
-EXTENSION_FIELDS = {"cache_salt", "session_id", "vllm_xargs"}
+EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"}
 
 
 @dataclass
@@ -37,6 +38,7 @@ class FakeServer:
     answers: list[dict[str, Any]] = field(default_factory=list)  # messages of the next replies
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
+    token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for those who ask
     finish_reason: str | None = None
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202 behind them
     broken_stream: bool = False
@@ -143,6 +145,10 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
             for start in range(0, len(arguments), 3)
         ]
     result = [{**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    if "prompt_token_ids" in answer:
+        result[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+        for chunk, token in zip(itertools.cycle(result), choice["token_ids"], strict=False):
+            chunk["choices"][0].setdefault("token_ids", []).append(token)
     result.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
     if usage:
         result.append({**base, "choices": [], "usage": answer["usage"]})
@@ -185,11 +191,13 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": {"message": reason}})
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return self._stream(chunks_of(self._answer(), usage=usage))
-        return self._send(200, self._answer())
+            return self._stream(chunks_of(self._answer(body), usage=usage))
+        return self._send(200, self._answer(body))
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = self.state.answer()
+        if body.get("return_token_ids") and self.state.token_ids is not None:
+            answer["prompt_token_ids"], answer["choices"][0]["token_ids"] = self.state.token_ids
         if self.state.extension and self.state.counts is not None and "X-Agentspec-Figures" in self.headers:
             answer["agentspec"] = {"request_id": answer["id"], **self.state.counts}
         return answer

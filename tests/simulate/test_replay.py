@@ -37,6 +37,14 @@ def test_a_repeated_answer_comes_from_its_session_and_counts_add_up() -> None:
     assert figures.accepted_by_source["global"] == 0
 
 
+def test_the_step_that_reads_the_prompt_gives_the_first_token() -> None:
+    prompt, answer = _tokens(1, 60), _tokens(2, 90)
+    calls = [_call(1, prompt, answer), _call(2, prompt, answer), _call(3, prompt, answer[:0])]
+    without, figures = (simulate(calls, SuffixCache(), prefill_steps=engine) for engine in (False, True))
+    assert figures.tokens == without.tokens == 180
+    assert figures.steps == 90 + 1 + (without.steps - 90), "one step more where the first token was drafted"
+
+
 def test_another_session_helps_within_a_tenant_and_only_there() -> None:
     prompt, answer = _tokens(1, 60), _tokens(2, 90)
 

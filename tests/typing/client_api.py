@@ -14,6 +14,7 @@ from agentspec import (
     AsyncAgentClient,
     AsyncReplyStream,
     AsyncSession,
+    Forecast,
     LoopResult,
     Reply,
     ReplyStream,
@@ -55,6 +56,9 @@ def sync(client: AgentClient) -> None:
     assert_type(session.chat(), Reply)
     assert_type(session.messages, list[dict[str, Any]])
     assert_type(session.fork(), Session)
+    assert_type(session.forecast(), Forecast)
+    assert_type(session.forecast().measured, Speculation | None)
+    assert_type(session.forecast().tokens_per_step, float)
     messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
     assert_type(client.chat(messages, session="fix-42", temperature=0.5), Reply)
     assert_type(client.session("sample-1", group="problem-7").group, str | None)
@@ -96,6 +100,7 @@ async def twins(client: AsyncAgentClient) -> None:
     async for text in session.stream("hello"):
         assert_type(text, str)
     assert_type(await session.fork("other"), AsyncSession)
+    assert_type(await session.forecast(), Forecast)
     assert_type(await client.chat("hello"), Reply)
     assert_type(client.session("sample-1", group="problem-7").group, str | None)
     assert_type(await client.chat("judge", group="problem-7", response_format=Verdict), Reply[Verdict])
@@ -109,6 +114,7 @@ AgentClient(
     max_retries=1,
     http_client=openai.DefaultHttpxClient(),
 )
+AgentClient(model="small", tokenizer=lambda text: [ord(c) for c in text])
 AsyncAgentClient(model="small", store=None, http_client=openai.DefaultAsyncHttpxClient())
 assert_type(__version__, str)
 
