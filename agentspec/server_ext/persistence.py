@@ -25,7 +25,6 @@ from agentspec.cache.store import (
     Follower,
     Loaded,
     LogNames,
-    MemoryStore,
     Retention,
     Store,
     StoreJobs,
@@ -91,7 +90,7 @@ class Persistence:
         store in this process's memory has no other writers, so there is nothing to follow.
         """
         self._cache = cache
-        if isinstance(self._store, MemoryStore):
+        if not self._store.shared:
             return
         self._follower = Follower(
             self._store,
@@ -268,7 +267,7 @@ class Persistence:
             "adopted_sessions": self._adopted,
             "refused": sum(kinds.values()),
             "refused_by_kind": {kind: count for kind, count in kinds.items() if count},
-            "memory_bytes": self._store.held_bytes if isinstance(self._store, MemoryStore) else 0,
+            "memory_bytes": self._store.held_bytes,
             "queued_bytes": writer.queued_bytes + loader.ready_bytes,
             "jobs": self._jobs.waiting(),
         }

@@ -63,6 +63,7 @@ class Server:
             DraftingEngine(given, Persistence(open_store(url), logs, 100), VOCABULARY, 16) for _ in self.core_engines
         ]
         self.asked = 0
+        self.erased = 0
         self.slowest = 0.0
         app = FastAPI()
         AgentSpecEndpoints().attach_router(app)
@@ -140,7 +141,7 @@ class Server:
         return self.http.request(method, path, headers=headers | more.pop("headers", {}), **more)
 
     def erase(self, key: str, session: str, **more: Any) -> Any:
-        """Erase a session; while another engine's thread reads the store, again."""
+        """Erase a session; while another engine's thread reads the store, again. Sets ``erased`` to its records."""
         answers: list[Any] = []
 
         def done() -> bool:
@@ -148,6 +149,7 @@ class Server:
             return bool(answers[-1].status_code != 202)
 
         self.wait(done)
+        self.erased = sum(answer.json()["records"] for answer in answers)  # each says what it erased itself
         return answers[-1]
 
     def listed(self, key: str | None, **more: Any) -> list[str]:
@@ -280,7 +282,8 @@ def test_a_session_under_an_adapter_is_one_session(start: Start, tenant: str | N
     export = server.call(ADA, "GET", "one")
     assert sorted(turn["response"][0] for turn in export.json()["turns"]) == [TEXT[0], other[0]]
     assert server.call(ADA, "PUT", "one", content=export.content).json()["added"] == 0
-    assert server.erase(ADA, "one").json()["records"] == 2
+    assert server.erase(ADA, "one").status_code == 200
+    assert server.erased == 2
     assert (server.listed(ADA), server.listed(BOB)) == ([], ["one"])
 
 
@@ -464,7 +467,9 @@ class TestErasure:
         assert server.listed(ADA) == []
         reader.execute("COMMIT")
         reader.close()
+        assert waiting.json()["records"] == 1
         assert server.erase(ADA, "one").status_code == 200
+        assert server.erased == 0  # the answer before has counted them
         assert not stored(tmp_path / "log.db", coded)
 
 

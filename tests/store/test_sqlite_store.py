@@ -4,6 +4,8 @@ import multiprocessing
 import random
 import sqlite3
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,34 @@ def test_processes_share_a_file_even_a_new_one(tmp_path: Path) -> None:
         expected = [b"p%d %d" % (number, index // 2) for index in range(120)]
         assert [entry.payload for entry in store.read(NS, session=f"p{number}")] == expected
     assert len(list(store.read(NS))) == 240
+
+
+def test_an_append_gets_its_turn_beside_a_process_that_writes_nearly_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's own waits grow to 100 ms and miss the gaps of 4 ms."""
+    monkeypatch.setattr("agentspec.cache.store.sqlite_file._BUSY_SECONDS", 1.5)
+    path, ended = tmp_path / "store.db", threading.Event()
+    store = SQLiteStore(path)
+
+    def hog() -> None:
+        connection = sqlite3.connect(path, isolation_level=None)
+        while not ended.is_set():
+            connection.execute("BEGIN IMMEDIATE")
+            time.sleep(0.3)
+            connection.execute("COMMIT")
+            time.sleep(0.004)
+        connection.close()
+
+    thread = threading.Thread(target=hog)
+    thread.start()
+    try:
+        for number in range(4):
+            store.append(NS, [NewEntry("s", b"%d" % number)])
+    finally:
+        ended.set()
+        thread.join()
+        store.close()
 
 
 def test_a_full_memory_store_drops_its_oldest_entries() -> None:

@@ -111,6 +111,16 @@ class Store(Protocol):
     StoreError.
     """
 
+    @property
+    def shared(self) -> bool:
+        """Return whether other processes may write to it, so that there is something to follow."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory of this process that its records take, in bytes; 0 where they lie elsewhere."""
+        ...
+
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         """Append entries in this order, all or none, and return their sequences. They are stored when it returns.
 

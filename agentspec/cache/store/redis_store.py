@@ -113,6 +113,9 @@ class RedisStore:
     whether to write beside a log of an older release, which is refused otherwise.
     """
 
+    shared = True
+    held_bytes = 0
+
     def __init__(
         self, address: RedisAddress, *, prefix: str = "agentspec", shards: int = 1, converting: bool = False
     ) -> None:

@@ -266,6 +266,9 @@ class SQLiteStore(_Database):
     not change such a file.
     """
 
+    shared = True
+    held_bytes = 0
+
     def __init__(self, path: Path) -> None:
         with store_errors(str(path)):
             prepare_file(path)
@@ -285,6 +288,8 @@ class MemoryStore(_Database):
 
     It deletes the oldest entries beyond ``max_bytes``. held_bytes: memory that it takes, as of the latest append.
     """
+
+    shared = False
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self.held_bytes = 0

@@ -22,6 +22,7 @@ PAGE_SIZE = 1024
 """Bytes of a page of the file."""
 
 _BUSY_SECONDS = 5.0
+_POLL_MS = 5  # SQLite's own waits grow to 100 ms, so that processes that write all the time keep a waiting one out
 _CHECKPOINT_SECONDS = 0.2  # wait for readers before an erasure counts as incomplete
 _WAL_BYTES = 4 << 20
 _MAGIC = b"SQLite format 3\x00"
@@ -60,13 +61,13 @@ def padded(payload: bytes) -> bytes:
 
 def empty_log(connection: sqlite3.Connection) -> bool:
     """Move the write-ahead log into the file and cut it to nothing. Return False if a reader prevents that."""
-    connection.execute(f"PRAGMA busy_timeout = {int(_CHECKPOINT_SECONDS * 1000)}")
+    _set_patience(connection, _CHECKPOINT_SECONDS)
     try:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     except sqlite3.OperationalError:  # another process writes
         return False
     finally:
-        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_SECONDS * 1000)}")
+        _set_patience(connection, _BUSY_SECONDS)
     return bool(busy == 0)
 
 
@@ -92,7 +93,7 @@ def store_errors(name: str) -> Iterator[None]:
 @contextmanager
 def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
     """Run the body in a transaction, undone if it raises."""
-    connection.execute(f"BEGIN {kind}")
+    _begin(connection, kind)
     try:
         yield
         connection.execute("COMMIT")
@@ -100,6 +101,26 @@ def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iter
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def _begin(connection: sqlite3.Connection, kind: str) -> None:
+    deadline = time.monotonic() + _BUSY_SECONDS
+    _set_patience(connection, _POLL_MS / 1000)
+    try:
+        while True:
+            try:
+                connection.execute(f"BEGIN {kind}")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+    finally:
+        _set_patience(connection, _BUSY_SECONDS)
+
+
+def _set_patience(connection: sqlite3.Connection, seconds: float) -> None:
+    """Set for how long SQLite waits for locks of other processes."""
+    connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
 
 
 def prepare_file(path: Path) -> None:
