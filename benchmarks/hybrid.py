@@ -1,6 +1,8 @@
-"""Measure suffix indexes, a draft model, and both on real vLLM: tokens/second and tokens a step on three kinds of text.
+"""Measure suffix indexes, draft models, and both on real vLLM: tokens/second and tokens a step on three kinds of text.
 
     python benchmarks/hybrid.py --json
+    python benchmarks/hybrid.py --json --methods none,suffix,eagle3,eagle3+trees,eagle3+threshold
+    python benchmarks/hybrid.py --json --methods none,suffix,eagle3,eagle3+trees --verify-price .03 --pass-price .08
 
 The target is the demo's model and the texts are its own greedy answers to the demo's tasks. They are written once and
 then played to one engine for each method; the engines take turns every few calls. Drafts are the method's, verification
@@ -9,19 +11,26 @@ and its time are vLLM's (see agentspec.testing.replay). Workloads:
 repetitive   an agent's later turns: the corrected function, after the one in the prompt
 fresh        first answers to tasks, every one in a session that sees no other: there is nothing to copy from
 mixed        three turns of a session, then a first answer of another, and so on
+
+A drafter of vLLM's (eagle3, draft_model) runs alone, in vLLM without agentspec; with `+trees` beside agentspec; and
+with `+threshold` under TensorRT-LLM's rule (`fusion_rules`). With prices, agentspec decides by them, and what counts is
+tokens a unit of work. A unit is a decode step without drafts. So the result does not depend on the machine.
 """
 
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import machine, print_json, print_table, say, speed_ratio
+from fusion_rules import fix_prices, fix_threshold
+from report import machine, names, print_json, print_table, say, speed_ratio
 
 from agentspec.testing.replay import Call, ReplayEngine, ReplayResult, fitting_length
 from agentspec.testing.replay import compare as take_turns
@@ -30,29 +39,68 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that the demo's tasks can be imported
 
 MAX_DRAFT = 16
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("none", {}),
-    "ngram": ("ngram", {}),
-    "suffix": ("agentspec", {}),
-    "speculator": ("agentspec", {"speculator": "", "arctic_suffix_rule": {"max_spec_factor": 0.0}}),
-    "hybrid": ("agentspec", {"speculator": ""}),
-    "hybrid, not judging": ("agentspec", {"speculator": "", "score_suffix_drafts": False}),
+DRAFTERS = {
+    "eagle3": {"method": "eagle3", "model": str(ROOT / "demo" / "eagle3"), "num_speculative_tokens": 3},
+    "draft_model": {"method": "draft_model", "model": str(ROOT / "demo" / "draft_model"), "num_speculative_tokens": 4},
 }
-"""Replay method and agentspec's settings for each method's name; speculator "" stands for the speculator's folder."""
+"""vLLM's speculative config of each of its own drafters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Say how a method is replayed.
+
+    replay: the engine's method. settings: agentspec's; speculator "" stands for the speculator's folder. drafter: key
+    of DRAFTERS. prepare: called in the engine's process.
+    """
+
+    replay: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafter: str | None = None
+    prepare: Callable[[], None] | None = None
+
+
+METHODS = {
+    "none": Method("none"),
+    "ngram": Method("ngram"),
+    "suffix": Method("agentspec"),
+    "speculator": Method("agentspec", {"speculator": "", "arctic_suffix_rule": {"max_spec_factor": 0.0}}),
+    "hybrid": Method("agentspec", {"speculator": ""}),
+    "hybrid, not judging": Method("agentspec", {"speculator": "", "score_suffix_drafts": False}),
+}
+for _drafter in DRAFTERS:
+    METHODS[_drafter] = Method("none", drafter=_drafter)
+    METHODS[f"{_drafter}+trees"] = Method("agentspec", drafter=_drafter)
+    METHODS[f"{_drafter}+threshold"] = Method("agentspec", drafter=_drafter, prepare=fix_threshold)
+DEFAULT_METHODS = ("none", "ngram", "suffix", "speculator", "hybrid", "hybrid, not judging")
 SINGLE = ("none", "ngram", "suffix", "speculator")
 WORKLOADS = ("repetitive", "fresh", "mixed")
 _FIRST_SEEDS = {"warm-up": 2_000, "repetitive": 3_000, "fresh": 4_000, "mixed": 5_000}
 """First task seed of each workload, counted from FIRST_HELD_OUT_SEED."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Hold what verifying one more token and a pass of a drafter cost, as shares of a decode step without drafts."""
+
+    verify: float
+    drafter_pass: float
+
+    def rate(self, result: ReplayResult) -> float:
+        """Return tokens a unit of work, of a run with one request at a time."""
+        work = result.steps + self.verify * result.drafted + self.drafter_pass * result.passes
+        return result.tokens / work
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return 0. Raises what the engines raise."""
-    options = _parser().parse_args(arguments)
+    options = read_options(arguments)
     say("writing the texts")
     loads = write_workloads(options.model, options.sessions)
     results = measure(options, loads)
-    rows = [row(load, method, done) for load, methods in results.items() for method, done in methods.items()]
-    ratios = [ratio for load, methods in results.items() for ratio in compare(load, methods)]
+    prices = options.prices
+    rows = [row(load, method, done, prices) for load, methods in results.items() for method, done in methods.items()]
+    ratios = [ratio for load, methods in results.items() for ratio in compare(load, methods, prices)]
     if options.json:
         provenance = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -61,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speculator": options.speculator.name,
             "sessions": options.sessions,
             "batch": options.batch,
+            "verify_price": options.verify_price,
+            "pass_price": options.pass_price,
         }
         print_json({"provenance": provenance, "rows": rows, "ratios": ratios})
     else:
@@ -114,21 +164,12 @@ def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
 def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, ReplayResult]]:
     """Run each workload after one warm-up, on one engine for each method; the engines take turns."""
     calls = [call for load in loads.values() for call in load]
-    say(f"{len(calls)} calls, {sum(len(call.response) for call in calls):,} tokens; starting {len(METHODS)} engines")
+    tokens = sum(len(call.response) for call in calls)
+    say(f"{len(calls)} calls, {tokens:,} tokens; starting {len(options.methods)} engines")
     with ExitStack() as stack:
         engines = {}
-        for name, (method, settings) in METHODS.items():
-            given = {key: str(options.speculator) if key == "speculator" else value for key, value in settings.items()}
-            engines[name] = stack.enter_context(
-                ReplayEngine(
-                    method=method,
-                    model=options.model,
-                    max_model_len=fitting_length(calls, MAX_DRAFT),
-                    max_batch=options.batch,
-                    max_draft=MAX_DRAFT,
-                    settings={"store": "memory://", "scope": "session", **given},
-                )
-            )
+        for name in options.methods:
+            engines[name] = stack.enter_context(_engine(METHODS[name], options, fitting_length(calls, MAX_DRAFT)))
             engines[name].wait_ready()  # start one at a time: it takes most of a core
             say(f"{name} is ready")
         results: dict[str, dict[str, ReplayResult]] = {}
@@ -140,34 +181,75 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
     return results
 
 
-def row(load: str, method: str, total: ReplayResult) -> dict[str, Any]:
+def _engine(method: Method, options: argparse.Namespace, max_model_len: int) -> ReplayEngine:
+    settings = {"store": "memory://", "scope": "session", **method.settings}
+    if "speculator" in settings:
+        settings["speculator"] = str(options.speculator)
+    prepare = method.prepare
+    if options.prices is not None:
+        settings["verify_cost"] = options.prices.verify
+        prepare = prepare or partial(fix_prices, options.prices.drafter_pass)
+    return ReplayEngine(
+        method=method.replay,
+        model=options.model,
+        max_model_len=max_model_len,
+        max_batch=options.batch,
+        max_draft=MAX_DRAFT,
+        settings=settings,
+        drafter=None if method.drafter is None else DRAFTERS[method.drafter],
+        prepare=prepare if method.replay == "agentspec" else None,
+    )
+
+
+def row(load: str, method: str, total: ReplayResult, prices: Prices | None = None) -> dict[str, Any]:
     """Return the figures of one method on one workload for the output."""
+    by_price = {} if prices is None else {"tokens_per_unit": round(prices.rate(total), 3)}
     return {
         "workload": load,
         "method": method,
         "tokens": total.tokens,
+        **by_price,
         "tokens_per_second": round(total.tokens_per_second, 1),
         "mean_acceptance_length": round(total.tokens_per_step, 3),
         "acceptance_rate": round(total.acceptance_rate, 3),
+        "steps": total.steps,
         "drafted": total.drafted,
+        "passes": total.passes,
         "accepted_by_source": dict(total.accepted_by_source),
     }
 
 
-def compare(load: str, methods: dict[str, ReplayResult]) -> list[dict[str, Any]]:
-    """Return the ratio of the hybrid's tokens/second to the best single method's, and to its own without judging.
+def compare(load: str, methods: dict[str, ReplayResult], prices: Prices | None = None) -> list[dict[str, Any]]:
+    """Return the ratios of tokens/second between the methods that ran. With prices: of tokens a unit of work.
 
-    ``noise``: standard error of the ratio, from the turns that all methods took on the same calls.
+    The hybrid is set against the best single method and against itself without judging, a drafter beside agentspec
+    against the better of its two parts and against the fixed threshold. ``noise``: standard error of the ratio, from
+    the turns that both methods took on the same calls.
     """
-    best = max(SINGLE, key=lambda name: methods[name].tokens_per_second)
+
+    def better(parts: Sequence[str]) -> str:
+        rate = (lambda name: methods[name].tokens_per_second) if prices is None else lambda n: prices.rate(methods[n])
+        return max((name for name in parts if name in methods), key=rate)
+
+    pairs = []
+    if "hybrid" in methods:
+        pairs += [("hybrid / best single", "hybrid", better(SINGLE)), ("judging", "hybrid", "hybrid, not judging")]
+    for drafter in DRAFTERS:
+        both = f"{drafter}+trees"
+        if both in methods and {drafter, "suffix"} <= methods.keys():
+            pairs.append((f"{both} / better part", both, better((drafter, "suffix"))))
+        pairs.append((f"{both} / threshold", both, f"{drafter}+threshold"))
     return [
-        _ratio(load, "hybrid / best single", f"{best}", methods["hybrid"], methods[best]),
-        _ratio(load, "judging", "hybrid, not judging", methods["hybrid"], methods["hybrid, not judging"]),
+        _ratio(load, what, other, methods[ours], methods[other], prices)
+        for what, ours, other in pairs
+        if {ours, other} <= methods.keys()
     ]
 
 
-def _ratio(load: str, what: str, other_name: str, ours: ReplayResult, other: ReplayResult) -> dict[str, Any]:
-    value, noise = speed_ratio(ours, other)
+def _ratio(
+    load: str, what: str, other_name: str, ours: ReplayResult, other: ReplayResult, prices: Prices | None
+) -> dict[str, Any]:
+    value, noise = speed_ratio(ours, other) if prices is None else (prices.rate(ours) / prices.rate(other), 0.0)
     return {
         "workload": load,
         "figure": what,
@@ -178,15 +260,28 @@ def _ratio(load: str, what: str, other_name: str, ours: ReplayResult, other: Rep
     }
 
 
-def _parser() -> argparse.ArgumentParser:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, with `prices`: a Prices, or None to measure time. Exit with a message for wrong ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, default=ROOT / "demo" / "model", help="the target (%(default)s)")
     add("--speculator", type=Path, default=ROOT / "demo" / "drafter", help="trained for it (%(default)s)")
+    add("--methods", type=names, default=DEFAULT_METHODS, metavar="A,B", help=f"of {', '.join(METHODS)}")
     add("--sessions", type=int, default=12, metavar="N", help="sessions a workload (%(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="requests in flight (%(default)s)")
+    add("--verify-price", type=float, metavar="P", help="of one more draft token, as a share of a decode step")
+    add("--pass-price", type=float, metavar="P", help="of a pass of vLLM's drafter, as a share of a decode step")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    return parser
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.methods if name not in METHODS]
+    if unknown:
+        parser.error(f"--methods: {', '.join(unknown)} is not known; known are: {', '.join(METHODS)}")
+    if (options.verify_price is None) != (options.pass_price is None):
+        parser.error("--verify-price and --pass-price: give both or none")
+    options.prices = None if options.pass_price is None else Prices(options.verify_price, options.pass_price)
+    if options.prices is not None and options.batch != 1:
+        parser.error("--batch: prices are for one request at a time")
+    return options
 
 
 def _print(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:

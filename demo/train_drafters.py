@@ -207,6 +207,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         weights = {name: value.half().contiguous() for name, value in self.state_dict().items()}
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "model.safetensors").chmod(0o644)
 
 
 KINDS: dict[str, Any] = {"draft_model": DraftModel, "eagle3": Eagle3}

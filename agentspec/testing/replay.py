@@ -37,7 +37,6 @@ from agentspec.testing.replay_types import (
     ModelShape,
     ReplayError,
     ReplayResult,
-    speculative_config,
 )
 from agentspec.testing.replay_worker import serve
 
@@ -64,9 +63,10 @@ class ReplayEngine:
     run. ``max_draft``: the longest draft in tokens (default: the method's own limit). ``settings``: agentspec's
     settings (default: a memory store, so that nothing is left of a run). ``async_scheduling``: off for
     every method, so that they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's
-    process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). Starting takes
-    about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError for arguments
-    that cannot work.
+    process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). ``drafter``: a
+    speculative config of vLLM's own, which runs beside ``agentspec``, or alone with ``none``. ``prepare``: a function
+    of an importable module, which the process calls before it makes the engine. Starting takes about a minute and goes
+    on in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class ReplayEngine:
         async_scheduling: bool | None = False,
         module_paths: Iterable[str | Path] = (),
         timed: Mapping[str, tuple[str, str]] | None = None,
+        drafter: Mapping[str, Any] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        speculative_config(method, max_draft)  # raise for an unknown name now
         paths = tuple(map(str, module_paths))
         if method == "suffix":
             _check_suffix(paths)
@@ -106,7 +107,10 @@ class ReplayEngine:
             async_scheduling=async_scheduling,
             module_paths=paths,
             timed=dict(timed or {}),
+            drafter=drafter,
+            prepare=prepare,
         )
+        self.spec.speculative_config()  # raise for what cannot work now
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, self.spec), name=f"replay-{method}", daemon=True)

@@ -1,7 +1,7 @@
 """Define the replay's input and its counts as plain data. Needs neither vLLM nor torch."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,21 @@ class EngineSpec:
     async_scheduling: bool | None
     module_paths: tuple[str, ...] = ()
     timed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    drafter: Mapping[str, Any] | None = None
+    prepare: Callable[[], None] | None = None
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """Return vLLM's ``speculative_config``. Raises ConfigurationError for what cannot be replayed."""
+        if self.drafter is None:
+            return speculative_config(self.method, self.max_draft)
+        if self.method not in ("none", "agentspec"):
+            raise ConfigurationError(f"method {self.method!r}: vLLM's drafter runs beside 'agentspec', or with 'none'")
+        return dict(self.drafter)
+
+    def agentspec_settings(self) -> dict[str, Any]:
+        """Return agentspec's settings. Beside a drafter the longest draft is one of them."""
+        limit = {} if self.drafter is None or self.max_draft is None else {"max_draft": self.max_draft}
+        return {**limit, **self.settings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class ReplayResult(ReplayRates):
 
     ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
     prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` the draft tokens that were accepted
-    and returned, ``seconds`` the wall-clock time inside the engine.
+    and returned, ``passes`` forward passes of vLLM's own drafter, ``seconds`` the wall-clock time inside the engine.
     """
 
     calls: int = 0
@@ -84,6 +99,7 @@ class ReplayResult(ReplayRates):
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    passes: int = 0
     seconds: float = 0.0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     decode_seconds: tuple[float, ...] = ()
@@ -108,6 +124,7 @@ class ReplayResult(ReplayRates):
             steps=self.steps + other.steps,
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
+            passes=self.passes + other.passes,
             seconds=self.seconds + other.seconds,
             accepted_by_source=dict(sources),
             decode_seconds=self.decode_seconds + other.decode_seconds,

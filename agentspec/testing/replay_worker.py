@@ -23,12 +23,12 @@ from agentspec.testing.replay_types import (
     EngineSpec,
     ReplayError,
     ReplayResult,
-    speculative_config,
 )
 
 _WARM_UP = Call("agentspec-warm-up", np.arange(16, dtype=np.int32), np.arange(16, RESERVED_TOKENS, dtype=np.int32))
 """Warm-up call whose tokens do not repeat, so that no drafter learns from them."""
 
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 REPLAY_KEY = "agentspec_replay"
 """Key in ``SamplingParams.extra_args`` of the recorded response, a flat list of ints."""
 
@@ -99,9 +99,14 @@ class Engine:
         self.part_seconds = dict.fromkeys(spec.timed, 0.0)
         install_replay(self.records.append)
         install_timers(spec.timed, self.part_seconds)
+        self.passes = 0
+        if spec.drafter is not None:
+            install([Patch("runner", _PROPOSER, "propose", self._count_passes, "counts the drafter's forward passes")])
+        if spec.prepare is not None:
+            spec.prepare()
         options: dict[str, Any] = {}
         if spec.method == "agentspec":
-            options["additional_config"] = {"agentspec": dict(spec.settings)}
+            options["additional_config"] = {"agentspec": spec.agentspec_settings()}
         self.llm = LLM(
             model=spec.model,
             load_format="dummy" if spec.random_weights else "auto",
@@ -110,7 +115,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.max_batch,
-            speculative_config=speculative_config(spec.method, spec.max_draft),
+            speculative_config=spec.speculative_config(),
             async_scheduling=spec.async_scheduling,
             gpu_memory_utilization=0.2,
             seed=spec.seed,
@@ -130,6 +135,11 @@ class Engine:
             "device": current_platform.device_type,
             "async_scheduling": bool(scheduler.async_scheduling),
         }
+
+    def _count_passes(self, original: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = original(drafter, *args, **kwargs)
+        self.passes += 1 if drafter.parallel_drafting else max(1, drafted.shape[1])
+        return drafted
 
     def add(self, call: Call) -> tuple[str, str]:
         """Start a call. Return its id in outputs, and the engine's own id for it."""
@@ -183,7 +193,7 @@ class Replay:
         parts: dict[str, list[float]] = {name: [] for name in self._engine.part_seconds}
         sources: Counter[str] = Counter()
         counts: Counter[str] = Counter()
-        done, seconds = 0, 0.0
+        done, seconds, passes = 0, 0.0, self._engine.passes
         while calls is None or done < calls:
             begin = time.perf_counter()
             self._fill()
@@ -211,6 +221,7 @@ class Replay:
             steps=counts["steps"],
             drafted=counts["drafted"],
             accepted=counts["accepted"],
+            passes=self._engine.passes - passes,
             seconds=seconds,
             accepted_by_source=dict(sources),
             decode_seconds=tuple(times),

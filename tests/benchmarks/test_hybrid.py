@@ -1,6 +1,10 @@
-"""Ratios of the hybrid benchmark: against the best single method, with their noise."""
+"""Ratios of the hybrid benchmark, and the rival's rule that it runs."""
 
+from pathlib import Path
+
+import fusion_rules
 import hybrid
+import numpy as np
 import pytest
 
 from agentspec.testing.replay import ReplayResult
@@ -27,10 +31,70 @@ def test_the_hybrid_is_set_against_the_best_single_method() -> None:
     assert judging["noise"] > 0.1
 
 
+def test_a_drafter_beside_the_trees_is_set_against_its_better_part_and_the_threshold() -> None:
+    methods = {
+        "suffix": measured([2.0, 2.0, 2.0]),
+        "eagle3": measured([1.5, 1.5, 1.5]),
+        "eagle3+trees": measured([1.0, 1.0, 1.0], steps=40),
+        "eagle3+threshold": measured([1.2, 1.2, 1.2]),
+        "draft_model+trees": measured([1.0, 1.0, 1.0]),
+    }
+    part, rule = hybrid.compare("mixed", methods)
+    assert (part["figure"], part["against"], part["ratio"]) == ("eagle3+trees / better part", "eagle3", 1.5)
+    assert (rule["figure"], rule["ratio"], rule["steps_ratio"]) == ("eagle3+trees / threshold", 1.2, 1.25)
+
+
+def test_prices_decide_and_not_the_clock() -> None:
+    prices = hybrid.Prices(0.1, 0.5)
+    suffix = ReplayResult(tokens=100, steps=50, drafted=100, seconds=1.0)
+    eagle3 = ReplayResult(tokens=100, steps=40, drafted=100, passes=120, seconds=0.1)
+    both = ReplayResult(tokens=100, steps=30, drafted=100, passes=30, seconds=9.0)
+    assert prices.rate(suffix) == pytest.approx(100 / 60)
+    assert prices.rate(eagle3) == pytest.approx(100 / 110)
+    methods = {"suffix": suffix, "eagle3": eagle3, "eagle3+trees": both}
+    (part,) = hybrid.compare("mixed", methods, prices)
+    assert (part["against"], part["ratio"]) == ("suffix", round(60 / 55, 3))
+    assert hybrid.row("mixed", "suffix", suffix, prices)["tokens_per_unit"] == 1.667
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--methods", "none,eagle4"], "eagle4 is not known"),
+        (["--pass-price", ".1"], "give both or none"),
+        (["--verify-price", ".1", "--pass-price", ".1", "--batch", "2"], "one request at a time"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        hybrid.read_options(given)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "copied"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [5, 6, 1]),  # four tokens match
+        ([9, 2, 3, 4, 5, 6, 1, 2, 3, 4], None),  # three
+        ([1, 2, 3, 4, 7, 0, 2, 3, 4, 8, 1, 2, 3, 4], [7, 0, 2]),  # the longest match, not the latest
+        ([0, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4], [8, 1, 2]),  # of two, the latest
+        ([5, 5, 5, 5, 5, 5], [5]),  # it reaches the end of the text
+        ([1], None),
+    ],
+)
+def test_the_rivals_rule_copies_behind_a_long_match(text: list[int], copied: list[int] | None) -> None:
+    assert fusion_rules.continuation(np.array(text), 4, 3) == copied
+
+
 def test_every_method_names_settings_that_exist() -> None:
     from agentspec.server_ext.settings import Settings
 
-    for method, settings in hybrid.METHODS.values():
-        assert set(settings) <= set(Settings.model_fields)
-        assert method in ("none", "ngram", "agentspec")
+    for method in hybrid.METHODS.values():
+        assert set(method.settings) <= set(Settings.model_fields)
+        assert method.replay in ("none", "ngram", "agentspec")
+        assert method.drafter is None or method.drafter in hybrid.DRAFTERS
     assert set(hybrid.SINGLE) < set(hybrid.METHODS)
+    assert set(hybrid.DEFAULT_METHODS) < set(hybrid.METHODS)
+    assert all(Path(config["model"]).is_dir() for config in hybrid.DRAFTERS.values())
