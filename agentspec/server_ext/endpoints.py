@@ -17,7 +17,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
-from agentspec.server_ext.identity import who_shares
 from agentspec.server_ext.prometheus import MetricsMiddleware
 from agentspec.server_ext.response_figures import FiguresMiddleware, figures_of
 from agentspec.server_ext.session_routes import router as session_router
@@ -29,6 +28,7 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     ask_or_refuse,
     drafting_engine,
 )
+from agentspec.server_ext.vllm_adapter.launch import what_drafts
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)
@@ -49,13 +49,14 @@ class AgentSpecEndpoints:
         app.add_middleware(CallerMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Store the engine client for the routes, and log who shares text with whom."""
+        """Store the engine client for the routes, and log what drafts, and for whom."""
         state.agentspec_engine = engine_client
         state.agentspec_loopback = getattr(args, "uds", None) is not None or is_loopback(args.host)
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
-            settings = load_settings(engine_client.vllm_config.additional_config)
-            keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")]) or settings.principal_header is not None
-            logger.info("agentspec: %s", who_shares(settings.tenant, settings.scope, keys=keys))
+            config = engine_client.vllm_config
+            settings = load_settings(config.additional_config)
+            has_keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
+            logger.info("agentspec: %s", what_drafts(config.speculative_config, settings, has_keys=has_keys))
 
 
 def is_loopback(host: str | None) -> bool:

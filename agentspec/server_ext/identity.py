@@ -179,21 +179,6 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     return Identity(*tag)
 
 
-def who_shares(tenant: str | None, scope: Scope, *, keys: bool) -> str:
-    """Return a log line for the operator that says who drafts from whose text. keys: whether callers are told apart."""
-    if scope == "none":
-        return "each request drafts from its own text alone (scope none)"
-    if scope == "session":
-        whose = "of its API key" if keys else "whoever names it; --api-key separates callers"
-        return f"each session drafts from itself alone (scope session), {whose}"
-    if tenant is not None:
-        who = (
-            "API keys share answers, not sessions" if keys else "shared by all callers; --api-key keeps sessions apart"
-        )
-        return f"drafts from tenant {tenant!r}: {who}"
-    return "each API key shares with itself alone" if keys else "shared by all callers; --api-key separates them"
-
-
 def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     """Enter what the client's headers say about the session, unless the request's body names another one."""
     found = agent_session(presented)

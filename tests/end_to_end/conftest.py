@@ -24,10 +24,10 @@ OPTIONS = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def speculating(config: dict[str, Any], log: Path, *options: str) -> ModelServer:
+def speculating(config: dict[str, Any], log: Path, *options: str, model: Path = MODEL) -> ModelServer:
     """A server with the extension, nothing stored, and a speculative config as its users write it."""
     return ModelServer(
-        MODEL,
+        model,
         options=(*OPTIONS, "--speculative-config", json.dumps(config), *options),
         name="demo",
         log=log,

@@ -1,56 +1,81 @@
-"""vLLM's own drafters beside the suffix index: the text stays vLLM's, and what both draft is accepted.
+"""vLLM's own drafters on real servers, alone and beside the suffix index: the text and the samples stay vLLM's.
 
-Each method takes a server of its own: `make test-drafters`.
+Each takes a server of its own: `make test-drafters`.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 
-import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import MODEL, speculating
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
+from tests.end_to_end.mtp_model import write_mtp_model
+from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 
-HEADS = MODEL.with_name("medusa")
 DRAFTERS = {
-    "medusa": {"method": "medusa", "model": str(HEADS), "num_speculative_tokens": 4},
-    "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("draft_model")), "num_speculative_tokens": 4},
+    "medusa": {"method": "medusa", "model": str(MODEL.with_name("medusa")), "num_speculative_tokens": 4},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("draft_model")), "num_speculative_tokens": 4},
+    "eagle3": {"method": "eagle3", "model": str(MODEL.with_name("eagle3")), "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
+WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}}})
+VARIANTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(DRAFTERS, ()),
+    **{f"{name} alone": ("--additional-config", WITHOUT_INDEX) for name in ("draft_model", "eagle3", "mtp")},
+    "eagle3 on two ranks": ("--tensor-parallel-size", "2"),
+}
+"""What each server has besides its drafter: the method's name comes first."""
 
 
-@pytest.fixture(scope="module", params=list(DRAFTERS))
+@pytest.fixture(scope="module", params=list(VARIANTS))
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """A server with the extension and one of vLLM's drafters, switched on as its users know it."""
-    with speculating(DRAFTERS[request.param], tmp_path_factory.mktemp(request.param) / "server.log") as server:
+    name, options = str(request.param), VARIANTS[request.param]
+    folder, model = tmp_path_factory.mktemp(name.replace(" ", "-")), MODEL
+    if name.startswith("mtp"):
+        model, options = folder / "model", (*options, "--trust-remote-code")
+        write_mtp_model(MODEL, model)
+    with speculating(DRAFTERS[name.split()[0]], folder / "server.log", *options, model=model) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def plain_samples(plain: ModelServer) -> list[Counter[int]]:
+    """How often vLLM without the extension samples each token."""
+    return sample(plain)
+
+
+def drafted_without_errors(server: ModelServer) -> Counter[str]:
+    """The server's counters, where its drafter took part and nothing failed."""
+    stats = server.stats()
+    assert stats["model"]["runs"] > 10
+    assert not stats["model"]["given_up"]
+    assert not [name for name in stats["counters"] if name.startswith("errors")]
+    return Counter(stats["counters"])
 
 
 def test_greedy_text_is_identical_and_the_drafter_took_part(
     plain: ModelServer, drafting: ModelServer, plain_answers: Answers
 ) -> None:
+    """Chunked prefill, preemption, grammars, n > 1, aborts, prefix-cache hits and the end of the context included."""
     ties, errors = differences(plain, plain_answers, run_all(drafting, mixed_load()))
     assert not errors
     assert len(ties) <= 3, ties
-    stats = drafting.stats()
-    assert stats["model"]["runs"] > 10
-    assert not stats["model"]["given_up"]
-    assert stats["counters"]["accepted"] > 500
-    assert not [name for name in stats["counters"] if name.startswith("errors")]
+    assert drafted_without_errors(drafting)["accepted"] > 500
 
 
-def test_samples_at_a_temperature_are_drafted_too(drafting: ModelServer) -> None:
-    with openai.OpenAI(base_url=drafting.base_url, api_key="none", timeout=300) as client:
-        reply = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": "Write a function add(a, b)."}],
-            temperature=0.8,
-            n=3,
-            max_tokens=60,
-        )
-    assert len(reply.choices) == 3
-    assert not [name for name in drafting.stats()["counters"] if name.startswith("errors")]
+def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_samples: list[Counter[int]]) -> None:
+    before = drafted_without_errors(drafting)
+    found = sample(drafting)
+    counters = drafted_without_errors(drafting) - before
+    assert counters["drafted"] - counters["accepted"] > 50, "nothing was rejected, so nothing was tested"
+    assert counters["accepted"] > 50, "nothing was accepted, so nothing was tested"
+    same = [deviation(one, other) < 4.5 for one, other in zip(found, plain_samples, strict=True)]
+    assert same == [True] * POSITIONS

@@ -353,9 +353,10 @@ def test_a_request_can_narrow_its_scope(shared_by: dict[str, ModelServer]) -> No
 
 def test_the_server_says_at_start_who_shares(shared_by: dict[str, ModelServer], fast: ModelServer) -> None:
     lines = {
-        shared_by["keys"]: "each API key shares with itself alone",
-        shared_by["acme"]: "drafts from tenant 'acme': API keys share answers, not sessions",
-        fast: "shared by all callers; --api-key separates them",
+        shared_by["keys"]: "shared within each API key",
+        shared_by["acme"]: "all callers of tenant 'acme' share answers, but not sessions",
+        fast: "shared by all callers, --api-key separates them",
     }
     for server, line in lines.items():
-        assert f"agentspec: {line}" in server.log.read_text()
+        (said,) = [text for text in server.log.read_text().splitlines() if "agentspec: suffix index (" in text]
+        assert said.endswith(f"tokens, price measured; {line}")

@@ -12,7 +12,6 @@ from agentspec.server_ext.vllm_adapter.draft_limit import (
     MOST_STATES,
     STATE_SHARE,
     _state_bytes,
-    checks_keys,
     describe,
 )
 from agentspec.server_ext.vllm_adapter.launch import engine_options
@@ -87,42 +86,52 @@ def test_other_methods_keep_their_number(tmp_path: Path) -> None:
     assert draft_limit(tmp_path, DENSE, options)[0] == 3
 
 
+INDEX = "suffix index (session, group, tenant)"
+LENGTH = "up to 128 tokens, price measured"
+
+
 @pytest.mark.parametrize(
     ("settings", "method", "has_keys", "line"),
     [
-        (
-            {},
-            "eagle3",
-            False,
-            "suffix index (session, group, tenant) + eagle3, up to 128 tokens, price measured; "
-            "shared by all callers, --api-key separates them",
-        ),
-        (
-            {"verify_cost": 0.05},
-            None,
-            True,
-            "suffix index (session, group, tenant), up to 128 tokens, price 0.05; shared within each API key",
-        ),
+        ({}, "eagle3", False, f"{INDEX} + eagle3, {LENGTH}; shared by all callers, --api-key separates them"),
+        ({}, "eagle3", None, f"{INDEX} + eagle3, {LENGTH}"),
+        ({"verify_cost": 0.05}, None, True, f"{INDEX}, up to 128 tokens, price 0.05; shared within each API key"),
         (
             {"scope": "session"},
             None,
             False,
-            "suffix index (session), up to 128 tokens, price measured; sessions share nothing with each other",
+            f"suffix index (session), {LENGTH}; each session drafts from itself alone, whoever names it, --api-key "
+            "separates callers",
+        ),
+        (
+            {"scope": "session", "principal_header": "x-user"},
+            None,
+            False,
+            f"suffix index (session), {LENGTH}; each session drafts from itself alone, for its principal",
+        ),
+        (
+            {"scope": "none"},
+            None,
+            False,
+            f"suffix index (own text), {LENGTH}; each request drafts from its own text alone",
         ),
         (
             {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "tenant": "acme"},
             "speculator",
             True,
-            "speculator, up to 128 tokens, price measured; shared by all callers of tenant acme",
+            f"speculator, {LENGTH}; all callers of tenant 'acme' share answers, but not sessions",
         ),
+        (
+            {"tenant": "acme"},
+            None,
+            False,
+            f"{INDEX}, {LENGTH}; all callers of tenant 'acme' share answers, --api-key keeps sessions apart",
+        ),
+        ({"tenant_header": "x-tenant"}, None, False, f"{INDEX}, {LENGTH}; shared within each tenant"),
+        ({"principal_header": "x-user"}, None, True, f"{INDEX}, {LENGTH}; shared within each principal"),
     ],
 )
-def test_one_line_says_what_drafts(settings: dict[str, Any], method: str | None, has_keys: bool, line: str) -> None:
-    assert describe(Settings(store="memory://", **settings), method, 128, has_keys) == line
-
-
-def test_api_keys_are_options_or_in_the_environment() -> None:
-    assert checks_keys(["serve", "--api-key", "k"], {})
-    assert checks_keys(["serve", "--api-key=k"], {})
-    assert checks_keys(["serve"], {"VLLM_API_KEY": "k"})
-    assert not checks_keys(["serve", "--port", "1"], {})
+def test_one_line_says_what_drafts_and_for_whom(
+    settings: dict[str, Any], method: str | None, has_keys: bool | None, line: str
+) -> None:
+    assert describe(Settings(store="memory://", **settings), method, 128, has_keys=has_keys) == line

@@ -7,7 +7,7 @@ import pytest
 from agentspec.cache import Scope
 from agentspec.cache.identifiers import check_ids
 from agentspec.server_ext.callers import NOBODY, Callers, Presented
-from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify, who_shares
+from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
 from agentspec.server_ext.settings import Settings
 
 SECRET = b"the secret of these tests"
@@ -215,21 +215,6 @@ class TestScope:
     def test_a_request_narrows_and_never_widens(self, server: Scope, asked: Scope | None, used: Scope) -> None:
         extra = {} if asked is None else {"agentspec_scope": asked}
         assert request(extra, scope=server).scope == used
-
-
-@pytest.mark.parametrize(
-    ("tenant", "scope", "keys", "line"),
-    [
-        (None, "tenant", False, "shared by all callers; --api-key separates them"),
-        (None, "tenant", True, "each API key shares with itself alone"),
-        ("acme", "tenant", True, "drafts from tenant 'acme': API keys share answers, not sessions"),
-        ("acme", "tenant", False, "drafts from tenant 'acme': shared by all callers; --api-key keeps sessions apart"),
-        (None, "session", True, "each session drafts from itself alone (scope session), of its API key"),
-        ("acme", "none", False, "each request drafts from its own text alone (scope none)"),
-    ],
-)
-def test_the_line_at_start(tenant: str | None, scope: Scope, keys: bool, line: str) -> None:
-    assert who_shares(tenant, scope, keys=keys) == line
 
 
 def assert_nothing_in_common(one: Identity, other: Identity) -> None:

@@ -4,7 +4,6 @@ vLLM is told the longest draft before it makes its configuration. Where the user
 """
 
 import logging
-from collections.abc import Mapping, Sequence
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,11 @@ STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
 
 
-def describe(settings: Settings, method: str | None, longest: int, has_keys: bool) -> str:
-    """Return one line that says what drafts, how far, at what price, and for whom.
+def describe(settings: Settings, method: str | None, longest: int, *, has_keys: bool | None = None) -> str:
+    """Return one line that says what drafts, how far, at what price, and who drafts from whose answers.
 
     method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
-    whether vLLM checks API keys.
+    whether vLLM's server checks API keys; None: there is no server, so there are no callers.
     """
     sources = {"tenant": "session, group, tenant", "session": "session", "none": "own text"}[settings.scope]
     index = f"suffix index ({sources})"
@@ -33,29 +32,25 @@ def describe(settings: Settings, method: str | None, longest: int, has_keys: boo
         index += " by ArcticInference's rule"
     price = "measured" if settings.verify_cost is None else f"{settings.verify_cost:g}"
     drafters = " + ".join(part for part in (index, method) if part)
-    return f"{drafters}, up to {longest} tokens, price {price}; {_shared_by(settings, has_keys)}"
+    line = f"{drafters}, up to {longest} tokens, price {price}"
+    return line if has_keys is None else f"{line}; {_who_shares(settings, has_keys)}"
 
 
-def _shared_by(settings: Settings, has_keys: bool) -> str:
-    """Return who drafts from whose answers."""
+def _who_shares(settings: Settings, has_keys: bool) -> str:
+    told_apart = has_keys or settings.principal_header is not None or settings.api_keys_file is not None
     if settings.scope == "none":
-        return "each request drafts from its own text"
+        return "each request drafts from its own text alone"
     if settings.scope == "session":
-        return "sessions share nothing with each other"
+        whose = "for its principal" if told_apart else "whoever names it, --api-key separates callers"
+        return f"each session drafts from itself alone, {whose}"
     if settings.tenant is not None:
-        return f"shared by all callers of tenant {settings.tenant}"
+        sessions = "but not sessions" if told_apart else "--api-key keeps sessions apart"
+        return f"all callers of tenant {settings.tenant!r} share answers, {sessions}"
     if settings.tenant_header or settings.api_keys_file:
         return "shared within each tenant"
     if settings.principal_header:
         return "shared within each principal"
     return "shared within each API key" if has_keys else "shared by all callers, --api-key separates them"
-
-
-def checks_keys(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Return whether vLLM's API server checks API keys. arguments: the process's."""
-    return bool(environ.get("VLLM_API_KEY")) or any(
-        argument.partition("=")[0] in ("--api-key", "--api_key") for argument in arguments
-    )
 
 
 def keeps_states(model_config: Any) -> bool:

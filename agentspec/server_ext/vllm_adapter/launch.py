@@ -16,10 +16,10 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
-from agentspec.server_ext.settings import check_draft_limit, load_settings
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
-from agentspec.server_ext.vllm_adapter.draft_limit import checks_keys, default_draft_limit, describe
+from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, describe
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -235,6 +235,8 @@ def create_speculative_config(
     original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
     """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
@@ -246,10 +248,16 @@ def create_speculative_config(
     if spec is not None and (own or beside):
         settings = load_settings(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
-        method = spec.method if beside else "speculator" if settings.speculator else None
-        has_keys = checks_keys(sys.argv, os.environ)
-        logger.info("agentspec: %s", describe(settings, method, spec.num_speculative_tokens, has_keys))
+        if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
+            logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
+
+
+def what_drafts(spec: Any, settings: Settings, *, has_keys: bool | None = None) -> str:
+    """Return the line of `describe` for ``spec``, vLLM's SpeculativeConfig of an engine that drafts with agentspec."""
+    beside = native_methods.drafter_tokens(spec) is not None
+    method = spec.method if beside else "speculator" if settings.speculator else None
+    return describe(settings, method, spec.num_speculative_tokens, has_keys=has_keys)
 
 
 def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config: Any) -> None:
