@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that the demo's tasks can be imported
 
 MAX_DRAFT = 16
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": str(ROOT / "demo" / "eagle3"), "num_speculative_tokens": 3},
     "draft_model": {"method": "draft_model", "model": str(ROOT / "demo" / "draft_model"), "num_speculative_tokens": 4},
 }
