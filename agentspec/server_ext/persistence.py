@@ -313,8 +313,7 @@ class Persistence:
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
         # Whoever named the tenants looked before; a turn may have been stored under another one since.
-        held = (log for log in store.namespaces(self.logs.prefix) if any(store.read(log, session=session, newest=1)))
-        logs.update(held)
+        logs.update(store.namespaces(self.logs.prefix, session=session))
         erased = [self._erase_in_store(store, log, session) for log in logs]
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))

@@ -137,9 +137,9 @@ class SessionAdmin:
     def _of(self, session: str) -> list[RequestState]:
         return [state for state in list(self._running.values()) if state.identity.session == session]
 
-    def _logs(self, store: Store, tenant: str | None, anybody: bool = False) -> list[str]:
+    def _logs(self, store: Store, tenant: str | None, anybody: bool = False, session: str | None = None) -> list[str]:
         logs = self._persistence.logs
-        return store.namespaces(logs.prefix if anybody else logs.family(tenant))
+        return store.namespaces(logs.prefix if anybody else logs.family(tenant), session=session)
 
     def _list(
         self, store: Store, tenant: str | None, principal: str | None, anybody: bool, count: int
@@ -160,11 +160,12 @@ class SessionAdmin:
         return found[:count]
 
     def _read(self, store: Store, session: str, tenant: str | None, anybody: bool) -> list[bytes]:
-        logs = self._logs(store, tenant, anybody)
+        logs = self._logs(store, tenant, anybody, session)
         return [entry.payload for log in logs for entry in store.read(log, session=session)]
 
     def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes]) -> int:
-        held = {_name_of(record) for log in self._logs(store, tenant) for record in _turns(store, log, session)}
+        logs = self._logs(store, tenant, session=session)
+        held = {_name_of(record) for log in logs for record in _turns(store, log, session)}
         new = [payload for payload in payloads if _name_of(decode(payload)) not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
@@ -172,7 +173,7 @@ class SessionAdmin:
         return len(new)
 
     def _tenants(self, store: Store, session: str, held: Set[str | None]) -> list[str | None]:
-        logs = self._logs(store, None, anybody=True)
+        logs = self._logs(store, None, anybody=True, session=session)
         return [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
 
 

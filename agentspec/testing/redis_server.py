@@ -141,11 +141,13 @@ class RedisSentinels:
     """Run a server with a replica, and three Sentinels that fail over after half a second. A context manager.
 
     The replica keeps what it has got; what the server acknowledged less than a moment before it died can be missing.
+    password: of the Sentinels, None: they ask for none.
     """
 
     SERVICE = "mymaster"
 
-    def __init__(self) -> None:
+    def __init__(self, password: str | None = None) -> None:
+        self._options = {} if password is None else {"requirepass": password}
         self._stack = ExitStack()
         self.servers: list[RedisServer] = []
         self.sentinels: list[RedisServer] = []
@@ -171,6 +173,7 @@ class RedisSentinels:
                 f"sentinel monitor {self.SERVICE}": f"127.0.0.1 {first.port} 2",
                 f"sentinel down-after-milliseconds {self.SERVICE}": "500",
                 f"sentinel failover-timeout {self.SERVICE}": "3000",
+                **self._options,
             }
             self.sentinels = [stack.enter_context(RedisServer(watched, sentinel=True)) for _ in range(3)]
             _wait(lambda: second.client().info("replication")["master_link_status"] == "up")

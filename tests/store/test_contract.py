@@ -465,3 +465,14 @@ def test_logs_are_listed_by_prefix(store: Store) -> None:
     assert store.namespaces("m1.") == ["m1.a", "m1.b"]
     assert store.namespaces("m2") == ["m2.a"]
     assert store.namespaces("m3") == store.namespaces("z") == []
+
+
+def test_logs_are_listed_by_the_session_that_they_hold(store: Store) -> None:
+    for name, session in (("m1.a", "s"), ("m1.b", "t"), ("m1.c", "s"), ("m2.a", "s"), ("m1.d", "")):
+        store.append(name, [NewEntry("other", b"x"), NewEntry(session, b"x")])
+    assert store.namespaces("m1.", session="s") == ["m1.a", "m1.c"]
+    assert store.namespaces(session="s") == ["m1.a", "m1.c", "m2.a"]
+    assert store.namespaces(session="") == ["m1.d"]
+    assert store.namespaces(session="nobody") == []
+    store.erase_session("m1.a", "s")
+    assert store.namespaces("m1.", session="s") == ["m1.c"]

@@ -35,7 +35,7 @@ PASSWORD = "hunter2-correct-horse"
 # what docs/operations.md says, without the name and the password
 RIGHTS = (
     "~agentspec:* ~{agentspec:* &agentspec:* +eval +evalsha +ping +time +get +set +exists +pexpire +sadd +srem"
-    " +smembers +srandmember +hget +hset +hsetnx +hdel +hincrby +hmget +hgetall +hlen +hscan +xadd +xdel"
+    " +srandmember +sscan +hget +hset +hsetnx +hdel +hincrby +hmget +hgetall +hlen +hscan +xadd +xdel"
     " +xrange +xrevrange +rpush +lrange +lindex +llen +lpop +lrem +ltrim +rename +publish +subscribe +unsubscribe"
 )
 
@@ -69,7 +69,8 @@ def works(store: Store, namespaces: int = 1) -> None:
         assert (erasure.records, erasure.complete) == (3, True)
         assert store.tombstones(name) == {"s": erasure.tombstone}
     assert sorted(store.wait(ends, 5)) == names
-    assert store.namespaces(NS) == names
+    assert store.namespaces(NS) == store.namespaces(NS, session="t") == names
+    assert store.namespaces(NS, session="s") == []  # erased
     assert store.usage().records == 3 * namespaces
     assert store.trim(Retention(days=1)).records == 0
     while store.trim(Retention(records=1)).more:
@@ -165,6 +166,20 @@ def test_an_append_works_without_the_right_to_publish() -> None:
 @pytest.mark.store
 def test_sentinel() -> None:
     with RedisSentinels() as servers:
+        works(open_store(servers.url))
+
+
+@pytest.mark.store
+def test_sentinels_with_a_password_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisSentinels(password=PASSWORD) as servers:
+        store = open_store(servers.url)
+        with pytest.raises(StoreUnavailableError, match="AGENTSPEC_SENTINEL_PASSWORD"):
+            store.ping()
+        monkeypatch.setenv("AGENTSPEC_SENTINEL_PASSWORD", PASSWORD + "-wrong")
+        with pytest.raises(StoreUnavailableError, match="AGENTSPEC_SENTINEL_PASSWORD") as error:
+            open_store(servers.url).ping()
+        assert PASSWORD not in str(error.value)
+        monkeypatch.setenv("AGENTSPEC_SENTINEL_PASSWORD", PASSWORD)
         works(open_store(servers.url))
 
 

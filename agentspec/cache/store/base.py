@@ -170,8 +170,11 @@ class Store(Protocol):
         """
         ...
 
-    def namespaces(self, prefix: str = "") -> list[str]:
-        """Return the names of the logs that begin with ``prefix``, sorted. A log without entries may be missing."""
+    def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
+        """Return the names of the logs that begin with ``prefix``, sorted. A log without entries may be missing.
+
+        session: only those that hold entries of this session.
+        """
         ...
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:

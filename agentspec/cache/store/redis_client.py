@@ -28,7 +28,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from agentspec.errors import StoreError, StoreUnavailableError
 
@@ -39,6 +39,7 @@ SOCKET_TIMEOUT = 0.25
 # cluster moves its keys
 _PASSING = ("OOM ", "READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
 _PASSING_TYPES = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+_SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
 _MESSAGES = 4096  # most that are read at once
 _TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
@@ -51,8 +52,9 @@ class RedisAddress:
     """Say where a Redis is.
 
     form: how its servers are found. nodes: host and port of the server, the Sentinels, or some nodes of the Cluster.
-    path: of a unix socket, instead of nodes. service: Sentinel's name for the server. tls: options of the connection,
-    None: no TLS. shown: the URL as errors show it.
+    path: of a unix socket, instead of nodes. service: Sentinel's name for the server. sentinel_username,
+    sentinel_password: what the Sentinels ask for themselves. tls: options of the connection, None: no TLS. shown: the
+    URL as errors show it.
     """
 
     form: RedisForm
@@ -63,6 +65,8 @@ class RedisAddress:
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
     tls: Mapping[str, str] | None = None
 
 
@@ -104,6 +108,11 @@ class RedisClient:
             except NoScriptError:  # new, restarted or failed over
                 return client.eval(script, len(keys), *keys, *arguments)
 
+    def members(self, key: str, prefix: str) -> set[str]:
+        """Return the members of a set that begin with a prefix, which has no characters of a pattern."""
+        with self.errors():
+            return {member.decode() for member in self._connected().sscan_iter(key, match=f"{prefix}*", count=1000)}
+
     def hash_items(self, key: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield the fields and values of a hash, in pages. It may yield one twice."""
         with self.errors():
@@ -136,6 +145,11 @@ class RedisClient:
                 raise self._forbidden(error) from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
+        except MasterNotFoundError as error:  # quotes what each Sentinel has answered
+            why = str(error).partition(" : ")[0]
+            if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
+                why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
+            raise StoreUnavailableError(f"{self.shown}: {why}") from None
         except (RedisError, RedisClusterException, OSError) as error:
             raise StoreUnavailableError(self._explain(error)) from None
 
@@ -165,9 +179,9 @@ class RedisClient:
             nodes = [ClusterNode(host, port) for host, port in at.nodes]  # type: ignore[no-untyped-call]
             return RedisCluster(startup_nodes=nodes, retry=retry, **options, **user)
         if at.form == "sentinel":
-            # Sentinels are asked without user and password, which are the server's.
+            asking = {"username": at.sentinel_username, "password": at.sentinel_password}  # user is for the server
             sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
-                at.nodes, sentinel_kwargs={**options, "retry": Retry(NoBackoff(), 0)}
+                at.nodes, sentinel_kwargs={**options, **asking, "retry": Retry(NoBackoff(), 0)}
             )
             return sentinel.master_for(at.service, db=at.database, retry=retry, **options, **user)
         if at.path is not None:
@@ -183,8 +197,9 @@ class RedisClient:
 
     def _explain(self, error: Exception) -> str:
         text = " ".join(islice(str(error).split(), 60))
-        secret = self._address.password
-        return f"{self.shown}: {text.replace(secret, '***') if secret else text}"
+        for secret in filter(None, (self._address.password, self._address.sentinel_password)):
+            text = text.replace(secret, "***")
+        return f"{self.shown}: {text}"
 
 
 class Notices:

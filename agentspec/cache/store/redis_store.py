@@ -53,6 +53,7 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
+from agentspec.cache.store.breaker import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.redis_client import Notices, RedisAddress, RedisClient
 from agentspec.cache.store.redis_shard import (
@@ -76,6 +77,7 @@ _SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session
 _EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
 _LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
 _REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
+_PAGE = 64  # logs that are asked at once
 _NAMED = 20  # lost records that a line of the log names
 
 
@@ -178,10 +180,10 @@ class RedisStore:
         newest: int | None = None,
     ) -> Iterator[Entry]:
         check_read(session, group, newest)
-        shards, lows = self._shards(namespace), self._places("after", after)
         place = None if session is None else self._place(session)
+        shards, lows = self._shards(namespace, place), self._places("after", after)
         if place is not None:
-            shards, lows = shards[place : place + 1], lows[place : place + 1]
+            lows = lows[place : place + 1]
         if session is None:
             reads = [shard.referenced(group, low, newest) for shard, low in zip(shards, lows, strict=True)]
         else:
@@ -239,15 +241,25 @@ class RedisStore:
         marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
         return {session: self._name(place, number) for number, session, place in sorted(marks)}
 
-    def namespaces(self, prefix: str = "") -> list[str]:
-        names = sorted(member.decode() for member in self.command("SMEMBERS", f"{self.prefix}:namespaces"))
-        return [name for name in names if name.startswith(prefix)]
+    def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
+        names = sorted(self._client.members(f"{self.prefix}:namespaces", prefix))
+        if session is None:
+            return names
+        place, courtesy = self._place(session), Courtesy()
+        found: set[str] = set()
+        for page in (names[at : at + _PAGE] for at in range(0, len(names), _PAGE)):
+            shards = [(name, shard) for name in page for shard in self._shards(name, place)]
+            held = self._client.commands(("HGET", f"{shard.tag}sessions", session) for _, shard in shards)
+            found.update(name for (name, _), usage in zip(shards, held, strict=True) if usage is not None)
+            courtesy.pause()
+        return sorted(found)
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
-        shards, place = self._shards(namespace), self._place(session)
+        place = self._place(session)
+        shards = self._shards(namespace, place)
         self._check_log(namespace)
         tombstone = encode(EraseRecord(session)) if mark else b""
-        erased = [shard.erase(session, tombstone) for shard in (shards if place is None else [shards[place]])]
+        erased = [shard.erase(session, tombstone) for shard in shards]
         marks = [marked for _, marked in erased if marked is not None]
         name = None if not marks else self._name(0 if place is None else place, max(marks))
         return Erasure(sum(removed for removed, _ in erased), True, name)
@@ -422,9 +434,11 @@ class RedisStore:
             )
         self._shards_checked = True
 
-    def _shards(self, namespace: str) -> list[RedisShard]:
+    def _shards(self, namespace: str, place: int | None = None) -> list[RedisShard]:
+        """Return the shards of a log, or the one at a place."""
         name, channel = f"{self.prefix}:{check_namespace(namespace)}", self._channel(namespace)
-        names = [name] if self._shard_count == 1 else [f"{name}:{place}" for place in range(self._shard_count)]
+        places = range(self._shard_count) if place is None else [place]
+        names = [name] if self._shard_count == 1 else [f"{name}:{place}" for place in places]
         return [RedisShard(self._client, f"{{{name}}}:3:", channel, self._miss) for name in names]
 
     def _all_shards(self) -> list[RedisShard]:

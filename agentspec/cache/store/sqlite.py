@@ -143,15 +143,17 @@ class _Database:
             rows = connection.execute(query, (check_namespace(namespace), _parse_cursor("after", after)))
             return {session: _cursor(sequence) for session, sequence in rows}
 
-    def namespaces(self, prefix: str = "") -> list[str]:
+    def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
         query = (
             "WITH RECURSIVE found(name) AS (SELECT min(namespace) FROM entries WHERE namespace >= ? UNION ALL"
             " SELECT (SELECT min(namespace) FROM entries WHERE namespace > name) FROM found"
             " WHERE substr(name, 1, ?) = ?) SELECT name FROM found WHERE substr(name, 1, ?) = ?"
+            " AND (? IS NULL OR EXISTS"
+            " (SELECT 1 FROM entries WHERE namespace = name AND session = ? AND erased = 0))"
         )
         with self._read() as connection:
-            rows = connection.execute(query, (prefix, len(prefix), prefix, len(prefix), prefix))
+            rows = connection.execute(query, (prefix, len(prefix), prefix, len(prefix), prefix, session, session))
             return [name for (name,) in rows]
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:

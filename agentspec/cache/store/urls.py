@@ -109,7 +109,8 @@ def sqlite_path(url: str) -> Path:
 def open_redis(url: str, *, converting: bool = False) -> RedisStore:
     """Open the Redis store that ``url`` names. converting: as RedisStore takes it. Raises StoreURLError.
 
-    User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD.
+    User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels are
+    asked with AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
     """
     scheme = url.partition(":")[0].lower()
     if scheme not in _REDIS:
@@ -151,6 +152,8 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
         database=int(database),
         username=unquote(name) or os.environ.get("AGENTSPEC_REDIS_USERNAME") or None,
         password=unquote(password) or os.environ.get("AGENTSPEC_REDIS_PASSWORD") or None,
+        sentinel_username=os.environ.get("AGENTSPEC_SENTINEL_USERNAME") or None,
+        sentinel_password=os.environ.get("AGENTSPEC_SENTINEL_PASSWORD") or None,
         tls=options if scheme.startswith("rediss") else None,
     )
     return RedisStore(address, prefix=prefix, shards=int(shards), converting=converting)
