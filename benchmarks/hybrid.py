@@ -15,11 +15,17 @@ mixed        three turns of a session, then a first answer of another, and so on
 A drafter of vLLM's (eagle3, draft_model) runs alone, in vLLM without agentspec; with `+trees` beside agentspec; and
 with `+threshold` under TensorRT-LLM's rule (`fusion_rules`). With prices, agentspec decides by them, and what counts is
 tokens a unit of work. A unit is a decode step without drafts. So the result does not depend on the machine.
+
+A pass of a drafter costs a large share of a step of the demo's four layers. `--layers 32` adds layers to the target
+that change nothing and cost what the others cost.
 """
 
 import argparse
+import json
 import platform
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -109,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speculator": options.speculator.name,
             "sessions": options.sessions,
             "batch": options.batch,
+            "layers": options.layers,
             "verify_price": options.verify_price,
             "pass_price": options.pass_price,
         }
@@ -161,15 +168,40 @@ def _prompts(tokenizer: Any, seed: int) -> list[list[int]]:
     return prompts
 
 
+def deepen(model: Path, layers: int, folder: Path) -> Path:
+    """Write a copy of a Llama that has `layers` layers. Those that it has not add nothing to its hidden states.
+
+    Return its folder.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    weights = load_file(model / "model.safetensors")
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    for layer in range(config["num_hidden_layers"], layers):
+        for name in [name for name in weights if name.startswith(last)]:
+            idle = name.endswith(("o_proj.weight", "down_proj.weight"))
+            copied = torch.zeros_like(weights[name]) if idle else weights[name].clone()
+            weights[name.replace(last, f"model.layers.{layer}.")] = copied
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[str, dict[str, ReplayResult]]:
     """Run each workload after one warm-up, on one engine for each method; the engines take turns."""
     calls = [call for load in loads.values() for call in load]
     tokens = sum(len(call.response) for call in calls)
     say(f"{len(calls)} calls, {tokens:,} tokens; starting {len(options.methods)} engines")
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentspec-hybrid-")))
+        model = options.model if options.layers is None else deepen(options.model, options.layers, folder)
         engines = {}
         for name in options.methods:
-            engines[name] = stack.enter_context(_engine(METHODS[name], options, fitting_length(calls, MAX_DRAFT)))
+            length = fitting_length(calls, MAX_DRAFT)
+            engines[name] = stack.enter_context(_engine(METHODS[name], options, model, length))
             engines[name].wait_ready()  # start one at a time: it takes most of a core
             say(f"{name} is ready")
         results: dict[str, dict[str, ReplayResult]] = {}
@@ -181,7 +213,7 @@ def measure(options: argparse.Namespace, loads: dict[str, list[Call]]) -> dict[s
     return results
 
 
-def _engine(method: Method, options: argparse.Namespace, max_model_len: int) -> ReplayEngine:
+def _engine(method: Method, options: argparse.Namespace, model: Path, max_model_len: int) -> ReplayEngine:
     settings = {"store": "memory://", "scope": "session", **method.settings}
     if "speculator" in settings:
         settings["speculator"] = str(options.speculator)
@@ -191,7 +223,7 @@ def _engine(method: Method, options: argparse.Namespace, max_model_len: int) -> 
         prepare = prepare or partial(fix_prices, options.prices.drafter_pass)
     return ReplayEngine(
         method=method.replay,
-        model=options.model,
+        model=model,
         max_model_len=max_model_len,
         max_batch=options.batch,
         max_draft=MAX_DRAFT,
@@ -269,6 +301,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--methods", type=names, default=DEFAULT_METHODS, metavar="A,B", help=f"of {', '.join(METHODS)}")
     add("--sessions", type=int, default=12, metavar="N", help="sessions a workload (%(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="requests in flight (%(default)s)")
+    add("--layers", type=int, metavar="N", help="of the target (default: as many as it has)")
     add("--verify-price", type=float, metavar="P", help="of one more draft token, as a share of a decode step")
     add("--pass-price", type=float, metavar="P", help="of a pass of vLLM's drafter, as a share of a decode step")
     add("--json", action="store_true", help="print one JSON object instead of tables")

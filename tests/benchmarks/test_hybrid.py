@@ -88,6 +88,19 @@ def test_the_rivals_rule_copies_behind_a_long_match(text: list[int], copied: lis
     assert fusion_rules.continuation(np.array(text), 4, 3) == copied
 
 
+def test_added_layers_change_no_answer(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = hybrid.ROOT / "demo" / "model"
+    deep = hybrid.deepen(model, 6, tmp_path / "deep")
+    tokens = torch.tensor([[40, 41, 42, 43]])
+    one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (model, deep))
+    assert len(other.model.layers) == 6
+    with torch.inference_mode():
+        assert torch.equal(one(tokens).logits, other(tokens).logits)
+
+
 def test_every_method_names_settings_that_exist() -> None:
     from agentspec.server_ext.settings import Settings
 
