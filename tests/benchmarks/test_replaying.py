@@ -1,6 +1,7 @@
 """The benchmarks on replay engines: what they start, the rows that they print, and errors that name the remedy."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import beside  # isort: skip
 import serve  # isort: skip
 from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import ReplayResult
-from agentspec.testing.replay_types import speculative_config
+from agentspec.testing.replay_types import EngineSpec, speculative_config
 
 
 def serve_options(traces: Path, *given: str) -> argparse.Namespace:
@@ -49,6 +50,17 @@ def test_every_method_runs_with_its_own_limit_where_none_is_given() -> None:
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 5,
     }
+
+
+def test_a_drafter_of_vllms_runs_alone_or_beside_agentspec() -> None:
+    drafter = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    spec = EngineSpec("agentspec", "model", False, 64, 1, 16, {"store": "memory://"}, 0, False, drafter=drafter)
+    assert spec.speculative_config() == drafter
+    assert spec.agentspec_settings() == {"store": "memory://", "max_draft": 16}
+    assert replace(spec, method="none").speculative_config() == drafter
+    assert replace(spec, drafter=None).agentspec_settings() == {"store": "memory://"}
+    with pytest.raises(ConfigurationError, match="beside 'agentspec', or with 'none'"):
+        replace(spec, method="ngram").speculative_config()
 
 
 def played(seconds: float, steps: int) -> ReplayResult:
