@@ -79,3 +79,11 @@ def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_
     assert counters["accepted"] > 50, "nothing was accepted, so nothing was tested"
     same = [deviation(one, other) < 4.5 for one, other in zip(found, plain_samples, strict=True)]
     assert same == [True] * POSITIONS
+
+
+def test_the_log_says_in_one_line_what_drafts(drafting: ModelServer) -> None:
+    options = drafting.options
+    method = json.loads(options[options.index("--speculative-config") + 1])["method"]
+    index = "" if WITHOUT_INDEX in options else "suffix index (session, group, tenant) + "
+    line = f"agentspec: {index}{method}, up to 128 tokens, price measured; shared by all callers"
+    assert drafting.log.read_text().count(line) == 1
