@@ -242,6 +242,7 @@ def row(load: str, method: str, total: ReplayResult, prices: Prices | None = Non
         "tokens": total.tokens,
         **by_price,
         "tokens_per_second": round(total.tokens_per_second, 1),
+        "tokens_per_cpu_second": round(total.tokens_per_cpu_second, 1),
         "mean_acceptance_length": round(total.tokens_per_step, 3),
         "acceptance_rate": round(total.acceptance_rate, 3),
         "steps": total.steps,
@@ -256,7 +257,7 @@ def compare(load: str, methods: dict[str, ReplayResult], prices: Prices | None =
 
     The hybrid is set against the best single method and against itself without judging, a drafter beside agentspec
     against the better of its two parts and against the fixed threshold. ``noise``: standard error of the ratio, from
-    the turns that both methods took on the same calls.
+    the turns that both methods took on the same calls. ``cpu_ratio``: of tokens a second of CPU time.
     """
 
     def better(parts: Sequence[str]) -> str:
@@ -288,6 +289,7 @@ def _ratio(
         "against": other_name,
         "ratio": round(value, 3),
         "noise": round(noise, 3),
+        "cpu_ratio": round(ours.tokens_per_cpu_second / (other.tokens_per_cpu_second or 1.0), 3),
         "steps_ratio": round(ours.tokens_per_step / other.tokens_per_step, 3),
     }
 

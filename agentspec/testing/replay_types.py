@@ -91,7 +91,8 @@ class ReplayResult(ReplayRates):
 
     ``steps`` are verification steps of single requests (one row that was given tokens, the step that ends the
     prompt included), ``drafted`` the draft tokens that were verified, ``accepted`` the draft tokens that were accepted
-    and returned, ``passes`` forward passes of vLLM's own drafter, ``seconds`` the wall-clock time inside the engine.
+    and returned, ``passes`` forward passes of vLLM's own drafter, ``seconds`` the wall-clock time inside the engine,
+    ``cpu_seconds`` the CPU time of its process meanwhile, all threads together.
     """
 
     calls: int = 0
@@ -101,6 +102,7 @@ class ReplayResult(ReplayRates):
     accepted: int = 0
     passes: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     decode_seconds: tuple[float, ...] = ()
     """Seconds of each engine step in which all slots decoded and nothing was prefilled: the time between tokens."""
@@ -114,6 +116,11 @@ class ReplayResult(ReplayRates):
         """Return the output tokens of all requests per second, prefill time included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """Return the output tokens of all requests per second of CPU time, which other processes change less."""
+        return self.tokens / self.cpu_seconds if self.cpu_seconds else 0.0
+
     def __add__(self, other: "ReplayResult") -> "ReplayResult":
         """Return the sums of both results."""
         sources = Counter(self.accepted_by_source)
@@ -126,6 +133,7 @@ class ReplayResult(ReplayRates):
             accepted=self.accepted + other.accepted,
             passes=self.passes + other.passes,
             seconds=self.seconds + other.seconds,
+            cpu_seconds=self.cpu_seconds + other.cpu_seconds,
             accepted_by_source=dict(sources),
             decode_seconds=self.decode_seconds + other.decode_seconds,
             part_seconds={

@@ -193,9 +193,9 @@ class Replay:
         parts: dict[str, list[float]] = {name: [] for name in self._engine.part_seconds}
         sources: Counter[str] = Counter()
         counts: Counter[str] = Counter()
-        done, seconds, passes = 0, 0.0, self._engine.passes
+        done, seconds, cpu_seconds, passes = 0, 0.0, 0.0, self._engine.passes
         while calls is None or done < calls:
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             self._fill()
             if not self._running:
                 break
@@ -203,6 +203,7 @@ class Replay:
             filled = time.perf_counter()
             outputs = self._engine.llm.llm_engine.step()
             end = time.perf_counter()
+            cpu_seconds += time.process_time() - cpu_begin
             seconds += end - begin  # leave the checking and counting below out
             for record in self._engine.records:
                 self._count(record, counts)
@@ -223,6 +224,7 @@ class Replay:
             accepted=counts["accepted"],
             passes=self._engine.passes - passes,
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             accepted_by_source=dict(sources),
             decode_seconds=tuple(times),
             part_seconds={name: tuple(values) for name, values in parts.items()},
