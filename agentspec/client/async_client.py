@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import openai
 from typing_extensions import Unpack
@@ -17,6 +18,7 @@ from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unke
 from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
+from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
     PROBE_PATH,
@@ -30,6 +32,8 @@ from agentspec.client.request import (
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
@@ -122,8 +126,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
                     self._requests.learn(await self._ask(PROBE_PATH))
 
     async def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
-        if self._requests.needs_probe_to_erase():
-            self._requests.learn(await self._ask(PROBE_PATH))
+        await self._probe_sessions()
         if path := self._requests.erase_path(conversation.id):
             for options in self._requests.erase_options(conversation, cache_salts):
                 try:
@@ -131,6 +134,25 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
                 except openai.APIStatusError as error:
                     if not has_no_such_session(error):
                         raise
+
+    async def _probe_sessions(self) -> None:
+        if self._requests.needs_probe_of_sessions():
+            self._requests.learn(await self._ask(PROBE_PATH))
+
+    async def _prime(self, session: str, requests: Iterable[Priming]) -> int:
+        """Send requests that prime a session, and return how many texts were new. Raises the OpenAI client's errors."""
+        added = 0
+        if path := self._requests.session_path(session):
+            for body, options in requests:
+                added += added_by(await self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
+        return added
+
+    async def _offer(self, conversation: Conversation, call: Call) -> None:
+        """Tell the server of a resumed session, which may have been another one's. Never raises."""
+        try:
+            await self._prime(conversation.id, self._to_offer(conversation, call))
+        except Exception as error:
+            logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
 
     async def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
@@ -178,6 +200,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
+            await self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**self._client._requests.build(call, turn.messages))
@@ -203,6 +226,12 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             await self._client._erase(self._conversation, cache_salts)
             await asyncio.to_thread(self._conversation.forget)
             self._client._forecaster.forget(self.id)
+
+    async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
+        """Let the server draft from texts, or from this session's history, as Session.prime() does."""
+        await self.load()
+        await self._client._probe_sessions()
+        return await self._client._prime(self.id, await asyncio.to_thread(list, self._priming(texts, cache_salt)))
 
     async def forecast(self) -> Forecast:
         """Return what speculation would bring on this session, as Session.forecast() does, in a thread."""
@@ -235,6 +264,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
+            await self._client._offer(self._conversation, call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             opened = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
 
@@ -14,6 +14,7 @@ from agentspec.cache.store import Store
 from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
 from agentspec.client.forecast import Forecast, Forecaster, Tokenize
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
+from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import Call, RequestBuilder, Speculating
@@ -62,6 +63,12 @@ class ClientBase(Generic[OpenAIT]):
         if self._record is not None:
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
 
+    def _to_offer(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
+        """Yield the request that tells a server of a session that was resumed here, before its first call."""
+        if conversation.resumed and not conversation.offered and self._requests.session_path(conversation.id):
+            conversation.offered = True
+            yield from prime_resumed(conversation.messages()[: conversation.resumed], call.cache_salt)
+
     def _forecast(self, conversation: Conversation) -> Forecast:
         resumed = conversation.messages()[: conversation.resumed]
         return self._forecaster.forecast(conversation.id, conversation.group, resumed)
@@ -107,6 +114,11 @@ class SessionBase:
     def tool_result(self, tool_call_id: str, content: str) -> None:
         """Append a tool's answer. Then call chat() without content to let the model go on."""
         self._conversation.add([tool_message(tool_call_id, content)])
+
+    def _priming(self, texts: Sequence[str | Path] | None, cache_salt: str | None) -> Iterator[Priming]:
+        if texts is None:
+            return prime_history(self._conversation.messages(), cache_salt)
+        return prime_texts(texts, cache_salt)
 
     def _call(self, content: Content | None, response_format: Any, options: Mapping[str, Any]) -> Call:
         return Call(self._conversation, content, response_format, options)

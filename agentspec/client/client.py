@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import openai
 from typing_extensions import Unpack
@@ -16,6 +17,7 @@ from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unke
 from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
+from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
 from agentspec.client.request import (
     PROBE_PATH,
@@ -28,6 +30,8 @@ from agentspec.client.request import (
     has_no_such_session,
 )
 from agentspec.client.session_naming import SessionTags
+
+logger = logging.getLogger(__name__)
 
 
 class AgentClient(ClientBase[openai.OpenAI]):
@@ -150,8 +154,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
                     self._requests.learn(self._ask(PROBE_PATH))
 
     def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
-        if self._requests.needs_probe_to_erase():
-            self._requests.learn(self._ask(PROBE_PATH))
+        self._probe_sessions()
         if path := self._requests.erase_path(conversation.id):
             for options in self._requests.erase_options(conversation, cache_salts):
                 try:
@@ -159,6 +162,25 @@ class AgentClient(ClientBase[openai.OpenAI]):
                 except openai.APIStatusError as error:
                     if not has_no_such_session(error):
                         raise
+
+    def _probe_sessions(self) -> None:
+        if self._requests.needs_probe_of_sessions():
+            self._requests.learn(self._ask(PROBE_PATH))
+
+    def _prime(self, session: str, requests: Iterable[Priming]) -> int:
+        """Send requests that prime a session, and return how many texts were new. Raises the OpenAI client's errors."""
+        added = 0
+        if path := self._requests.session_path(session):
+            for body, options in requests:
+                added += added_by(self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
+        return added
+
+    def _offer(self, conversation: Conversation, call: Call) -> None:
+        """Tell the server of a resumed session, which may have been another one's. Never raises."""
+        try:
+            self._prime(conversation.id, self._to_offer(conversation, call))
+        except Exception as error:
+            logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
 
     def _ask(self, path: str) -> object:
         """Query the extension. Returns errors instead of raising them, so that the chat call does not fail."""
@@ -216,6 +238,7 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._conversation.check()
             self._client._probe(call)
+            self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = send(**self._client._requests.build(call, turn.messages))
@@ -250,6 +273,19 @@ class Session(SessionBase, Loops):
             self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()
             self._client._forecaster.forget(self.id)
+
+    def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
+        """Let the server draft for this session from texts that were not said there. Return how many were new to it.
+
+        texts: strings, and Path objects that name files of UTF-8 text; None: this session's history. A server without
+        the extension gets nothing, and 0 is returned. cache_salt: the one that the session's calls send, if they do.
+        The server keeps the texts as it keeps the session, and clear() erases them, too. A session that is resumed is
+        primed with its history by itself, before its first call, on a server that doesn't know it.
+        Raises the OpenAI client's errors, and InvalidInputError for a file that cannot be read.
+        """
+        self.load()
+        self._client._probe_sessions()
+        return self._client._prime(self.id, self._priming(texts, cache_salt))
 
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.
@@ -291,6 +327,7 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._conversation.check()
             self._client._probe(call)
+            self._client._offer(self._conversation, call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             opened = completions.stream(**request) if call.model_class else completions.create(**request, stream=True)

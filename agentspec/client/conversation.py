@@ -60,6 +60,7 @@ class Conversation:
         self.cache_salts: set[str] = set()  # that its calls have sent: each makes another session on the server
         self.loaded = new
         self.resumed = 0  # messages that came from the store
+        self.offered = False  # whether a server was told of these
         self._log = log
         self._history: list[Said] = []
         self._next_position = 0

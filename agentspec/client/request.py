@@ -88,8 +88,9 @@ class Call:
         self.group = conversation.group
         self.parent = conversation.parent
         salt = (options.get("extra_body") or {}).get("cache_salt")
-        if isinstance(salt, str):
-            conversation.cache_salts.add(salt)
+        self.cache_salt = salt if isinstance(salt, str) else None
+        if self.cache_salt is not None:
+            conversation.cache_salts.add(self.cache_salt)
         self.resumed = conversation.resumed
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
@@ -137,8 +138,8 @@ class RequestBuilder:
         matters = self._speculation is not None or (self._session_tags == "auto" and tagged)
         return matters and time.monotonic() >= self._ask_at
 
-    def needs_probe_to_erase(self) -> bool:
-        """Return whether to probe the server before asking for `erase_path`."""
+    def needs_probe_of_sessions(self) -> bool:
+        """Return whether to probe the server before asking for `erase_path` or `session_path`."""
         return self._session_tags != "off" and time.monotonic() >= self._ask_at
 
     def erase_path(self, session: str) -> str | None:
@@ -148,6 +149,17 @@ class RequestBuilder:
         """
         if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
             return None
+        return self._path_of(session)
+
+    def session_path(self, session: str) -> str | None:
+        """Return the path of a session on a server with the extension; None where the session is not known by its id.
+
+        Call it after a probe.
+        """
+        return self._path_of(session) if self.extension and session and self._session_tags != "off" else None
+
+    @staticmethod
+    def _path_of(session: str) -> str:
         return f"{PROBE_PATH}/sessions/{quote(session, safe='')}"
 
     @staticmethod

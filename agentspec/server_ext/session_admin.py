@@ -56,7 +56,8 @@ class SessionAdmin:
 
         "list", tenant, principal, any of both, how many: the sessions used last, as dicts.
         "read", session, tenant, any tenant: its records.
-        "write", session, tenant, records: append those that it lacks, and load it; the number of new ones.
+        "write", session, tenant, records, only new: append those that it lacks, and load it; the number of new ones.
+        Only new: do nothing to a session that exists.
         "tenants", session: under which tenants it holds text. "erase", session, tenants: remove it everywhere.
         A tenant stands for itself and for those that an adapter or a cache salt sets apart from it.
         """
@@ -163,9 +164,11 @@ class SessionAdmin:
         logs = self._logs(store, tenant, anybody, session)
         return [entry.payload for log in logs for entry in store.read(log, session=session)]
 
-    def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes]) -> int:
+    def _write(self, store: Store, session: str, tenant: str | None, payloads: Sequence[bytes], only_new: bool) -> int:
         logs = self._logs(store, tenant, session=session)
         held = {_name_of(record) for log in logs for record in _turns(store, log, session)}
+        if only_new and (held or self._cache.has_session(tenant, session)):
+            return 0
         new = [payload for payload in payloads if _name_of(decode(payload)) not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])

@@ -2,7 +2,9 @@
 
 ``GET /v1/agentspec/sessions``           the caller's sessions in the store, used last first (``?limit=100``)
 ``GET /v1/agentspec/sessions/{id}``      exports one: its turns as token ids
-``PUT /v1/agentspec/sessions/{id}``      imports one, in session scope; turns that it holds already change nothing
+``PUT /v1/agentspec/sessions/{id}``      imports one, in session scope: an export, or ``messages`` and ``texts``, which
+                                         become tokens here; turns that it holds already change nothing, and with
+                                         ``?only_new=true`` nothing is added to a session that exists
 ``DELETE /v1/agentspec/sessions/{id}``   erases one: 200 when no byte of it is left, 202 while another process still
                                          reads the database; repeat the call then
 
@@ -28,6 +30,7 @@ from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.identity import SESSION_KEY, Identity
+from agentspec.server_ext.session_texts import SessionTexts, turns_of
 from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.frontend import (
     ROUTES,
@@ -109,12 +112,14 @@ async def export_session(request: Request, session_id: str) -> JSONResponse:
 
 
 @router.put("/{session_id:path}")
-async def import_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Add an exported session's turns to a session of the caller."""
+async def import_session(request: Request, session_id: str, only_new: bool = False) -> dict[str, Any]:
+    """Add an exported session's turns, or texts, to a session of the caller. only_new: unless it exists."""
     engine = drafting_engine(request)
     identity = _identity(engine, session_id, write=True)
-    session = await asyncio.to_thread(_parse, await _body(request))
-    if session.log != await asyncio.to_thread(served_model_key, engine.vllm_config):
+    given = await asyncio.to_thread(_parse, await _body(request))
+    log = await asyncio.to_thread(served_model_key, engine.vllm_config)
+    session = await asyncio.to_thread(_tokenised, given, engine, session_id, log)
+    if session.log != log:
         raise _refused(
             "log: the session was exported from another model or tokenizer, whose tokens mean something else"
         )
@@ -122,7 +127,7 @@ async def import_session(request: Request, session_id: str) -> dict[str, Any]:
     payloads = await asyncio.to_thread(_import, session, identity, vocabulary)
     added = []
     for number in engine_numbers(engine):  # one by one, because they may share a store
-        added += await _run(engine, "write", identity.session, identity.tenant, payloads, engines=[number])
+        added += await _run(engine, "write", identity.session, identity.tenant, payloads, only_new, engines=[number])
     return {"id": session_id, "turns": len(payloads), "added": max(added)}
 
 
@@ -213,15 +218,24 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes) -> ExportedSession:
+def _parse(body: bytes) -> ExportedSession | SessionTexts:
     try:
         # pydantic's own parser would copy a turn for each of its errors
-        return ExportedSession.model_validate(json.loads(body))
+        given = json.loads(body)
+        texts = isinstance(given, dict) and "turns" not in given and not given.keys().isdisjoint(("messages", "texts"))
+        return (SessionTexts if texts else ExportedSession).model_validate(given)
     except (ValueError, RecursionError) as error:
         if not isinstance(error, ValidationError):
             raise _refused("body: not JSON") from None
         first = error.errors(include_url=False, include_input=False)[0]
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
+
+
+def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
+    if isinstance(given, ExportedSession):
+        return given
+    turns = [ExportedTurn(**turn) for turn in turns_of(given, engine.get_tokenizer())]
+    return ExportedSession(version=1, id=session_id, log=log, turns=turns)
 
 
 def _export(session_id: str, log: str, of_engines: Sequence[Sequence[bytes]]) -> dict[str, Any] | None:

@@ -177,6 +177,13 @@ class Handler(BaseHTTPRequestHandler):
             status = self.state.erasing.pop(0) if self.state.erasing else 202 if self.state.extension else 404
             self._send(status, {"erased": status == 202})
 
+    def do_PUT(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._record(body)
+        if self._allowed():
+            status = self.state.failures.pop(0) if self.state.failures else 200 if self.state.extension else 404
+            self._send(status, {"added": len(body.get("texts", ())) or 1})
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._record(body)

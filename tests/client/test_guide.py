@@ -20,6 +20,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "sdk.md"
 def test_the_code_of_the_guide_runs(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = GUIDE.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    Path("setup.py").write_text("setup()\n")
 
     async def main() -> int:
         names: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import HTTPException
@@ -19,7 +20,7 @@ from fastapi import HTTPException
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.callers import NOBODY, ApiKeysFile, Callers, Presented
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
-from agentspec.server_ext.session_routes import _import, _parse
+from agentspec.server_ext.session_routes import _import, _parse, _tokenised
 from agentspec.server_ext.settings import Settings, load_settings
 
 SECRET = "hunter2-hunter2"
@@ -60,6 +61,13 @@ _TAGGER = RequestTagger(
     ),
     "tenant",
 )
+_TEXTS = {"version": 1, "messages": [{"role": "user", "content": "hello"}], "texts": ["abc", "de"]}
+_ENGINE = SimpleNamespace(
+    get_tokenizer=lambda: SimpleNamespace(
+        encode=lambda text, add_special_tokens: [ord(c) % 1000 for c in text],
+        apply_chat_template=lambda messages, **_: "".join(f"{m['role']}: {m['content']}" for m in messages),
+    )
+)
 _FILE = Path(tempfile.gettempdir()) / f"agentspec-fuzz-{random.randrange(2**64):x}"
 
 
@@ -77,13 +85,15 @@ def fuzz(count: int, seed: int) -> Counter[str]:
 
 
 def _read_export(chance: random.Random) -> str:
-    if chance.random() < 0.5:
+    if chance.random() < 0.3:
+        body = json.dumps(_odd(chance, _TEXTS)).encode()
+    elif chance.random() < 0.5:
         body = _changed(chance, json.dumps(_EXPORT).encode())
     else:
         turns = [_odd(chance, _TURN), _TURN] if chance.random() < 0.7 else _EXPORT["turns"]
         body = json.dumps(_odd(chance, {**_EXPORT, "turns": turns})).encode()
     try:
-        session = _parse(body)
+        session = _tokenised(_parse(body), _ENGINE, "x", "log")
         return f"{len(_import(session, _MINE, 1000))} records"
     except HTTPException as error:
         assert error.status_code == 400 and len(str(error.detail)) < 400, error.detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, assert_type
 
 import openai
@@ -57,6 +58,7 @@ def sync(client: AgentClient) -> None:
     assert_type(session.messages, list[dict[str, Any]])
     assert_type(session.fork(), Session)
     assert_type(session.forecast(), Forecast)
+    assert_type(session.prime(["a text", Path("setup.py")]), int)
     assert_type(session.forecast().measured, Speculation | None)
     assert_type(session.forecast().tokens_per_step, float)
     messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]

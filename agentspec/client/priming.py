@@ -1,0 +1,73 @@
+"""Build the requests that give a server texts to draft from before anything was said there. Does no network I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentspec.client.request import SALT_HEADER, TIMEOUT_S
+from agentspec.errors import InvalidInputError
+
+_BODY_BYTES = 4 << 20  # of texts in one request; servers take 8 MiB
+
+
+class Priming(NamedTuple):
+    """Hold one request: its body, and the OpenAI client's options."""
+
+    body: dict[str, Any]
+    options: dict[str, Any]
+
+
+def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator[Priming]:
+    """Yield requests that prime a session with texts, and with the texts of the files that paths name.
+
+    Raises InvalidInputError for a file that cannot be read as UTF-8.
+    """
+    if isinstance(texts, str | Path):
+        raise InvalidInputError("texts: give a list, whose strings are texts and whose Path objects name files")
+    part: list[str] = []
+    size = 0
+    for text in map(_read, texts):
+        length = len(text.encode())
+        if part and size + length > _BODY_BYTES:
+            yield _request({"texts": part}, cache_salt)
+            part, size = [], 0
+        part.append(text)
+        size += length
+    if part:
+        yield _request({"texts": part}, cache_salt)
+
+
+def prime_history(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
+    """Yield the request that primes a session with its messages; none if there are none."""
+    if messages:
+        yield _request({"messages": list(messages)}, cache_salt)
+
+
+def prime_resumed(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> Iterator[Priming]:
+    """Yield the request that tells a server of a resumed session, unless it knows it. It must not delay a call."""
+    if len(json.dumps(messages)) > _BODY_BYTES:  # its text comes with the call anyway
+        return
+    for body, options in prime_history(messages, cache_salt):
+        yield Priming(body, {**options, "params": {"only_new": True}, "timeout": TIMEOUT_S, "max_retries": 0})
+
+
+def added_by(answer: object) -> int:
+    """Return how many of the texts were new to the server."""
+    return int(answer.get("added", 0)) if isinstance(answer, Mapping) else 0
+
+
+def _request(content: dict[str, Any], cache_salt: str | None) -> Priming:
+    options = {} if cache_salt is None else {"headers": {SALT_HEADER: cache_salt}}
+    return Priming({"version": 1, **content}, options)
+
+
+def _read(text: str | Path) -> str:
+    if isinstance(text, str):
+        return text
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"texts: {text} cannot be read as UTF-8 text: {error}") from error

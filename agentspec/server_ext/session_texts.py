@@ -1,0 +1,64 @@
+"""Turn texts and messages that a client gives for a session into turns, in the tokens of the model that is served."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast
+
+logger = logging.getLogger("vllm.agentspec")
+
+_NO_HASH = "0" * 16
+
+
+class SessionTexts(BaseModel):
+    """Hold what a session is to draft from though nobody said it here.
+
+    messages: a conversation, as chat completions take it. texts: others, such as files.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Literal[1]
+    messages: Annotated[list[dict[str, Any]], FailFast()] = []
+    texts: Annotated[list[str], FailFast()] = []
+
+
+def turns_of(given: SessionTexts, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield a turn, in the form of an export, for the conversation and for each text. Empty texts give none.
+
+    tokenizer: the served model's (`encode`, `apply_chat_template`). A turn is named by its tokens, so one that is given
+    again changes nothing.
+    """
+    texts = [_rendered(given.messages, tokenizer)] if given.messages else []
+    for text in (*texts, *given.texts):
+        tokens = list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+        if tokens:
+            name = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+            yield {
+                "writer": name,
+                "number": 1,
+                "kept": 0,
+                "parent": _NO_HASH,
+                "block": _NO_HASH,
+                "prompt": [],
+                "response": tokens,
+                "created": time.time(),
+            }
+
+
+def _rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str:
+    """Return a conversation as the model reads it; without a usable chat template, what was said in it."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+    except Exception as error:  # a template raises whatever it likes, e.g. for roles that it doesn't know
+        logger.debug("agentspec: a session is primed without the chat template: %s", error)
+        return "\n".join(_said(message) for message in messages)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""session.prime(), and sessions that are resumed against another server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
+
+from .fake_server import FakeServer, Received
+
+TURN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "answer 1"}]
+
+
+def connect(server: FakeServer, **options: Any) -> AgentClient:
+    return AgentClient(base_url=server.url, model="small", **{"store": None, **options})
+
+
+def primings(server: FakeServer) -> list[Received]:
+    return [request for request in server.received if request.method == "PUT"]
+
+
+def test_a_session_and_files_are_primed(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def a(): ...\n")
+    with connect(server) as client:
+        session = client.session("fix/42")
+        assert session.prime() == 0 and not primings(server), "it has nothing to say"
+        session.chat("hello")
+        assert session.prime() == 1
+        assert session.prime(["some text", tmp_path / "a.py"], cache_salt="salt") == 2
+    history, files = primings(server)
+    assert history.path == files.path == "/v1/agentspec/sessions/fix%2F42"
+    assert history.body == {"version": 1, "messages": TURN} and "x-cache-salt" not in history.headers
+    assert files.body == {"version": 1, "texts": ["some text", "def a(): ...\n"]}
+    assert files.headers["x-cache-salt"] == "salt"
+
+
+def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 100)
+    texts = [f"{i}" * 40 for i in range(7)]
+    with connect(server) as client:
+        assert client.session("s").prime(texts) == 7
+    assert [len(request.body["texts"]) for request in primings(server)] == [2, 2, 2, 1]
+
+
+def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
+    with connect(server, max_retries=0) as client:
+        session = client.session("s")
+        for wrong in ("a text", [tmp_path / "image"], [tmp_path / "missing"]):
+            with pytest.raises(InvalidInputError, match=r"^texts: "):
+                session.prime(wrong)
+        server.failures = [413]
+        with pytest.raises(openai.APIStatusError):
+            session.prime(["too long"])
+
+
+def test_other_servers_get_nothing(plain_server: FakeServer, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(plain_server, store=url) as client:
+        client.session("s").chat("hello")
+    with connect(plain_server, store=url) as client:
+        assert client.session("s").prime() == 0
+        client.session("s").chat("again")
+    assert not primings(plain_server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_resumed_session_is_offered_to_its_server_once(server: FakeServer, tmp_path: Path, stream: bool) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(server, store=url) as client:
+        client.session("s").chat("hello", extra_body={"cache_salt": "salt"})
+        assert not primings(server), "the server has just heard it"
+    other = FakeServer(extension=True)
+    try:
+        with connect(other, store=url) as client:
+            session = client.session("s")
+            for _ in range(2):
+                if stream:
+                    session.stream("again", extra_body={"cache_salt": "salt"}).until_done()
+                else:
+                    session.chat("again", extra_body={"cache_salt": "salt"})
+        (offered,) = primings(other)
+        assert offered.path == "/v1/agentspec/sessions/s?only_new=true"
+        assert offered.body == {"version": 1, "messages": TURN} and offered.headers["x-cache-salt"] == "salt"
+        assert other.received.index(offered) < other.received.index(other.chats[0])
+    finally:
+        other.close()
+
+
+def test_a_server_that_refuses_the_offer_is_asked_as_usual(server: FakeServer, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(server, store=url) as client:
+        client.session("s").chat("hello")
+    with connect(server, store=url) as client:
+        server.failures = [503]  # of the offer
+        assert client.session("s").chat("again").text == "answer 2"
+    assert len(primings(server)) == 1
+
+
+async def test_the_asynchronous_twin(server: FakeServer, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    for count in (0, 1):
+        async with AsyncAgentClient(base_url=server.url, model="small", store=url) as client:
+            session = client.session("s")
+            await session.chat("hello")
+            assert len(primings(server)) == count
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        assert await client.session("t").prime(["one", "two"]) == 2
+        assert await client.session("t").prime() == 0
