@@ -181,7 +181,7 @@ def test_a_node_of_a_cluster_frozen() -> None:
 
 def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an hour: the time after which a writer is forgotten is a second here."""
-    for module in ("redis_shard", "redis_store"):
+    for module in ("redis_shard", "redis_losses"):
         monkeypatch.setattr(f"agentspec.cache.store.{module}.WRITER_SECONDS", 1)
     with RedisServer() as server, Serving(server.url) as serving:
         server.kill()

@@ -1,15 +1,17 @@
 """The Redis store on a real server: its keys, its failures, its secrets."""
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import redis
 
-from agentspec.cache.store import Erasure, Losses, NewEntry, RedisStore, Retention, Trimmed, open_store
-from agentspec.cache.store.redis_shard import RedisShard
+from agentspec.cache.store import Erasure, Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
+from agentspec.cache.store.redis_index import LogIndex
+from agentspec.cache.store.redis_losses import LossWatch
+from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
@@ -51,8 +53,12 @@ def keys(store: RedisStore) -> list[str]:
 def test_every_key_has_the_prefix_and_one_hash_tag(store: RedisStore) -> None:
     store.append(NS, [NewEntry("a", b"1"), NewEntry("b{c}", b"2", "g")])
     store.erase_session(NS, "a")
+    store.trim(Retention())
     listed, shards, *names = keys(store)
     assert (listed, shards) == ("agentspec:namespaces", "agentspec:shards")
+    index = [name for name in names if name.startswith("{agentspec:}")]
+    assert index == [f"{{agentspec:}}:{part}" for part in ("ages", "sizes", "totals")]
+    names = names[: -len(index)]
     assert all(name.startswith(f"{{agentspec:{NS}}}:3:") for name in names)
     assert [name.partition("}:3:")[2] for name in names if ":w:" not in name] == [
         *("g:g", "log", "s:b{c}", "sessions", "tombstones", "usage")
@@ -141,13 +147,99 @@ def test_payloads_expire_after_the_retention_if_nobody_trims_them(store: RedisSt
     assert [usage.session for usage in store.sessions(NS)] == ["b"]
 
 
+def calls(store: RedisStore, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many times the store asks the server for this."""
+    count, client = [0], store._client
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            count[0] += 1
+            return real(*arguments)
+
+        return call
+
+    with monkeypatch.context() as counting:
+        for name in ("command", "run"):
+            counting.setattr(client, name, counted(getattr(client, name)))
+        what()
+    return count[0]
+
+
+def test_the_limits_cost_what_the_logs_beyond_them_do(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what all logs do: of these a page is looked at again with each call."""
+    for number in range(400):
+        store.append(f"{NS}.{number:03d}", [NewEntry("s", b"x")] * 2)
+    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 1000.0)
+    assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 2 * 130 + 10  # an audit
+    assert calls(store, lambda: store.trim(Retention(days=1, records=800)), monkeypatch) < 10
+    assert calls(store, lambda: store.trim(Retention(records=797)), monkeypatch) < 20
+    assert store.usage().records == 797
+    assert [len(list(store.read(f"{NS}.{number:03d}"))) for number in range(3)] == [0, 1, 2]
+    assert calls(store, store.usage, monkeypatch) < 3
+
+
+def test_the_index_of_logs_comes_back_after_it_was_lost(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    for number in range(200):
+        store.append(f"{NS}.{number}", [NewEntry("s", b"x")] * 2)
+    usage = store.usage()
+    assert usage.records == 400
+    raw(store).delete(*(f"{{agentspec:}}:{part}" for part in ("ages", "sizes", "totals")))
+    for _ in range(8):
+        store.trim(Retention())
+    assert store.usage() == usage
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert store.usage() == Usage(0, 0) and keys_of_index(store) == ["totals"]
+
+
+def keys_of_index(store: RedisStore) -> list[str]:
+    return [key.partition("}:")[2] for key in keys(store) if key.startswith("{agentspec:}")]
+
+
+def test_the_index_takes_no_older_state_unless_a_clock_was_set_back(store: RedisStore) -> None:
+    index, late = LogIndex(store._client, "agentspec"), LogIndex(store._client, "agentspec")
+    now = 1_700_000_000_000_000
+    index.note("a/0", ShardState(5, 500, 2, 77, now))
+    late.note("a/0", ShardState(4, 400, 1, 66, now - 1_000_000))
+    assert index.totals() == (5, 500, 2) and index.oldest(9) == [(77, "a/0")]
+    late.note("a/0", ShardState(1, 100, 1, 88, now - 3_600_000_000))
+    late.flush()
+    assert index.totals() == (1, 100, 1) and index.oldest(9) == [(88, "a/0")]
+
+
+def test_a_log_that_stays_empty_leaves_nothing(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.store.redis_index._AUDIT_SECONDS", 0.0)
+    store.append("kept", [NewEntry("s", b"x")])
+    for number in range(30):
+        store.append(f"{NS}.{number}", [NewEntry("s", b"x", name=f"w:{number}")])
+    while store.trim(Retention(records=0)).more:
+        pass
+    store.append("kept", [NewEntry("s", b"x")])
+    assert len(store.namespaces()) == 31
+    monkeypatch.setattr("agentspec.cache.store.redis_trimming.IDLE_MS", -1)  # as a day later
+    monkeypatch.setattr("agentspec.cache.store.redis_losses.IDLE_SECONDS", -1)
+    store.trim(Retention())
+    assert store.namespaces() == ["kept"]
+    assert not [key for key in keys(store) if NS in key and ":w:" not in key]
+    store.append(f"{NS}.7", [NewEntry("s", b"again")])
+    assert store.namespaces() == [f"{NS}.7", "kept"]
+    assert [entry.payload for entry in store.read(f"{NS}.7")] == [b"again"]
+    assert store.losses() == Losses()
+
+
+def killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_erasure_that_was_cut_off_is_ended_by_the_next_call(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.append(NS, [NewEntry("a", bytes(1000), "g")] * 200)
     with monkeypatch.context() as cut_off:
-        cut_off.setattr(RedisShard, "sweep", lambda _: 0)
-        store.erase_session(NS, "a")
+        cut_off.setattr(RedisShard, "sweep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.erase_session(NS, "a")
     assert any(":d:" in key for key in keys(store))
     assert [entry.session for entry in store.read(NS, group="g")] == []
     while store.trim(Retention()).more:
@@ -323,8 +415,10 @@ def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
 def test_what_is_remembered_of_acknowledged_records_is_bounded(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_store._REMEMBERED", 8)
-    store._batches = deque(maxlen=8)
+    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 8)
+    monkeypatch.setattr("agentspec.cache.store.redis_store._KNOWN", 8)
+    store._watch = watch = LossWatch()
     for number in range(80):
         store.append(f"{NS}.{number}", named("a", number))
-    assert len(store._acknowledged) == len(store._batches) == 8
+    assert len(watch._acknowledged) == len(watch._batches) == 8
+    assert len(store._known) <= 8 and len(store._entered) <= 8

@@ -118,6 +118,16 @@ class RedisClient:
         with self.errors():
             yield from self._connected().hscan_iter(key, count=1000)
 
+    def part(self, key: str) -> str:
+        """Return the name of the Cluster's node that has a key; "" where there is one server, or none is known yet."""
+        if self._address.form != "cluster" or self._redis is None:
+            return ""
+        try:
+            name: str = self._redis.nodes_manager.get_node_from_slot(self._redis.keyslot(key)).name
+        except RedisClusterException:  # nobody has its slot at the moment
+            return ""
+        return name
+
     def subscription(self) -> Any:
         """Return a subscription to no channel yet. Every node of a Cluster hears what is published on any."""
         client = self._connected()

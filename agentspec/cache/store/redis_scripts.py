@@ -72,6 +72,16 @@ local function drop_reference(id, fields)
   end
 end
 
+-- Entries, their bytes, sessions, milliseconds of the oldest entry ('': none), and the microseconds now.
+local function state()
+  local head, now = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1], redis.call('TIME')
+  local held = redis.call('HMGET', usage, 'records', 'bytes')
+  return {
+    held[1] or '0', held[2] or '0', redis.call('HLEN', sessions), head and string.match(head[1], '^%d+') or '',
+    now[1] .. string.format('%06d', now[2])
+  }
+end
+
 local function fields_of(entry)
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
@@ -85,12 +95,12 @@ APPEND = (
 -- ARGV: tag, writer, batch, milliseconds until the writer's key expires, and until payloads do (0: never),
 -- bytes that an entry costs beside its payload, channel, session and newest id that are expected ('*': any), then for
 -- each entry: session, payload, 1 and a group or 0 and ''. Returns the first id ('' for a conflict), the batch of this
--- writer that was the last one here ('' for none), and the log's first id ever.
+-- writer that was the last one here ('' for none), the log's first id ever, and the shard's state.
 local writer, batch, cost = tag .. 'w:' .. ARGV[2], ARGV[3], tonumber(ARGV[6])
 local number, first = string.match(redis.call('GET', writer) or '', '^(%d+) (.+)$')
-if number == batch then return {first, number, redis.call('HGET', usage, 'born') or ''} end
+if number == batch then return {first, number, redis.call('HGET', usage, 'born') or '', state()} end
 if ARGV[9] ~= '*' then
-  if (id_of(redis.call('LINDEX', tag .. 's:' .. ARGV[8], -1)) or '') ~= ARGV[9] then return {'', '', ''} end
+  if (id_of(redis.call('LINDEX', tag .. 's:' .. ARGV[8], -1)) or '') ~= ARGV[9] then return {'', '', '', state()} end
 end
 local lists, seen = {}, {}
 local function note(key)
@@ -127,7 +137,7 @@ if ARGV[5] ~= '0' then
   for _, key in ipairs(lists) do redis.call('PEXPIRE', key, ARGV[5]) end
 end
 redis.pcall('PUBLISH', ARGV[7], id)
-return {first, number or '', redis.call('HGET', usage, 'born')}
+return {first, number or '', redis.call('HGET', usage, 'born'), state()}
 """
 )
 
@@ -185,7 +195,7 @@ TRIM = (
     _LIBRARY
     + """
 -- ARGV: tag, bytes that an entry costs beside its payload, most entries, most bytes, milliseconds of the last entry
--- to remove ('+': any). Removes the oldest entries. Returns how many they are and their bytes.
+-- to remove ('+': any). Removes the oldest entries. Returns how many they are, their bytes, and the shard's state.
 local cost, bytes, count = tonumber(ARGV[2]), 0, 0
 for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])) do
   if bytes >= tonumber(ARGV[4]) then break end
@@ -205,7 +215,19 @@ for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])
   bytes = bytes + (fields.b or 0) + cost
   count = count + 1
 end
-return {count, string.format('%.0f', bytes)}
+return {count, string.format('%.0f', bytes), state()}
+"""
+)
+
+STATE = (
+    _LIBRARY
+    + """
+-- ARGV: tag, milliseconds. Removes what is left of a log that has been empty for so long. Returns the shard's state,
+-- and 1 if it has no keys.
+local last = redis.call('HGET', usage, 'last')
+if last and clock() - string.match(last, '^%d+') > tonumber(ARGV[2]) and redis.call('XLEN', log) == 0
+  and redis.call('EXISTS', tombstones, sessions) == 0 then redis.call('DEL', log, usage) end
+return {state(), 1 - redis.call('EXISTS', log)}
 """
 )
 

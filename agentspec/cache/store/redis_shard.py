@@ -22,6 +22,19 @@ START: Id = (0, 0)
 """Place before all entries."""
 
 
+class ShardState(NamedTuple):
+    """Hold what a shard held at a time of its server's clock.
+
+    bytes: of its entries, with ENTRY_BYTES each. oldest: milliseconds of its oldest entry. at: microseconds.
+    """
+
+    records: int
+    bytes: int
+    sessions: int
+    oldest: int | None
+    at: int
+
+
 class Appended(NamedTuple):
     """Hold the answer to an append.
 
@@ -32,6 +45,7 @@ class Appended(NamedTuple):
     first: Id
     before: int
     born: bytes
+    state: ShardState
 
 
 class _Reference(NamedTuple):
@@ -45,10 +59,13 @@ class _Reference(NamedTuple):
 
 
 class RedisShard:
-    """Read and write the keys with one tag. missed: told how many entries are referred to but gone."""
+    """Read and write the keys with one tag.
 
-    def __init__(self, client: RedisClient, tag: str, channel: str, missed: Callable[[int], None]) -> None:
-        self.tag = tag
+    name: of the shard in the index of all logs. missed: told how many entries are referred to but gone.
+    """
+
+    def __init__(self, client: RedisClient, name: str, tag: str, channel: str, missed: Callable[[int], None]) -> None:
+        self.name, self.tag = name, tag
         self._client, self._channel, self._missed = client, channel, missed
 
     def append(
@@ -69,8 +86,8 @@ class RedisShard:
         arguments += [self._channel, expected or "", newest]
         for session, payload, group, _ in entries:
             arguments += (session, payload, 0 if group is None else 1, group or "")
-        first, before, born = self._run(redis_scripts.APPEND, arguments)
-        return Appended(parsed(first), int(before or 0), born) if first else None
+        first, before, born, state = self._run(redis_scripts.APPEND, arguments)
+        return Appended(parsed(first), int(before or 0), born, _state(state)) if first else None
 
     def has(self, number: Id) -> bool:
         """Return whether the log has an entry with this id."""
@@ -87,14 +104,19 @@ class RedisShard:
         """Remove a page of what erased sessions left. Returns how many entries it had."""
         return int(self._run(redis_scripts.SWEEP, [self.tag, _ROWS]))
 
-    def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int]:
-        """Remove the oldest entries, up to these limits. Returns their number and bytes.
+    def state(self, idle_ms: int) -> tuple[ShardState, bool]:
+        """Return what the shard holds, and whether it has no keys. It loses them if it was empty for so long."""
+        state, gone = self._run(redis_scripts.STATE, [self.tag, idle_ms])
+        return _state(state), bool(gone)
+
+    def trim(self, entries: int, size: int, until: int | None) -> tuple[int, int, ShardState]:
+        """Remove the oldest entries, up to these limits. Returns their number and bytes, and what the shard holds then.
 
         until: milliseconds of the last entry to remove; None: any.
         """
         last = "+" if until is None else until
-        count, removed = self._run(redis_scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, last])
-        return int(count), int(removed)
+        count, removed, state = self._run(redis_scripts.TRIM, [self.tag, ENTRY_BYTES, entries, size, last])
+        return int(count), int(removed), _state(state)
 
     def sessions(self) -> dict[str, SessionUsage]:
         """Return what each session holds."""
@@ -232,6 +254,11 @@ def id_of(name: str, cursor: str) -> Id:
     if not (cursor.isascii() and milliseconds.isdigit() and count.isdigit()):
         raise bad_cursor(name, cursor)
     return int(milliseconds), int(count)
+
+
+def _state(answer: Sequence[bytes | int]) -> ShardState:
+    records, size, sessions, oldest, at = answer
+    return ShardState(max(0, int(records)), max(0, int(size)), int(sessions), int(oldest) if oldest else None, int(at))
 
 
 def _next(number: Id) -> Id:

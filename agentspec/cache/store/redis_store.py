@@ -10,9 +10,10 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
     {prefix:namespace}:3:d:ID        what is left of an erased session; all of these are in the set :3:doomed
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
-    prefix:namespaces, prefix:secret the set of namespaces; the store's secret
-    prefix:shards                    number of shards
+    prefix:secret, prefix:shards     the store's secret; the number of shards
     prefix:namespace                 channel on which each append and erasure is published
+
+and redis_index.py describes the index of all logs.
 
 With ``shards`` above 1 a namespace has so many sets of these keys, with the hash tags {prefix:namespace:0} and so on.
 Each session lies in one of them. A reader merges them by id; its cursors say how far it is in each.
@@ -35,6 +36,7 @@ import uuid
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,43 +58,18 @@ from agentspec.cache.store.base import (
 from agentspec.cache.store.breaker import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.redis_client import Notices, RedisAddress, RedisClient
-from agentspec.cache.store.redis_shard import (
-    START,
-    WRITER_SECONDS,
-    Appended,
-    Id,
-    RedisShard,
-    cursor,
-    id_of,
-    parsed,
-    wire,
-)
-from agentspec.errors import StoreError, StoreVersionError
+from agentspec.cache.store.redis_index import LogIndex
+from agentspec.cache.store.redis_losses import LossWatch
+from agentspec.cache.store.redis_shard import START, Id, RedisShard, cursor, id_of, parsed, wire
+from agentspec.cache.store.redis_trimming import IDLE_MS, Trimming
+from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
 logger = logging.getLogger(__name__)
 
-_SLICE_ENTRIES = 256
-_SLICE_BYTES = 1 << 20
-_SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
-_EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
 _LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
-_REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
+_KNOWN = 65_536  # logs of which this process remembers that it has checked and entered them
+_UNSURE = 4096  # logs of which it remembers an append that failed
 _PAGE = 64  # logs that are asked at once
-_NAMED = 20  # lost records that a line of the log names
-
-
-@dataclass(slots=True)
-class _Acknowledged:
-    """Hold what the server acknowledged of this process in one shard.
-
-    batch, last, at: number, last id and time of the last batch. records: how many in all. born: as in Appended.
-    """
-
-    batch: int = 0
-    last: Id = START
-    at: float = 0.0
-    records: int = 0
-    born: bytes = b""
 
 
 @dataclass(slots=True)
@@ -127,16 +104,16 @@ class RedisStore:
         self._client = RedisClient(address)
         self._watcher = RedisClient(address, patient=False)  # a follower must know soon that the server is away
         self._waiting = _Waiting(Notices(self._watcher))
+        self._index = LogIndex(self._client, prefix)
+        self._watch = LossWatch()
+        self._trimming = Trimming(self._client, self._index, self._shards)
         self._writer = uuid.uuid4().hex
         self._number = 0
         self._append_lock = threading.Lock()
-        self._unsure: tuple[str, list[NewEntry], str | None] | None = None
-        self._acknowledged: OrderedDict[str, _Acknowledged] = OrderedDict()  # by tag
-        self._batches: deque[tuple[str, int, list[str]]] = deque(maxlen=_REMEMBERED)  # tag, batch, names of records
-        self._losses = Losses()
+        self._unsure: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by log: number and hash of a failed append
         self._known: set[str] = set()  # namespaces that hold no log of an older release
+        self._entered: set[str] = set()  # namespaces that are in the index
         self._shards_checked = False
-        self._expiry_ms = 0
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         shards, batch = self._shards(namespace), list(entries)
@@ -146,28 +123,27 @@ class RedisStore:
             return []
         sequences = [""] * len(batch)
         with self._append_lock:
-            # A batch whose answer was lost keeps its number, so that the server recognises it.
-            if self._unsure != (namespace, batch, expect):
-                self._number += 1
-            self._unsure = (namespace, batch, expect)
             self._check_log(namespace)
+            self._enter(namespace)
+            number = self._number_of(namespace, hash((tuple(batch), expect)))
             parts: dict[int, list[int]] = {}
             for index, entry in enumerate(batch):
                 place = self._place(entry.session)
-                parts.setdefault(self._number % len(shards) if place is None else place, []).append(index)
+                parts.setdefault(number % len(shards) if place is None else place, []).append(index)
             for place, indices in parts.items():
                 part = [batch[index] for index in indices]
-                answer = shards[place].append(self._writer, self._number, part, self._expiry_ms, expected, newest)
+                answer = shards[place].append(self._writer, number, part, self._trimming.expiry_ms, expected, newest)
                 if answer is None:
-                    self._unsure = None
+                    del self._unsure[namespace]
                     raise conflict(expected or "")
                 if parsed(answer.born) == answer.first:  # the log is new, or the server has lost all it had
-                    self.command("SET", f"{self.prefix}:shards", self._shard_count, "NX")
-                    self.command("SADD", f"{self.prefix}:namespaces", namespace)
-                self._note(namespace, shards[place], answer, part)
+                    self._entered.discard(namespace)
+                    self._enter(namespace)
+                self._watch.note(namespace, shards[place], number, [entry.name for entry in part], answer)
+                self._index.note(shards[place].name, answer.state, new=parsed(answer.born) == answer.first)
                 for offset, index in enumerate(indices):
                     sequences[index] = self._name(place, (answer.first[0], answer.first[1] + offset))
-            self._unsure = None
+            del self._unsure[namespace]
         return sequences
 
     def read(
@@ -242,7 +218,7 @@ class RedisStore:
         return {session: self._name(place, number) for number, session, place in sorted(marks)}
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
-        names = sorted(self._client.members(f"{self.prefix}:namespaces", prefix))
+        names = self._index.names(prefix)
         if session is None:
             return names
         place, courtesy = self._place(session), Courtesy()
@@ -259,7 +235,12 @@ class RedisStore:
         shards = self._shards(namespace, place)
         self._check_log(namespace)
         tombstone = encode(EraseRecord(session)) if mark else b""
-        erased = [shard.erase(session, tombstone) for shard in shards]
+        erased = []
+        for shard in shards:
+            self._index.doom(shard.name)
+            erased.append(shard.erase(session, tombstone))
+            self._index.spare(shard.name)
+            self._index.note(shard.name, shard.state(IDLE_MS)[0])
         marks = [marked for _, marked in erased if marked is not None]
         name = None if not marks else self._name(0 if place is None else place, max(marks))
         return Erasure(sum(removed for removed, _ in erased), True, name)
@@ -271,64 +252,20 @@ class RedisStore:
         return secret
 
     def usage(self) -> Usage:
-        tags = [shard.tag for shard in self._all_shards()]
-        held = self._client.commands(("HMGET", f"{tag}usage", "records", "bytes") for tag in tags)
-        sessions = self._client.commands(("HLEN", f"{tag}sessions") for tag in tags)
-        records, sizes = (sum(max(0, int(one[part] or 0)) for one in held) for part in (0, 1))
-        return Usage(records, sizes + sum(sessions) * _SESSION_BYTES)
+        return self._trimming.usage()
 
     def trim(self, retention: Retention) -> Trimmed:
-        days, shards = retention.days, self._all_shards()
-        self._expiry_ms = 0 if days is None else int((days + _EXPIRY_DAYS) * 86_400_000)
-        doomed = self._client.commands(("EXISTS", f"{shard.tag}doomed") for shard in shards)
-        if any(left and shard.sweep() for shard, left in zip(shards, doomed, strict=True)):
-            return Trimmed(0, True)  # whoever erased a session did not live to end it
-        cutoff = -1
-        if days is not None:
-            seconds, microseconds = map(int, self.command("TIME"))
-            cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
-        held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
-        count = 0 if retention.records is None else held.records - retention.records
-        size = 0 if retention.bytes is None else held.bytes - retention.bytes
-        removed = self._trim_oldest(shards, cutoff, count, size)
-        return Trimmed(removed, removed > 0)
-
-    def _trim_oldest(self, shards: Sequence[RedisShard], cutoff: int, count: int, size: int) -> int:
-        """Remove a slice of the oldest entries of all logs together. Return their number.
-
-        cutoff: milliseconds up to which all go. count, size: how many entries and bytes have to go besides.
-        """
-        heads = self._client.commands(("XRANGE", f"{shard.tag}log", "-", "+", "COUNT", 1) for shard in shards)
-        oldest = [(parsed(rows[0][0]), place) for place, rows in enumerate(heads) if rows]
-        heapq.heapify(oldest)
-        entries, room = _SLICE_ENTRIES, _SLICE_BYTES
-        while oldest and entries > 0 and room > 0:
-            (first, _), place = oldest[0]
-            if first > cutoff and count <= 0 and size <= 0:
-                break
-            until = min((head for (head, _), _ in oldest[1:3]), default=None)  # there the next log's oldest entry is
-            wanted, most = entries, room
-            if first <= cutoff:
-                until = cutoff if until is None else min(until, cutoff)
-            else:
-                wanted = entries if size > 0 else min(entries, count)
-                most = room if count > 0 else min(room, size)
-            went, freed = shards[place].trim(wanted, most, until)
-            entries, room, count, size = entries - went, room - freed, count - went, size - freed
-            rows = self.command("XRANGE", f"{shards[place].tag}log", "-", "+", "COUNT", 1) if went else []
-            if rows:
-                heapq.heapreplace(oldest, (parsed(rows[0][0]), place))
-            else:
-                heapq.heappop(oldest)
-        return _SLICE_ENTRIES - entries
+        return self._trimming.trim(retention)
 
     def losses(self) -> Losses:
-        return self._losses
+        return self._watch.losses
 
     def ping(self) -> None:
         self.command("PING")
 
     def close(self) -> None:
+        with suppress(StoreError):
+            self._index.flush()
         self._client.close()
         self._waiting.notices.drop()
         self._watcher.close()
@@ -337,43 +274,19 @@ class RedisStore:
         """Send one command to the server, and return its answer."""
         return self._client.command(*command)
 
-    def _note(self, namespace: str, shard: RedisShard, answer: Appended, part: Sequence[NewEntry]) -> None:
-        """Compare what a shard had before a batch with what it has acknowledged, and name what it has lost."""
-        held = self._acknowledged.setdefault(shard.tag, _Acknowledged(born=answer.born))
-        self._acknowledged.move_to_end(shard.tag)
-        if len(self._acknowledged) > _REMEMBERED:
-            self._acknowledged.popitem(last=False)
-        if answer.born != held.born:
-            self._name_lost(namespace, shard.tag, 0, held)
-        elif answer.before < held.batch and not (answer.before == 0 and self._rested(shard, held)):
-            self._name_lost(namespace, shard.tag, answer.before, held)
-        held.batch, held.at, held.born = self._number, time.monotonic(), answer.born
-        held.last = (answer.first[0], answer.first[1] + len(part) - 1)
-        held.records += len(part)
-        self._batches.append((shard.tag, self._number, [entry.name for entry in part]))
+    def _number_of(self, namespace: str, batch: int) -> int:
+        """Return the number of an append, whose hash is ``batch``: the one it had if it is tried again.
 
-    def _rested(self, shard: RedisShard, held: _Acknowledged) -> bool:
-        """Return whether the server forgot only the number of the last batch, after its time or by eviction."""
-        return time.monotonic() - held.at > WRITER_SECONDS / 2 or shard.has(held.last)
-
-    def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
-        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one."""
-        lost = [name for at, batch, names in self._batches if at == tag and batch > before for name in names]
-        count = held.records if before == 0 else len(lost)
-        held.records -= count
-        self._batches = deque((one for one in self._batches if one[0] != tag or one[1] <= before), _REMEMBERED)
-        self._losses = replace(self._losses, lost=self._losses.lost + count)
-        names = ", ".join(filter(None, lost[-_NAMED:])) or "without names"
-        logger.warning(
-            "agentspec: the store has lost %d records that it had acknowledged, of log %s; the last are %s",
-            *(count, namespace, names),
-        )
-
-    def _miss(self, count: int) -> None:
-        """Count entries that are referred to, but which the server has evicted."""
-        if count and not self._losses.missing:
-            logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
-        self._losses = replace(self._losses, missing=self._losses.missing + count)
+        A batch whose answer was lost keeps its number, so that the server recognises it.
+        """
+        held = self._unsure.pop(namespace, None)
+        if held is None or held[1] != batch:
+            self._number += 1
+            held = self._number, batch
+        self._unsure[namespace] = held
+        if len(self._unsure) > _UNSURE:
+            self._unsure.popitem(last=False)
+        return held[0]
 
     def _ends(self, client: RedisClient, namespaces: Sequence[str]) -> dict[str, list[Id]]:
         """Return the ids of the newest entries of logs, for each shard."""
@@ -406,10 +319,7 @@ class RedisStore:
         yield from merged() if newest is None else deque(merged(), newest)
 
     def _check_log(self, namespace: str) -> None:
-        """Enter the namespace in the list of all.
-
-        Raises StoreVersionError if an older release has written its log, StoreError for another number of shards.
-        """
+        """Raise StoreVersionError if an older release wrote the log, StoreError for another number of shards."""
         if namespace in self._known:
             return
         if not self._shards_checked:
@@ -419,12 +329,20 @@ class RedisStore:
                 f"{self._client.shown}: an older release wrote the log {namespace} here;"
                 f" convert it with: agentspec sessions convert {self._client.shown} --model MODEL"
             )
-        self.command("SADD", f"{self.prefix}:namespaces", namespace)
-        self._known.add(namespace)
+        _remember(self._known, namespace)
+
+    def _enter(self, namespace: str) -> None:
+        """Enter a log in the list of all. While the list's node is away, that is tried again with each append."""
+        if namespace in self._entered:
+            return
+        with suppress(StoreUnavailableError):
+            self.command("SET", f"{self.prefix}:shards", self._shard_count, "NX")
+            self._index.enter(namespace)
+            _remember(self._entered, namespace)
 
     def _check_shards(self) -> None:
         key = f"{self.prefix}:shards"
-        unmarked = self.command("GET", key) is None and self.command("EXISTS", f"{self.prefix}:namespaces")
+        unmarked = self.command("GET", key) is None and not self._index.is_new()
         self.command("SET", key, 1 if unmarked else self._shard_count, "NX")
         held = int(self.command("GET", key))
         if held != self._shard_count:
@@ -439,10 +357,10 @@ class RedisStore:
         name, channel = f"{self.prefix}:{check_namespace(namespace)}", self._channel(namespace)
         places = range(self._shard_count) if place is None else [place]
         names = [name] if self._shard_count == 1 else [f"{name}:{place}" for place in places]
-        return [RedisShard(self._client, f"{{{name}}}:3:", channel, self._miss) for name in names]
-
-    def _all_shards(self) -> list[RedisShard]:
-        return [shard for namespace in self.namespaces() for shard in self._shards(namespace)]
+        return [
+            RedisShard(self._client, f"{namespace}/{place}", f"{{{name}}}:3:", channel, self._watch.miss)
+            for place, name in zip(places, names, strict=True)
+        ]
 
     def _place(self, session: str) -> int | None:
         """Return the place of a session's shard. None: entries without a session are in all."""
@@ -471,6 +389,12 @@ class RedisStore:
         if len(places) != self._shard_count:
             raise bad_cursor(name, at or "")
         return places
+
+
+def _remember(names: set[str], name: str) -> None:
+    if len(names) >= _KNOWN:
+        names.clear()
+    names.add(name)
 
 
 def _is_before(low: Id, end: Id) -> bool:

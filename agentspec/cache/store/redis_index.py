@@ -1,0 +1,183 @@
+"""Keep an index of all logs under a prefix on Redis, so that looking at all of them doesn't ask each.
+
+The logs of a Cluster lie on several nodes, so no transaction covers a log and its index. Every change of a shard
+returns the shard's new state with the server's time, and the index takes the latest state that it is told. What it was
+not told, because a process was killed, an audit finds: a page of logs with each look at the limits. The keys::
+
+    prefix:namespaces      the set of logs
+    {prefix:}:ages         sorted set, shard: milliseconds of its oldest entry
+    {prefix:}:sizes        hash, shard: "entries bytes sessions microseconds", the last when it was so
+    {prefix:}:totals       hash: records, bytes, sessions; the sums of sizes
+    {prefix:}:doomed       the set of shards in which an erasure may have been cut off
+
+A shard is named ``namespace/place``.
+"""
+
+import threading
+import time
+from typing import NamedTuple
+
+from agentspec.cache.store.redis_client import RedisClient
+from agentspec.cache.store.redis_shard import ShardState
+from agentspec.errors import StoreUnavailableError
+
+_FLUSH_SECONDS = 1.0  # between two writes of what has changed
+_LONGEST_PAUSE = 30.0  # after writes that failed
+_MOST_CHANGED = 65_536  # shards whose state waits to be written; what is beyond is left to the audit
+_AUDIT_SECONDS = 1.0
+_AUDIT_PAGE = 64
+
+_NOTE = """
+-- KEYS: ages, sizes, totals. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its oldest entry
+-- ('': none) and the microseconds when it was so. A state that is older than the one here changes nothing, unless it is
+-- by so much that a clock was set back.
+for i = 1, #ARGV, 6 do
+  local name, r, b, s, at = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], tonumber(ARGV[i + 5])
+  local hr, hb, hs, hat = string.match(redis.call('HGET', KEYS[2], name) or '0 0 0 0', '^(%S+) (%S+) (%S+) (%S+)$')
+  hat = tonumber(hat)
+  if at >= hat or hat - at > 60000000 then
+    redis.call('HINCRBY', KEYS[3], 'records', r - hr)
+    redis.call('HINCRBY', KEYS[3], 'bytes', string.format('%.0f', b - hb))
+    redis.call('HINCRBY', KEYS[3], 'sessions', s - hs)
+    if r == '0' and s == '0' then
+      redis.call('HDEL', KEYS[2], name)
+    else
+      redis.call('HSET', KEYS[2], name, r .. ' ' .. b .. ' ' .. s .. ' ' .. ARGV[i + 5])
+    end
+    if ARGV[i + 4] == '' then
+      redis.call('ZREM', KEYS[1], name)
+    else
+      redis.call('ZADD', KEYS[1], ARGV[i + 4], name)
+    end
+  end
+end
+return redis.status_reply('OK')
+"""
+
+
+class Totals(NamedTuple):
+    """Count what all logs hold: entries, their bytes, and sessions, one in two logs twice."""
+
+    records: int
+    bytes: int
+    sessions: int
+
+
+class LogIndex:
+    """Keep the index of the logs under a prefix. Thread-safe."""
+
+    def __init__(self, client: RedisClient, prefix: str) -> None:
+        self._client = client
+        self._names = f"{prefix}:namespaces"
+        self._ages, self._sizes, self._totals, self._doomed = (
+            f"{{{prefix}:}}:{part}" for part in ("ages", "sizes", "totals", "doomed")
+        )
+        self._lock = threading.Lock()
+        self._changed: dict[str, ShardState] = {}
+        self._noted: set[str] = set()  # shards that this process has written, so that others know of them
+        self._flush_at, self._pause = 0.0, _FLUSH_SECONDS
+        self._audit_at = 0.0
+        self._audited = 0  # where the audit goes on
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the logs that begin with a prefix, sorted."""
+        return sorted(self._client.members(self._names, prefix))
+
+    def enter(self, namespace: str) -> None:
+        """Enter a log in the list of all."""
+        self._client.command("SADD", self._names, namespace)
+
+    def is_new(self) -> bool:
+        """Return whether there is no log."""
+        return not self._client.command("EXISTS", self._names)
+
+    def note(self, name: str, state: ShardState, *, new: bool = False) -> None:
+        """Note the state of a shard. It is written within a second, if calls go on.
+
+        It is written at once if this process has not noted the shard before, or where it is new on the server. An
+        index that is away costs nothing but an attempt now and then.
+        """
+        with self._lock:
+            self._add(name, state)
+            if new:
+                self._noted.discard(name)
+            now = time.monotonic()
+            if now < self._flush_at and (name in self._noted or self._pause > _FLUSH_SECONDS):
+                return
+            self._flush_at = now + self._pause
+        try:
+            self.flush()
+        except StoreUnavailableError:
+            with self._lock:
+                self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+                self._flush_at = time.monotonic() + self._pause
+
+    def flush(self) -> None:
+        """Write what was noted."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        arguments: list[str | int] = []
+        for name, state in changed.items():
+            oldest = "" if state.oldest is None else state.oldest
+            arguments += (name, state.records, state.bytes, state.sessions, oldest, state.at)
+        try:
+            for at in range(0, len(arguments), 6 * 256):
+                page = arguments[at : at + 6 * 256]
+                self._client.run(_NOTE, [self._ages, self._sizes, self._totals], page)
+        except BaseException:
+            with self._lock:
+                for name, state in changed.items():
+                    self._add(name, state)
+            raise
+        with self._lock:
+            self._pause = _FLUSH_SECONDS
+            if len(self._noted) > _MOST_CHANGED:
+                self._noted.clear()
+            self._noted.update(changed)
+
+    def totals(self) -> Totals:
+        """Return what all logs hold together."""
+        self.flush()
+        held = self._client.command("HMGET", self._totals, "records", "bytes", "sessions")
+        return Totals(*(max(0, int(one or 0)) for one in held))
+
+    def oldest(self, count: int) -> list[tuple[int, str]]:
+        """Return the shards with the oldest entries, and the milliseconds of these, oldest first."""
+        self.flush()
+        found = self._client.command("ZRANGE", self._ages, 0, count - 1, "WITHSCORES")
+        if found and isinstance(found[0], bytes):  # names and ages in turn
+            found = list(zip(found[::2], found[1::2], strict=True))
+        return [(int(float(age)), name.decode()) for name, age in found]
+
+    def doom(self, name: str) -> None:
+        """Note that a shard's erased sessions are about to be removed."""
+        self._client.command("SADD", self._doomed, name)
+
+    def spare(self, name: str) -> None:
+        """Note that nothing of a shard's erased sessions is left."""
+        self._client.command("SREM", self._doomed, name)
+
+    def doomed(self) -> str | None:
+        """Return a shard in which something of erased sessions may be left."""
+        name = self._client.command("SRANDMEMBER", self._doomed)
+        return None if name is None else name.decode()
+
+    def to_audit(self) -> list[str]:
+        """Return a page of logs whose states are to be noted again; none if the last one is not a second old."""
+        if time.monotonic() < self._audit_at:
+            return []
+        self._audit_at = time.monotonic() + _AUDIT_SECONDS
+        at, page = self._client.command("SSCAN", self._names, self._audited, "COUNT", _AUDIT_PAGE)
+        self._audited = int(at)
+        return [name.decode() for name in page]
+
+    def remove(self, namespace: str) -> None:
+        """Remove a log from the list of all."""
+        self._client.command("SREM", self._names, namespace)
+
+    def _add(self, name: str, state: ShardState) -> None:
+        held = self._changed.get(name)
+        if held is None and len(self._changed) >= _MOST_CHANGED:
+            return
+        if held is None or held.at <= state.at:
+            self._changed[name] = state

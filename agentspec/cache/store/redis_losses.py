@@ -1,0 +1,88 @@
+"""Notice what a Redis has lost of what it had acknowledged to this process, and say so."""
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentspec.cache.store.base import Losses
+from agentspec.cache.store.redis_shard import START, WRITER_SECONDS, Appended, Id, RedisShard
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 86_400.0
+"""Time after which the keys of an empty log are removed, and nothing that it acknowledged before is missed."""
+
+_REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
+_NAMED = 20  # lost records that a line of the log names
+
+
+@dataclass(slots=True)
+class _Acknowledged:
+    """Hold what the server acknowledged of this process in one shard.
+
+    batch, last, at: number, last id and time of the last batch. records: how many in all. born: as in Appended.
+    """
+
+    batch: int = 0
+    last: Id = START
+    at: float = 0.0
+    records: int = 0
+    born: bytes = b""
+
+
+class LossWatch:
+    """Compare what a server has with what it has acknowledged to this process. Use it from one thread at a time.
+
+    A server that was restarted without persistence, or that failed over, has less.
+    """
+
+    def __init__(self) -> None:
+        self.losses = Losses()
+        self._acknowledged: OrderedDict[str, _Acknowledged] = OrderedDict()  # by tag
+        self._batches: deque[tuple[str, int, list[str]]] = deque(maxlen=_REMEMBERED)  # tag, batch, names of records
+
+    def note(self, namespace: str, shard: RedisShard, number: int, names: Sequence[str], answer: Appended) -> None:
+        """Note the answer to a batch, and name what the shard had acknowledged before and lost.
+
+        names: of the batch's records.
+        """
+        held = self._acknowledged.pop(shard.tag, None)
+        if held is None or time.monotonic() - held.at > IDLE_SECONDS:
+            held = _Acknowledged(born=answer.born)
+        self._acknowledged[shard.tag] = held
+        if len(self._acknowledged) > _REMEMBERED:
+            self._acknowledged.popitem(last=False)
+        if answer.born != held.born:
+            self._name_lost(namespace, shard.tag, 0, held)
+        elif answer.before < held.batch and not (answer.before == 0 and _rested(shard, held)):
+            self._name_lost(namespace, shard.tag, answer.before, held)
+        held.batch, held.at, held.born = number, time.monotonic(), answer.born
+        held.last = (answer.first[0], answer.first[1] + len(names) - 1)
+        held.records += len(names)
+        self._batches.append((shard.tag, number, list(names)))
+
+    def miss(self, count: int) -> None:
+        """Count entries that are referred to, but which the server has evicted."""
+        if count and not self.losses.missing:
+            logger.warning("agentspec: Redis evicts stored records; set its maxmemory-policy to noeviction")
+        self.losses = replace(self.losses, missing=self.losses.missing + count)
+
+    def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
+        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one."""
+        lost = [name for at, batch, names in self._batches if at == tag and batch > before for name in names]
+        count = held.records if before == 0 else len(lost)
+        held.records -= count
+        self._batches = deque((one for one in self._batches if one[0] != tag or one[1] <= before), _REMEMBERED)
+        self.losses = replace(self.losses, lost=self.losses.lost + count)
+        names = ", ".join(filter(None, lost[-_NAMED:])) or "without names"
+        logger.warning(
+            "agentspec: the store has lost %d records that it had acknowledged, of log %s; the last are %s",
+            *(count, namespace, names),
+        )
+
+
+def _rested(shard: RedisShard, held: _Acknowledged) -> bool:
+    """Return whether the server forgot only the number of the last batch, after its time or by eviction."""
+    return time.monotonic() - held.at > WRITER_SECONDS / 2 or shard.has(held.last)

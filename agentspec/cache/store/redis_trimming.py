@@ -1,0 +1,133 @@
+"""Keep a Redis store within its limits, by what the index says of all logs."""
+
+import heapq
+import logging
+from collections.abc import Callable
+
+from agentspec.cache.store.base import Retention, Trimmed, Usage
+from agentspec.cache.store.breaker import Courtesy
+from agentspec.cache.store.redis_client import RedisClient
+from agentspec.cache.store.redis_index import LogIndex
+from agentspec.cache.store.redis_losses import IDLE_SECONDS
+from agentspec.cache.store.redis_shard import RedisShard
+from agentspec.errors import StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+IDLE_MS = int(IDLE_SECONDS * 1000)
+"""Milliseconds after which the keys of an empty log are removed."""
+
+_SLICE_ENTRIES = 256
+_SLICE_BYTES = 1 << 20
+_SESSION_BYTES = 400  # measured on Redis 7: what the server needs for a session beside its entries
+_EXPIRY_DAYS = 1.0  # payloads expire so long after the retention's age, in case nobody is left to trim them
+
+
+class Trimming:
+    """Remove the oldest entries of all logs, a slice at a time.
+
+    shards: returns the shards of a log, or the one at a place. expiry_ms: time after which payloads expire, 0: never.
+    """
+
+    def __init__(
+        self, client: RedisClient, index: LogIndex, shards: Callable[[str, int | None], list[RedisShard]]
+    ) -> None:
+        self.expiry_ms = 0
+        self._client, self._index, self._shards = client, index, shards
+
+    def usage(self) -> Usage:
+        """Return what all logs hold."""
+        held = self._index.totals()
+        return Usage(held.records, held.bytes + held.sessions * _SESSION_BYTES)
+
+    def trim(self, retention: Retention) -> Trimmed:
+        """Remove a slice, as Store.trim does."""
+        days = retention.days
+        self.expiry_ms = 0 if days is None else int((days + _EXPIRY_DAYS) * 86_400_000)
+        if self._sweep():
+            return Trimmed(0, True)
+        self._audit()
+        cutoff = -1
+        if days is not None:
+            seconds, microseconds = map(int, self._client.command("TIME"))
+            cutoff = max(0, int((seconds - days * 86_400) * 1000) + microseconds // 1000)
+        held = Usage(0, 0) if retention.records is None and retention.bytes is None else self.usage()
+        count = 0 if retention.records is None else held.records - retention.records
+        size = 0 if retention.bytes is None else held.bytes - retention.bytes
+        removed = self._trim_oldest(cutoff, count, size)
+        return Trimmed(removed, removed > 0)
+
+    def _sweep(self) -> bool:
+        """End an erasure whose process did not live to do so. Return whether there was something to remove."""
+        doomed = self._index.doomed()
+        if doomed is None:
+            return False
+        shard = self._shard(doomed)
+        left = shard.sweep() > 0
+        if left:
+            self._index.note(shard.name, shard.state(IDLE_MS)[0])
+        else:
+            self._index.spare(doomed)
+        return left
+
+    def _audit(self) -> None:
+        """Tell the index what a page of logs holds, and take logs that have long been empty out of it."""
+        courtesy = Courtesy()
+        for namespace in self._index.to_audit():
+            try:
+                found = [(shard.name, *shard.state(IDLE_MS)) for shard in self._shards(namespace, None)]
+                for name, state, _ in found:
+                    self._index.note(name, state)
+                if all(gone for *_, gone in found):
+                    self._index.remove(namespace)
+                    if not all(shard.state(IDLE_MS)[1] for shard in self._shards(namespace, None)):
+                        self._index.enter(namespace)  # somebody has appended to it meanwhile
+            except StoreUnavailableError as error:  # of one node
+                logger.debug("agentspec: a log could not be looked at: %s", error)
+            courtesy.pause()
+
+    def _trim_oldest(self, cutoff: int, count: int, size: int) -> int:
+        """Remove a slice of the oldest entries of all logs together. Return their number.
+
+        cutoff: milliseconds up to which all go. count, size: how many entries and bytes have to go besides. A node that
+        does not answer keeps its logs for now.
+        """
+        oldest = self._index.oldest(_SLICE_ENTRIES) if cutoff >= 0 or count > 0 or size > 0 else []
+        entries, room, away = _SLICE_ENTRIES, _SLICE_BYTES, None
+        parts_away: set[str] = set()
+        while oldest and entries > 0 and room > 0:
+            first, name = oldest[0]
+            if first > cutoff and count <= 0 and size <= 0:
+                break
+            until = min((head for head, _ in oldest[1:3]), default=None)  # there the next log's oldest entry is
+            wanted, most = entries, room
+            if first <= cutoff:
+                until = cutoff if until is None else min(until, cutoff)
+            else:
+                wanted = entries if size > 0 else min(entries, count)
+                most = room if count > 0 else min(room, size)
+            shard, state = self._shard(name), None
+            part = self._client.part(shard.tag)
+            if part not in parts_away:
+                try:
+                    went, freed, state = shard.trim(wanted, most, until)
+                except StoreUnavailableError as error:
+                    parts_away.add(part)
+                    away = error
+            if state is None:
+                heapq.heappop(oldest)
+                continue
+            self._index.note(name, state)
+            entries, room, count, size = entries - went, room - freed, count - went, size - freed
+            if went and state.oldest is not None:
+                heapq.heapreplace(oldest, (state.oldest, name))
+            else:
+                heapq.heappop(oldest)
+        if away is not None and entries == _SLICE_ENTRIES:
+            raise away
+        return _SLICE_ENTRIES - entries
+
+    def _shard(self, name: str) -> RedisShard:
+        """Return the shard of this name in the index."""
+        namespace, _, place = name.rpartition("/")
+        return self._shards(namespace, int(place))[0]
