@@ -14,6 +14,7 @@ from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.cli.report import report
+from agentspec.cli.top import top
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.server_ext.settings import default_store
 
@@ -115,6 +116,7 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
 
 
 app.command()(report)
+app.command()(top)
 
 
 @app.command()

@@ -3,40 +3,29 @@
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agentspec.cache.store import redact
-from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.settings import default_store
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
 )
 
-_SECONDS = 60.0
 _ERASURE_SECONDS = 120.0
 
-UrlOption = Annotated[
-    str, typer.Option(help="The server's address; its key comes from the environment variable AGENTSPEC_API_KEY.")
-]
-HeaderOption = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="A header of your gateway: 'Name: value'. Can be repeated.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
-
-_DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -46,14 +35,14 @@ def add_to(app: typer.Typer) -> None:
 
 @_commands.command("list")
 def list_sessions(
-    url: UrlOption = _DEFAULT_URL,
+    url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="How many, used last first.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions of your API key."""
-    with _server(url, header) as server:
-        found = _ask(server, "GET", "", params={"limit": limit}).json()
+    with server_at(url, header) as server:
+        found = ask(server, "GET", "sessions", params={"limit": limit}).json()
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -66,10 +55,10 @@ def list_sessions(
 
 
 @_commands.command()
-def show(session: SessionArgument, url: UrlOption = _DEFAULT_URL, header: HeaderOption = None) -> None:
+def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderOption = None) -> None:
     """Show the turns of a session, without their text."""
-    with _server(url, header) as server:
-        turns = _ask(server, "GET", session).json()["turns"]
+    with server_at(url, header) as server:
+        turns = ask(server, "GET", _path(session)).json()["turns"]
     table = Table("turn", "time", "kept of the context", "new prompt tokens", "response tokens", title=Text(session))
     for number, turn in enumerate(turns, 1):
         counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
@@ -81,12 +70,12 @@ def show(session: SessionArgument, url: UrlOption = _DEFAULT_URL, header: Header
 def export_session(
     session: SessionArgument,
     file: Annotated[Path, typer.Argument(help="File to write.")],
-    url: UrlOption = _DEFAULT_URL,
+    url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
 ) -> None:
     """Write a session's turns to a file, as JSON with token ids."""
-    with _server(url, header) as server:
-        answer = _ask(server, "GET", session)
+    with server_at(url, header) as server:
+        answer = ask(server, "GET", _path(session))
     file.write_bytes(answer.content)
     typer.echo(f"written: {file}")
 
@@ -95,21 +84,21 @@ def export_session(
 def import_session(
     session: SessionArgument,
     file: Annotated[Path, typer.Argument(help="File that `export` wrote.", exists=True, dir_okay=False)],
-    url: UrlOption = _DEFAULT_URL,
+    url: UrlOption = DEFAULT_URL,
     header: HeaderOption = None,
 ) -> None:
     """Add the turns in a file to a session of yours, which alone will draft from them."""
-    with _server(url, header) as server:
-        answer = _ask(server, "PUT", session, content=file.read_bytes()).json()
+    with server_at(url, header) as server:
+        answer = ask(server, "PUT", _path(session), content=file.read_bytes()).json()
     typer.echo(f"{answer['added']} of {answer['turns']} turns added; the others were there")
 
 
 @_commands.command()
-def delete(session: SessionArgument, url: UrlOption = _DEFAULT_URL, header: HeaderOption = None) -> None:
+def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderOption = None) -> None:
     """Erase a session on the server: suffix indexes, queues, store and step record."""
     until = time.monotonic() + _ERASURE_SECONDS
-    with _server(url, header) as server:
-        while _ask(server, "DELETE", session).status_code == 202:
+    with server_at(url, header) as server:
+        while ask(server, "DELETE", _path(session)).status_code == 202:
             if time.monotonic() > until:
                 raise StoreUnavailableError(
                     f"session {session!r}: erased, but another process still reads the database's old pages; run the "
@@ -158,37 +147,8 @@ def convert(
         typer.echo(f"the old data are still in {found.kept_as}; delete it when all is well")
 
 
-@contextmanager
-def _server(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
-    given = {}
-    for header in headers or []:
-        name, colon, value = header.partition(":")
-        if not colon or not name.strip():
-            raise ConfigurationError("--header: give it as 'Name: value'")
-        given[name.strip()] = value.strip()
-    if key := os.environ.get("AGENTSPEC_API_KEY"):
-        given["Authorization"] = f"Bearer {key}"
-    base = url.rstrip("/").removesuffix("/v1") + "/v1/agentspec"
-    try:
-        with httpx.Client(base_url=base, headers=given, timeout=_SECONDS) as client:
-            yield client
-    except httpx.InvalidURL as error:
-        raise ConfigurationError(f"--url {url}: {error}") from None
-    except httpx.HTTPError as error:
-        raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
-
-
-def _ask(server: httpx.Client, method: str, session: str, **more: Any) -> httpx.Response:
-    answer = server.request(method, f"sessions/{quote(session, safe='')}" if session else "sessions", **more)
-    if answer.status_code == 401:
-        raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
-    if answer.is_error:
-        try:
-            why = answer.json()["detail"]
-        except (ValueError, KeyError, TypeError):
-            why = f"HTTP {answer.status_code}; is this a server with agentspec?"
-        raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
-    return answer
+def _path(session: str) -> str:
+    return f"sessions/{quote(session, safe='')}"
 
 
 def _time(seconds: float) -> str:

@@ -1,5 +1,7 @@
 """The figures on a real server's /metrics, with one and with two API servers."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +69,13 @@ def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None
     accepted = of(samples, "vllm:spec_decode_num_accepted_tokens_total")
     assert of(samples, "agentspec_accepted_tokens_total") == pytest.approx(accepted, rel=0.05)
     assert not any(name.startswith("agentspec_") for name, _ in scrape(plain))
+
+
+def test_top_shows_a_real_server(fast: ModelServer) -> None:
+    say(fast, 1)
+    command = [sys.executable, "-m", "agentspec.cli", "top", "--once", "--interval", "0.1", "--url", fast.base_url]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "metrics-session" in printed and "tokens a second" in printed
 
 
 def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:

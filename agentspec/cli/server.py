@@ -1,0 +1,68 @@
+"""Talk to a server's routes from the command line: its address, its key, and errors that name the remedy."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+UrlOption = Annotated[
+    str, typer.Option(help="The server's address; its key comes from the environment variable AGENTSPEC_API_KEY.")
+]
+HeaderOption = Annotated[
+    list[str] | None, typer.Option("--header", "-H", help="A header of your gateway: 'Name: value'. Can be repeated.")
+]
+
+_SECONDS = 60.0
+
+
+@contextmanager
+def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
+    """Open a client whose paths start at ``/v1/agentspec``.
+
+    Raises ConfigurationError for a URL or header that cannot work, and StoreUnavailableError, also from calls in the
+    block, where no server answers.
+    """
+    given = {}
+    for header in headers or []:
+        name, colon, value = header.partition(":")
+        if not colon or not name.strip():
+            raise ConfigurationError("--header: give it as 'Name: value'")
+        given[name.strip()] = value.strip()
+    if key := os.environ.get("AGENTSPEC_API_KEY"):
+        given["Authorization"] = f"Bearer {key}"
+    try:
+        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=given, timeout=_SECONDS) as client:
+            yield client
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigurationError(f"--url {url}: {error}") from None
+    except httpx.HTTPError as error:
+        raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def ask(server: httpx.Client, method: str, path: str, **more: Any) -> httpx.Response:
+    """Return the server's answer. Raises ConfigurationError without the right key, StoreUnavailableError for a 503, and
+    InvalidInputError for any other error, in the server's words."""
+    answer = server.request(method, path, **more)
+    if answer.status_code == 401:
+        raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
+    if answer.is_error:
+        try:
+            why = str(answer.json()["detail"])
+        except (ValueError, KeyError, TypeError):
+            why = f"HTTP {answer.status_code}"
+        if why in (f"HTTP {answer.status_code}", "Not Found"):
+            why = f"HTTP {answer.status_code}; is this a server with agentspec?"
+        raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
+    return answer
+
+
+def root_of(url: str) -> str:
+    """Return a server's address without ``/v1`` at its end."""
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,208 @@
+"""Define ``agentspec top``: a live table of a server's speeds, sources of drafts and sessions."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, root_of, server_at
+from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
+
+_GENERATED = "vllm:generation_tokens_total"
+_MB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Hold a server's figures at one moment, summed over its engines.
+
+    at: seconds of the monotonic clock. totals: counters since the server's start. gauges: what is so now.
+    sessions: the caller's, used last first; without_sessions says why there are none.
+    """
+
+    at: float
+    engines: int
+    totals: Counter[str]
+    drafted: Counter[str]
+    accepted: Counter[str]
+    gauges: Counter[str]
+    stores: Sequence[str]
+    sessions: Sequence[Mapping[str, Any]] = field(default=())
+    without_sessions: str = ""
+
+
+def take_sample(server: httpx.Client, url: str, sessions: int) -> Sample:
+    """Ask a server for its figures and for this many sessions of the caller. Raises as `ask` does."""
+    engines = ask(server, "GET", "stats").json()["engines"]
+    totals: Counter[str] = Counter()
+    drafted: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    gauges: Counter[str] = Counter()
+    for engine in engines:
+        counters = engine["counters"]
+        totals["steps"] += engine["steps"]
+        totals["errors"] += sum(count for name, count in counters.items() if name.startswith("errors_"))
+        totals.update({name: counters[name] for name in ("drafts", "drafted", "accepted", "finished")})
+        drafted.update(engine["drafted_by_source"])
+        accepted.update(engine["accepted_by_source"])
+        gauges["running"] += engine["running"]
+        gauges["bytes"] += engine["memory"]["bytes"]
+        gauges["limit"] += engine["memory"]["limit"]
+        gauges.update({name: engine["cache"][name] for name in ("tokens", "pending", "sessions")})
+    generated = _generated_tokens(server.get(f"{root_of(url)}/metrics"))
+    if generated is not None:
+        totals["generated"] = generated
+    found, why = _sessions(server, sessions)
+    return Sample(time.monotonic(), len(engines), totals, drafted, accepted, gauges, _stores(engines), found, why)
+
+
+def top(
+    url: UrlOption = DEFAULT_URL,
+    header: HeaderOption = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds from one look to the next.")] = 2.0,
+    sessions: Annotated[int, typer.Option(min=0, max=100, help="How many sessions to show, used last first.")] = 10,
+    once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval and end.")] = False,
+) -> None:
+    """Show a server's speeds, where its drafts come from, and your sessions, live. Ctrl-C ends it."""
+    console = Console()
+    with server_at(url, header) as server:
+        last = take_sample(server, url, sessions)
+        if once:
+            time.sleep(interval)
+            console.print(draw(take_sample(server, url, sessions), last, url))
+            return
+        with Live(draw(last, None, url), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            try:
+                while True:
+                    time.sleep(interval)
+                    last = _look_again(server, url, sessions, last, live)
+            except KeyboardInterrupt:
+                return
+
+
+def draw(now: Sample, before: Sample | None, url: str) -> RenderableType:
+    """Return the tables. Rates count from `before`; without it, or if the server restarted since, they are blank."""
+    rates = _Rates(now, before)
+    return Group(_heading(now, url), _speeds(now, rates), _sources(now, rates), _session_table(now))
+
+
+class _Rates:
+    """Tell by how much counters rose in a second."""
+
+    def __init__(self, now: Sample, before: Sample | None) -> None:
+        restarted = before is not None and any(now.totals[name] < before.totals[name] for name in before.totals)
+        self._before = None if restarted else before
+        self._now = now
+
+    def of(self, counters: str, name: str) -> str:
+        """Return the rate of a counter, and nothing where it is unknown."""
+        if self._before is None or name not in getattr(self._now, counters):
+            return ""
+        rise = getattr(self._now, counters)[name] - getattr(self._before, counters)[name]
+        return f"{rise / max(self._now.at - self._before.at, 1e-3):,.1f}"
+
+    @property
+    def rises(self) -> Counter[str]:
+        """Return by how much the totals rose; nothing where that is unknown."""
+        return Counter() if self._before is None else self._now.totals - self._before.totals
+
+
+def _look_again(server: httpx.Client, url: str, sessions: int, last: Sample, live: Live) -> Sample:
+    """Show a new sample and return it. While the server is away, say so, and return the last one."""
+    try:
+        now = take_sample(server, url, sessions)
+    except (AgentSpecError, httpx.HTTPError) as error:
+        why = str(error) if isinstance(error, AgentSpecError) else f"{url} does not answer"
+        live.update(Group(Text(why, style="bold red"), draw(last, None, url)), refresh=True)
+        return last
+    live.update(draw(now, last, url), refresh=True)
+    return now
+
+
+def _generated_tokens(answer: httpx.Response) -> int | None:
+    """Return how many tokens vLLM has generated by its /metrics; None where these are not shown."""
+    if answer.status_code != 200:
+        return None
+    lines = [line for line in answer.text.splitlines() if line.startswith(_GENERATED)]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines)) if lines else None
+
+
+def _sessions(server: httpx.Client, count: int) -> tuple[Sequence[Mapping[str, Any]], str]:
+    if not count:
+        return (), ""
+    try:
+        return ask(server, "GET", "sessions", params={"limit": count}).json()["sessions"], ""
+    except (InvalidInputError, StoreUnavailableError) as error:  # the store is away, or the list is nobody's
+        return (), str(error)
+
+
+def _stores(engines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is wrong with the stores of the engines."""
+    sides = [(name, side) for engine in engines for name, side in engine["store"].items() if isinstance(side, Mapping)]
+    return sorted({f"{name} {side['state']}" for name, side in sides if side.get("state", "closed") != "closed"})
+
+
+def _heading(now: Sample, url: str) -> Text:
+    engines = f"{now.engines} engine{'' if now.engines == 1 else 's'}"
+    return Text.assemble(("agentspec ", "bold"), f"{url}  {engines}  {datetime.now():%H:%M:%S}")
+
+
+def _speeds(now: Sample, rates: _Rates) -> Table:
+    table = Table("", "now", "since start", box=box.SIMPLE_HEAD)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    totals, gauges = now.totals, now.gauges
+    if "generated" in totals:
+        table.add_row("tokens a second", rates.of("totals", "generated"), f"{totals['generated']:,} tokens")
+    table.add_row("decode steps a second", rates.of("totals", "steps"), f"{totals['steps']:,} steps")
+    table.add_row("requests", f"{gauges['running']:,} running", f"{totals['finished']:,} finished")
+    table.add_row("drafted tokens accepted", *(_share(of["accepted"], of["drafted"]) for of in (rates.rises, totals)))
+    table.add_row("tokens accepted of a draft", *(_mean(of["accepted"], of["drafts"]) for of in (rates.rises, totals)))
+    table.add_row("memory", f"{gauges['bytes'] / _MB:,.1f} MB", f"of {gauges['limit'] / _MB:,.0f} MB")
+    table.add_row("kept tokens", f"{gauges['tokens']:,}", f"{gauges['pending']:,} not indexed yet")
+    table.add_row("store", Text("; ".join(now.stores) or "available", "bold red" if now.stores else ""), "")
+    if totals["errors"]:
+        table.add_row(Text("errors", "bold red"), rates.of("totals", "errors"), f"{totals['errors']:,}")
+    return table
+
+
+def _sources(now: Sample, rates: _Rates) -> Table:
+    names = ("source", "drafted a second", "accepted a second", "drafted", "accepted", "of its drafted")
+    table = Table(*names, box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for source, count in now.drafted.items():
+        taken = now.accepted[source]
+        per_second = (rates.of("drafted", source), rates.of("accepted", source))
+        table.add_row(source, *per_second, f"{count:,}", f"{taken:,}", _share(taken, count))
+    return table
+
+
+def _session_table(now: Sample) -> RenderableType:
+    if now.without_sessions:
+        return Text(f"no sessions: {now.without_sessions}")
+    table = Table("your sessions", "tokens", "turns", "last used", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for session in now.sessions:
+        used = f"{datetime.fromtimestamp(session['used']):%H:%M:%S}"
+        name = Text(session["id"] or session.get("key", ""))
+        table.add_row(name, f"{session['tokens']:,}", f"{session['turns']:,}", used)
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def _mean(total: int, count: int) -> str:
+    return f"{total / count:.2f}" if count else ""

@@ -1,0 +1,135 @@
+"""``agentspec top`` against a server's real routes: figures, rates, sessions, and what it says where it can't."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Response
+from fastapi.testclient import TestClient
+from rich.console import Console
+
+from agentspec.cli.top import Sample, draw
+from tests.cli.test_cli import Program, agentspec
+from tests.server_ext.test_session_routes import ADA, BOB, Server, Start, start
+
+__all__ = ["agentspec", "start"]
+
+Top = Callable[..., tuple[int, str]]
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def server(start: Start) -> Server:
+    server = start(ADA, BOB, engines=2)
+    server.say(server.identity(ADA, "fix-42"))
+    server.say(server.identity(BOB, "bobs"))
+    return server
+
+
+@pytest.fixture
+def top(agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch) -> Top:
+    """Calls ``agentspec top --once`` as the caller with a key; between its two looks somebody speaks."""
+    answer_calls(monkeypatch, server)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: server.say(server.identity(ADA, "another")))
+    monkeypatch.setattr("agentspec.cli.top.time", clock)
+
+    def call(*arguments: str, key: str | None = ADA) -> tuple[int, str]:
+        monkeypatch.setenv("AGENTSPEC_API_KEY", key or "")
+        return agentspec("top", "--once", *arguments)
+
+    return call
+
+
+def answer_calls(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    """Let this server answer what the program asks over HTTP."""
+
+    def client(base_url: str, headers: dict[str, str], timeout: float) -> Any:
+        return TestClient(server.http.app, base_url=base_url, headers=headers)
+
+    monkeypatch.setattr(httpx, "Client", client)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def row(printed: str, name: str) -> list[str]:
+    """The cells of a row behind its name."""
+    (line,) = (line for line in printed.splitlines() if line.strip().startswith(f"{name} "))
+    return line.strip().removeprefix(name).split()
+
+
+def test_it_shows_rates_sources_and_the_callers_sessions(top: Top, server: Server) -> None:
+    status, printed = top()
+    assert status == 0, printed
+    stats = [engine.stats() for engine in server.engines]
+    steps = sum(engine["steps"] for engine in stats)
+    rate, *total = row(printed, "decode steps a second")
+    assert total == [f"{steps:,}", "steps"] and float(rate.replace(",", "")) > 0
+    assert all(row(printed, source) for source in stats[0]["drafted_by_source"])
+    assert row(printed, "store") == ["available"] and "2 engines" in printed
+    assert "fix-42" in printed and "another" in printed and "bobs" not in printed
+    assert "tokens a second" not in printed  # this server has no /metrics
+    assert "fix-42" not in top("--sessions", "0")[1]
+
+
+def test_tokens_a_second_are_vllms(top: Top, server: Server) -> None:
+    text = 'vllm:generation_tokens_total{engine="0"} 40.0\nvllm:generation_tokens_total{engine="1"} 2.0\n'
+    server.http.app.add_api_route("/metrics", lambda: Response(text, media_type="text/plain"))  # type: ignore[attr-defined]
+    assert row(top()[1], "tokens a second") == ["0.0", "42", "tokens"]
+
+
+@pytest.mark.parametrize(("key", "message"), [(None, "AGENTSPEC_API_KEY"), ("wrong", "AGENTSPEC_API_KEY")])
+def test_a_missing_key_is_named(top: Top, key: str | None, message: str) -> None:
+    status, printed = top(key=key)
+    assert status == 2 and message in printed and "Traceback" not in printed
+
+
+def test_where_all_callers_are_one_the_rest_is_shown(
+    agentspec: Program, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(engines=1)
+    server.http.app.state.agentspec_loopback = False  # type: ignore[attr-defined]
+    answer_calls(monkeypatch, server)
+    status, printed = agentspec("top", "--once", "--interval", "0.1")
+    assert status == 0 and "no sessions: all callers of this server are one" in printed and row(printed, "global")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"), [("http://127.0.0.1:1", "does not answer"), ("ftp://x", "--url ftp://x"), ("x", "--url x")]
+)
+def test_no_server_is_named(agentspec: Program, url: str, message: str) -> None:
+    status, printed = agentspec("top", "--url", url)
+    assert status == 2 and message in printed and "Traceback" not in printed
+
+
+def test_another_server_is_named(agentspec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = httpx.MockTransport(lambda request: httpx.Response(404, json={"detail": "Not Found"}))
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=answers))
+    status, printed = agentspec("top", "--url", URL)
+    assert status == 2 and "is this a server with agentspec?" in printed
+
+
+def sample(at: float, steps: int, drafted: int) -> Sample:
+    totals = Counter(steps=steps, drafts=drafted, drafted=drafted, accepted=drafted // 2, finished=0, errors=0)
+    by_source = (Counter(group=drafted), Counter(group=drafted // 2))
+    return Sample(at, 1, totals, *by_source, Counter(), ["writer open"])
+
+
+def test_rates_are_blank_after_a_restart() -> None:
+    def printed(now: Sample, before: Sample | None) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120).print(draw(now, before, URL))
+        return out.getvalue()
+
+    text = printed(sample(12.0, 300, 80), sample(10.0, 100, 40))
+    assert row(text, "decode steps a second") == ["100.0", "300", "steps"]
+    assert row(text, "group")[:2] == ["20.0", "10.0"] and row(text, "drafted tokens accepted") == ["50%", "50%"]
+    assert row(text, "store") == ["writer", "open"]
+    for before in (None, sample(10.0, 400, 40)):
+        assert row(printed(sample(12.0, 300, 80), before), "decode steps a second") == ["300", "steps"]
