@@ -6,7 +6,7 @@ TESTS ?= tests/end_to_end
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test test-store test-rl test-drafters check dist test-vllm sanitize fuzz format setup fast-test clean
+.PHONY: help demo test test-store test-rl test-drafters test-clients check dist test-vllm sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -15,7 +15,7 @@ demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extens
 	$(BIN)/python -m demo
 
 test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis server
-	$(BIN)/python -m pytest -m "not store and not rl and not drafters"
+	$(BIN)/python -m pytest -m "not store and not rl and not drafters and not clients"
 
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
 	$(BIN)/python -m pytest -m store
@@ -27,8 +27,11 @@ test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, and TRL as 
 test-drafters: $(VENV)/.built  ## vLLM's own drafters beside the suffix index, each on a server of its own
 	$(BIN)/python -m pytest -m drafters
 
+test-clients: $(VENV)/.built .clients/.ready  ## Codex, Claude Code and OpenCode from npm on a real server; skipped where there is no Node.js
+	$(BIN)/python -m pytest -m clients
+
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)
-	$(BIN)/python -m pytest -m "not engine and not store and not rl and not drafters"
+	$(BIN)/python -m pytest -m "not engine and not store and not rl and not drafters and not clients"
 
 check: $(VENV)/.built  ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -68,5 +71,8 @@ $(VENV)/.redis: scripts/setup.sh $(VENV)/.ready
 	@bash scripts/setup.sh redis $(VENV)
 	@touch $@
 
+.clients/.ready: tests/clients/package.json scripts/setup.sh
+	@bash scripts/setup.sh clients $(VENV)
+
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-vllm-* build dist demo_results
+	rm -rf $(VENV) $(VENV)-vllm-* .clients build dist demo_results

@@ -3,6 +3,7 @@
 #   setup.sh environment VENV   Python packages, vLLM included (its CPU build where there is no CUDA)
 #   setup.sh package VENV       agentspec itself and its core, for which it needs a C++ compiler
 #   setup.sh redis VENV         a redis-server for the tests
+#   setup.sh clients VENV       the coding agents in tests/clients/package.json, in .clients; nothing where there is no Node.js
 #   setup.sh vllm VENV VERSION  beside .venv, an environment with another vLLM's CPU build, and agentspec; what .venv has in
 #                               the version that this vLLM wants (torch, mostly) is used from there
 set -euo pipefail
@@ -65,6 +66,14 @@ package() {
 }
 
 redis() { apt_install redis-server redis-server; }
+
+clients() {
+  command -v npm >/dev/null || { say "no npm here, so no coding agents: their tests are skipped"; return 0; }
+  mkdir -p .clients
+  cp tests/clients/package.json .clients/
+  run "coding agents (npm, 1 GB)" npm install --no-audit --no-fund --prefix .clients
+  touch .clients/.ready
+}
 
 vllm() {
   local version=$1 base site pip

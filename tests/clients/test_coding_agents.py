@@ -1,0 +1,133 @@
+"""Codex, Claude Code and OpenCode as npm has them, against a real server: their sessions are the server's.
+
+`make test-clients` installs the agents and runs this.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentspec.testing.server import ModelServer
+from tests.clients.agents import AGENTS, BIN, CodingAgent, Place
+from tests.clients.one_answer_model import CONTEXT, SENTENCE, write_model
+
+pytestmark = pytest.mark.clients
+
+KEYS = {name: f"key-of-{name}" for name in (*AGENTS, "children")}
+"""A key for each agent, so that none drafts from what another one said."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    folder = tmp_path_factory.mktemp("coding-agents")
+    options = ("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", "8192", "--max-num-seqs", "8")
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    running = ModelServer(
+        write_model(folder / "model"),
+        options=(*options, *tools, "--api-key", *KEYS.values()),
+        name="demo",
+        log=folder / "server.log",
+        environment={
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "AGENTSPEC_STORE": "memory://",
+        },
+    )
+    with running:
+        yield running
+
+
+def ask(server: ModelServer, path: str, key: str) -> Any:
+    answer = httpx.get(f"{server.base_url}/agentspec/{path}", headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def sessions(server: ModelServer, key: str) -> dict[str, int]:
+    """The ids of a caller's sessions, and the turns of each."""
+    return {session["id"]: session["turns"] for session in ask(server, "sessions", key)["sessions"]}
+
+
+def accepted(server: ModelServer) -> dict[str, int]:
+    (engine,) = ask(server, "stats", KEYS["children"])["engines"]
+    counts: dict[str, int] = engine["accepted_by_source"]
+    return counts
+
+
+@pytest.fixture(params=AGENTS)
+def agent(request: pytest.FixtureRequest) -> CodingAgent:
+    found = AGENTS[request.param]
+    if shutil.which("node") is None:
+        pytest.skip("there is no Node.js on this machine")
+    if not (BIN / found.program).exists():
+        pytest.skip(f"{found.program} is not installed: make test-clients installs it")
+    return found
+
+
+def place(server: ModelServer, agent: CodingAgent, folder: Path) -> Place:
+    return Place(server.base_url.removesuffix("/v1"), KEYS[agent.program], folder)
+
+
+def test_the_second_turn_drafts_from_the_agents_session(
+    agent: CodingAgent, server: ModelServer, tmp_path: Path
+) -> None:
+    where, way = place(server, agent, tmp_path), next(iter(agent.ways.values()))
+    said, session = agent.run(way, where, agent.first, "Say hello.")
+    assert SENTENCE in said
+    turns = sessions(server, where.key)
+    assert turns.keys() == {session}
+    before = accepted(server)
+    said, again = agent.run(way, where, agent.second, "Say it again.")
+    assert SENTENCE in said and again == session
+    assert sessions(server, where.key) == {session: turns[session] + 1}
+    after = accepted(server)
+    assert after["session"] - before["session"] >= 20, (before, after)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_other_ways_lead_to_the_server(agent: CodingAgent, number: int, server: ModelServer, tmp_path: Path) -> None:
+    """The ways in docs/coding-agents.md."""
+    where, way = place(server, agent, tmp_path), list(agent.ways.values())[number]
+    said, session = agent.run(way, where, agent.first, "Say hello.")
+    assert SENTENCE in said and session in sessions(server, where.key)
+
+
+CHILDREN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "codex": (
+        "responses",
+        {"input": "Say hello."},
+        {"session-id": "{root}", "thread-id": "{session}", "x-codex-parent-thread-id": "{parent}"},
+    ),
+    "claude": (
+        "messages",
+        {"max_tokens": 256, "messages": [{"role": "user", "content": "Say hello."}]},
+        {"x-claude-code-session-id": "{root}", "x-claude-code-agent-id": "{session}"},
+    ),
+    "opencode": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Say hello."}]},
+        {"x-session-id": "{session}", "x-parent-session-id": "{parent}"},
+    ),
+}
+"""What a child agent's request looks like: route, body, and headers, as the agents above sent them."""
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_a_child_agent_has_a_session_of_its_own(name: str, server: ModelServer) -> None:
+    route, body, headers = CHILDREN[name]
+    ids = {"root": f"{name}-root", "parent": f"{name}-root", "session": f"{name}-child"}
+    named = {header: value.format(**ids) for header, value in headers.items()}
+    answer = httpx.post(
+        f"{server.base_url}/{route}",
+        json={"model": "demo", **body},
+        headers={"Authorization": f"Bearer {KEYS['children']}", **named},
+        timeout=120,
+    )
+    assert answer.status_code == 200 and SENTENCE in answer.text, answer.text
+    assert sessions(server, KEYS["children"]).keys() & {*ids.values()} == {f"{name}-child"}
