@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from agentspec.cache.store import NewEntry, Retention, open_store
+from agentspec.cache.store import BackgroundWriter, NewEntry, Retention, decode, open_store
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
 from tests.faults.serving import LOG, TENANT, Serving, SlowNetwork
-from tests.store.helpers import wait_until
+from tests.store.helpers import number_of, turn, wait_until
 
 pytestmark = pytest.mark.store
 
@@ -177,6 +177,39 @@ def test_a_node_of_a_cluster_frozen() -> None:
         owner.thaw()
         has_all(serving)
         serving.never_waited()
+
+
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: str) -> None:
+    with RedisClusterServers() as servers:
+        store = open_store(servers.url)
+        writer = BackgroundWriter(store)
+        logs = [f"{LOG}{number}" for number in range(12)]
+        owners = {log: servers.owner(servers.slot(f"{{agentspec:{log}}}:3:log")) for log in logs}
+        first = owners[logs[0]]
+        others = [log for log in logs if owners[log] is not first]
+        assert len(others) > 3
+        for number in range(20):
+            for log in logs:
+                writer.put(log, turn("s", number))
+        assert writer.flush(30)
+        first.freeze() if fault == "frozen" else first.kill()
+        slowest = 0.0
+        for number in range(20, 60):
+            begin = time.monotonic()
+            for log in logs:
+                writer.put(log, turn("s", number))
+            acknowledged = 20 * len(logs) + (number - 19) * len(others)
+            wait_until(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
+            slowest = max(slowest, time.monotonic() - begin)
+        assert slowest < 5, slowest  # an attempt at the node, of which there is one a second and ever fewer
+        assert writer.stats().state == "open"
+        first.thaw() if fault == "frozen" else first.start()
+        assert writer.flush(60)
+        for log in logs:
+            assert [number_of(decode(entry.payload)) for entry in store.read(log)] == list(range(60))
+        writer.close()
+        store.close()
 
 
 def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -430,3 +430,109 @@ def test_an_erased_session_leaves_the_queue_of_every_log(store: FlakyStore) -> N
     assert [[number_of(decode(entry.payload)) for entry in store.read(log)] for log in "ab"] == [[4], [5]]
     assert (writer.stats().erased, writer.stats().queued_bytes) == (4, 0)
     writer.close()
+
+
+class PartedStore(FlakyStore):
+    """A store whose logs lie in the part that their names begin with, each of which can be away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[str] = set()
+        self.moved: dict[str, str] = {}
+        self.tried: list[str] = []
+
+    def part(self, namespace: str) -> str:
+        return self.moved.get(namespace, namespace[0])
+
+    def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
+        self.tried.append(namespace)
+        if self.part(namespace) in self.away:
+            raise StoreUnavailableError("this part is away")
+        return super().append(namespace, entries, expect=expect)
+
+    def numbers(self, namespace: str) -> list[int]:
+        return [number_of(decode(entry.payload)) for entry in self.read(namespace)]
+
+
+class TestAPartThatIsAway:
+    def test_holds_up_its_own_logs_only(self, caplog: pytest.LogCaptureFixture) -> None:
+        store = PartedStore()
+        writer = BackgroundWriter(store, batch_entries=8)
+        store.away = {"a"}
+        for number in range(0, 300, 3):
+            for offset, log in enumerate(("a1", "b1", "a2")):
+                writer.put(log, turn("s", number + offset))
+        wait_until(lambda: len(store.numbers("b1")) == 100, 5)
+        stats = writer.stats()
+        assert (stats.persisted, stats.queued, stats.state, stats.dropped) == (100, 200, "open", 0)
+        assert 1 <= len([log for log in store.tried if log != "b1"]) < 5  # it is left alone
+        store.away.clear()
+        assert writer.flush(20)
+        assert store.numbers("a1") == list(range(0, 300, 3)) and store.numbers("a2") == list(range(2, 300, 3))
+        wait_until(lambda: writer.stats().state == "closed")
+        assert (writer.stats().persisted, writer.stats().queued_bytes) == (300, 0)
+        messages = [record.getMessage() for record in caplog.records]
+        assert ["lost" in line for line in messages] == [True, False] and "is back" in messages[1]
+        writer.close()
+
+    def test_sends_what_was_unsure_again_as_it_was_and_keeps_the_order_of_a_log_that_moves(self) -> None:
+        store = PartedStore()
+        writer = BackgroundWriter(store, batch_entries=4, batch_seconds=0.2)
+        store.away = {"a"}
+        for number in range(4):
+            writer.put("a", turn("s", number))
+        wait_until(lambda: store.tried == ["a"])
+        wait_until(lambda: writer.stats().state == "open")
+        store.moved["a"] = "b"
+        for number in range(4, 8):
+            writer.put("a", turn("s", number))
+        assert writer.flush(20)
+        assert store.numbers("a") == list(range(8))
+        assert [len(batch) for batch in store.appended] == [4, 4]
+        writer.close()
+
+    def test_is_bounded_and_the_oldest_of_all_go_first(self) -> None:
+        store = PartedStore()
+        store.away = {"a"}
+        writer = BackgroundWriter(store, max_entries=50, batch_entries=8)
+        for number in range(500):
+            writer.put("a", turn("s", number))
+            writer.put("b", turn("s", number))
+            assert writer.stats().queued <= 50
+        wait_until(lambda: writer.stats().queued == len(writer._aside))
+        stats = writer.stats()
+        assert stats.persisted + stats.dropped + stats.queued == 1000
+        store.away.clear()
+        assert writer.flush(20)
+        assert store.numbers("a") == sorted(store.numbers("a")) and store.numbers("a")[-1] == 499
+        assert writer.stats().queued_bytes == 0
+        writer.close()
+
+    def test_forgets_an_erased_session_and_finds_a_record_that_is_never_taken(self) -> None:
+        store = PartedStore()
+        store.away = {"a"}
+        writer = BackgroundWriter(store, batch_entries=16, batch_seconds=0.1)
+        for number in range(12):
+            writer.put("a", turn(f"s{number % 3}", number) if number != 5 else unwritable("s2"))
+        wait_until(lambda: writer.stats().state == "open")
+        assert writer.forget("s1", 5)
+        assert (writer.stats().erased, writer.stats().queued) == (4, 8)
+        store.away.clear()
+        assert writer.flush(20)
+        assert store.numbers("a") == [0, 2, 3, 6, 8, 9, 11]
+        assert (writer.stats().refused, writer.stats().queued_bytes) == (1, 0)
+        writer.close()
+
+    def test_is_tried_once_more_at_the_end_and_what_is_lost_is_counted(self) -> None:
+        for away in (True, False):
+            store = PartedStore()
+            store.away = {"a"}
+            writer = BackgroundWriter(store)
+            for number in range(3):
+                writer.put("a", turn("s", number))
+            wait_until(lambda at=writer: at.stats().state == "open")  # type: ignore[misc]
+            if not away:
+                store.away.clear()
+            writer.close(2)
+            assert (writer.stats().persisted, writer.stats().dropped) == ((0, 3) if away else (3, 0))
+            assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)

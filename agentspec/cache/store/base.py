@@ -121,6 +121,13 @@ class Store(Protocol):
         """Return the memory of this process that its records take, in bytes; 0 where they lie elsewhere."""
         ...
 
+    def part(self, namespace: str) -> str:
+        """Return the name of the part of the store that has a log, "" if it has no parts. Parts fail apart.
+
+        It is what this process knows; the store is not asked.
+        """
+        ...
+
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         """Append entries in this order, all or none, and return their sequences. They are stored when it returns.
 

@@ -115,6 +115,9 @@ class RedisStore:
         self._entered: set[str] = set()  # namespaces that are in the index
         self._shards_checked = False
 
+    def part(self, namespace: str) -> str:
+        return ",".join(sorted({self._client.part(shard.tag) for shard in self._shards(namespace)}))
+
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         shards, batch = self._shards(namespace), list(entries)
         expected = None if expect is None else expected_session(batch)

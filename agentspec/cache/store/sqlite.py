@@ -71,6 +71,9 @@ class _Database:
         self._read_lock = self._write_lock if reader is writer else threading.Lock()
         self._trimmed = False
 
+    def part(self, namespace: str) -> str:
+        return ""
+
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         check_namespace(namespace)
         if expect is not None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 
+from agentspec.cache.store.aside import QueuedRecord, SetAside
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, TurnRecord, encode
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
+_GROUPS = 64  # of records that were set aside, which are written before what was put meanwhile goes on
 _TRIM_SECONDS = 60.0  # between two looks at whether the store exceeds its limits,
 _TRIM_SHARE = 0.02  # or when so much of its limit was appended
 
@@ -46,21 +48,13 @@ class WriterStats:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    number: int
-    namespace: str
-    record: Record
-    size: int  # in bytes; computed once
-
-
 class BackgroundWriter:
     """Append records to the logs of a store in a thread.
 
     Each log gets its records in the order of ``put``, which never blocks and never raises. While the store is
     unavailable, records wait, up to ``max_entries`` and ``max_bytes``; beyond that the oldest are dropped and counted.
-    An outage and its end are logged once each. Between appends the thread removes what exceeds ``retention``, a slice
-    at a time. Close the writer before the store.
+    Where a part of it is away, the logs of the others go on. An outage and its end are logged once each. Between
+    appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
     """
 
     def __init__(
@@ -81,8 +75,9 @@ class BackgroundWriter:
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._batch_entries, self._batch_seconds = batch_entries, batch_seconds
         self._breaker = breaker or CircuitBreaker()
-        self._queue: deque[_Item] = deque()
-        self._in_flight: list[_Item] = []
+        self._queue: deque[QueuedRecord] = deque()
+        self._in_flight: list[QueuedRecord] = []
+        self._aside = SetAside()
         self._bytes = 0
         self._limit = batch_entries
         self._number = 0
@@ -104,7 +99,7 @@ class BackgroundWriter:
             if self._closing():
                 self._counts.dropped += 1
                 return
-            self._queue.append(_Item(self._number, namespace, record, size))
+            self._queue.append(QueuedRecord(self._number, namespace, record, size))
             self._bytes += size
             self._shorten()
             if len(self._queue) in (1, self._batch_entries):
@@ -119,6 +114,7 @@ class BackgroundWriter:
             kept = [item for item in self._queue if item.record.session != session]
             self._count_erased([item for item in self._queue if item.record.session == session])
             self._queue = deque(kept)
+            self._count_erased(self._aside.forget(session))
             if not self._is_in_flight(session):
                 self._settled.notify_all()
                 return True
@@ -147,27 +143,30 @@ class BackgroundWriter:
     def stats(self) -> WriterStats:
         """Return the current counts."""
         with self._work:
-            queued = len(self._queue) + len(self._in_flight)
-            return replace(self._counts, queued=queued, queued_bytes=self._bytes, state=self._breaker.state)
+            state: State = "open" if self._aside else self._breaker.state
+            return replace(self._counts, queued=self._waiting(), queued_bytes=self._bytes, state=state)
 
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
             if batch:
                 self._write(batch)
+            self._write_aside()
             if self._trim_due():
                 self._trim()
+        self._write_aside(closing=True)
         with self._work:
-            left = len(self._queue)
-            while self._queue:
+            left = self._waiting()
+            while self._queue or len(self._aside):
                 self._drop_oldest()
             self._settled.notify_all()
         if left:
             logger.warning("agentspec: the store writer stopped with %d records unwritten", left)
 
-    def _next_batch(self) -> list[_Item] | None:
+    def _next_batch(self) -> list[QueuedRecord] | None:
         """Wait for a batch of records and for the breaker, or until it is time to trim. Returns None to end."""
         with self._work:
-            pause = None if self._retention is None else max(0.0, self._trim_at - time.monotonic())
+            trim_in = None if self._retention is None else max(0.0, self._trim_at - time.monotonic())
+            pause = min((one for one in (trim_in, self._aside.wait()) if one is not None), default=None)
             self._work.wait_for(lambda: self._queue or self._closing(), pause)
             if not (self._queue or self._closing()):
                 return []
@@ -185,24 +184,92 @@ class BackgroundWriter:
                 self._in_flight.append(self._queue.popleft())
             return list(self._in_flight)
 
-    def _write(self, batch: list[_Item]) -> None:
+    def _write(self, batch: list[QueuedRecord]) -> None:
         """Append the batch log by log. If one append fails, its records and those behind it are queued again."""
-        logs: dict[str, list[_Item]] = {}
+        logs: dict[str, list[QueuedRecord]] = {}
         for item in batch:
             logs.setdefault(item.namespace, []).append(item)
         for namespace, items in logs.items():
-            try:
-                entries = self._encode_all(items)
-                if entries:
-                    self._store.append(namespace, entries)
-                else:
-                    self._store.ping()  # only the result of a call closes the breaker
-            except Exception as error:  # a store may raise anything, and the thread must survive it
+            away = self._aside.part_of(namespace, self._store.part)
+            if away is not None:
+                self._set_aside(away, items)
+                continue
+            error = self._append(namespace, items)
+            if error is None:
+                continue
+            part = self._store.part(namespace) if isinstance(error, StoreUnavailableError) else ""
+            if not part:
                 self._keep(items, error)
                 return
-            self._note_written(items, entries)
+            if self._set_aside(part, items, failed=True).failure():
+                logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
 
-    def _encode_all(self, items: list[_Item]) -> list[NewEntry]:
+    def _append(self, namespace: str, items: list[QueuedRecord]) -> Exception | None:
+        """Append records to their log. Return why they were not appended."""
+        try:
+            entries = self._encode_all(items)
+            if entries:
+                self._store.append(namespace, entries)
+            else:
+                self._store.ping()  # only the result of a call closes the breaker
+        except Exception as error:  # a store may raise anything, and the thread must survive it
+            return error
+        self._note_written(items, entries)
+        return None
+
+    def _set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
+        """Let records wait for a part of the store that is away, and return its breaker. failed: an append has."""
+        with self._work:
+            self._counts.failed += failed
+            gone = {item.number for item in items}
+            self._in_flight = [item for item in self._in_flight if item.number not in gone]
+            breaker = self._aside.add(part, self._not_forgotten(items))
+            self._end_flight()
+            self._shorten()
+        return breaker
+
+    def _write_aside(self, *, closing: bool = False) -> None:
+        """Write some of what waits for parts of the store that were away, where it is time to try again."""
+        for part, breaker in self._aside.parts() if closing else self._aside.due():
+            for _ in range(self._max_entries if closing else _GROUPS):
+                if closing and self._deadline_is_over():
+                    break
+                with self._work:
+                    items = self._aside.take(part)
+                    self._in_flight = list(items)
+                    self._settled.notify_all()
+                if not items:
+                    break
+                error = self._append(items[0].namespace, items)
+                if error is not None:
+                    self._put_back(part, items, error)
+                if isinstance(error, StoreUnavailableError):
+                    breaker.failure()
+                    break
+                if breaker.success():
+                    logger.warning("agentspec: a part of the store is back; %d records wait for it", len(self._aside))
+
+    def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
+        """Let a group wait again: in halves, if the store will never accept it, until the bad record is alone."""
+        with self._work:
+            self._counts.failed += 1
+            self._in_flight.clear()
+            middle = 0 if isinstance(error, StoreUnavailableError) else len(items) // 2
+            if middle or isinstance(error, StoreUnavailableError):
+                self._aside.add(part, self._not_forgotten(items[middle:]), first=True)
+                self._aside.add(part, self._not_forgotten(items[:middle]), first=True)
+            else:
+                self._counts.refused += 1
+                self._bytes -= items[0].size
+            self._end_flight()
+            self._shorten()
+
+    def _not_forgotten(self, items: list[QueuedRecord]) -> list[QueuedRecord]:
+        """Count the records of sessions that were erased while these were in flight, and return the others."""
+        self._count_erased([item for item in items if item.record.session in self._forgotten])
+        return [item for item in items if item.record.session not in self._forgotten]
+
+    def _encode_all(self, items: list[QueuedRecord]) -> list[NewEntry]:
         entries, courtesy = [], Courtesy()
         for item in items:
             entry = self._encode(item.record)
@@ -211,7 +278,7 @@ class BackgroundWriter:
             courtesy.pause()
         return entries
 
-    def _note_written(self, items: list[_Item], entries: list[NewEntry]) -> None:
+    def _note_written(self, items: list[QueuedRecord], entries: list[NewEntry]) -> None:
         recovered = self._breaker.success()
         with self._work:
             self._counts.persisted += len(entries)
@@ -237,7 +304,7 @@ class BackgroundWriter:
                 logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
             return None
 
-    def _keep(self, items: list[_Item], error: Exception) -> None:
+    def _keep(self, items: list[QueuedRecord], error: Exception) -> None:
         """Queue what is left of a batch again, of which the append of ``items``, its first ones of a log, failed.
 
         If the store will never accept them, try half of them, until the bad record is alone.
@@ -251,9 +318,7 @@ class BackgroundWriter:
             else:
                 # The retry sends the same records, so that a store can recognise an append that it already has.
                 self._limit = len(self._in_flight) if passing else len(items) // 2
-            self._count_erased([item for item in self._in_flight if item.record.session in self._forgotten])
-            kept = [item for item in self._in_flight if item.record.session not in self._forgotten]
-            self._queue.extendleft(reversed(kept))
+            self._queue.extendleft(reversed(self._not_forgotten(self._in_flight)))
             self._in_flight.clear()
             self._end_flight()
             self._shorten()
@@ -265,7 +330,7 @@ class BackgroundWriter:
         if closing:
             time.sleep(_CLOSING_DELAY)
 
-    def _leave(self, items: list[_Item]) -> None:
+    def _leave(self, items: list[QueuedRecord]) -> None:
         """Take records that were written or refused out of the batch."""
         self._bytes -= sum(item.size for item in items)
         gone = {item.number for item in items}
@@ -312,8 +377,8 @@ class BackgroundWriter:
     def _shorten(self) -> None:
         """Drop the oldest records while the queue is beyond its limits."""
         dropped = self._counts.dropped
-        while self._queue and (
-            self._bytes > self._max_bytes or len(self._queue) + len(self._in_flight) > self._max_entries
+        while (self._queue or len(self._aside)) and (
+            self._bytes > self._max_bytes or self._waiting() > self._max_entries
         ):
             self._drop_oldest()
         if self._counts.dropped == dropped:
@@ -324,11 +389,15 @@ class BackgroundWriter:
             logger.warning("agentspec: the store's queue is full; its oldest records are dropped and counted")
 
     def _drop_oldest(self) -> None:
-        item = self._queue.popleft()
+        aside = self._aside.oldest()
+        if aside is None or (self._queue and self._queue[0].number < aside):
+            item = self._queue.popleft()
+        else:
+            item = self._aside.drop_oldest()
         self._bytes -= item.size
         self._counts.dropped += 1
 
-    def _count_erased(self, items: list[_Item]) -> None:
+    def _count_erased(self, items: list[QueuedRecord]) -> None:
         self._counts.erased += len(items)
         self._bytes -= sum(item.size for item in items)
 
@@ -341,6 +410,10 @@ class BackgroundWriter:
     def _deadline_is_over(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
+    def _waiting(self) -> int:
+        return len(self._queue) + len(self._in_flight) + len(self._aside)
+
     def _oldest(self) -> int:
-        waiting = self._in_flight or self._queue
-        return waiting[0].number if waiting else self._number + 1
+        waiting, aside = self._in_flight or self._queue, self._aside.oldest()
+        oldest = waiting[0].number if waiting else self._number + 1
+        return oldest if aside is None else min(oldest, aside)
