@@ -246,6 +246,11 @@ Turn turn_of(std::size_t kept, std::uint64_t parent, std::uint64_t block, const 
   return {kept, parent, block, std::move(tokens), prompt_tail.size(), record};
 }
 
+// Returns what needs_load and mark_loaded look for; the arguments must outlive it.
+Names loaded_names(const Name& session, const Name& group, const Name& family, const std::string& tenant) {
+  return {pointer(session), pointer(group), &tenant, true, nullptr, nullptr, false, pointer(family)};
+}
+
 using LimitNumbers = std::array<std::size_t, 6>;
 
 Limits limits_of(const LimitNumbers& n) { return {{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}}; }
@@ -304,13 +309,14 @@ NB_MODULE(_native, module) {
       .def(
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
-             const Name& tenant, bool shared, const Name& owner, const Name& tenant_owner, const Vector& ends) {
-            const Names names{pointer(session), pointer(group), pointer(tenant),
-                              shared,           pointer(owner), pointer(tenant_owner)};
-            cache.start(slot, view(prompt), names, view(ends));
+             const Name& tenant, bool shared, const Name& family, const Name& owner, const Name& tenant_owner,
+             const Vector& ends) {
+            const Names names{pointer(session),      pointer(group), pointer(tenant), shared, pointer(owner),
+                              pointer(tenant_owner), false,          pointer(family)};
+            return without_gil([&] { return cache.start(slot, view(prompt), names, view(ends)); });
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
-          "owner"_a.none(), "tenant_owner"_a.none(), "ends"_a.noconvert(), Released())
+          "family"_a.none(), "owner"_a.none(), "tenant_owner"_a.none(), "ends"_a.noconvert())
       .def(
           "extend", [](Cache& cache, std::size_t slot, const Vector& tokens) { cache.extend(slot, view(tokens)); },
           "slot"_a, "tokens"_a.noconvert(), Released())
@@ -324,52 +330,56 @@ NB_MODULE(_native, module) {
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(
           "restore",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& owner,
-             std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
+             const Name& owner, std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
              const Vector& response, std::uint64_t record, bool held_only) {
-            const Names names{pointer(session), pointer(group), pointer(tenant), shared, pointer(owner)};
+            const Names names{pointer(session), pointer(group), pointer(tenant), shared, pointer(owner),
+                              nullptr,          false,          pointer(family)};
             cache.restore(names, turn_of(kept, parent, block, prompt_tail, response, record), held_only);
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "owner"_a.none(), "kept"_a, "parent"_a,
-          "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(), "owner"_a.none(),
+          "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
       .def("publish", &Cache::publish, "index"_a, Released())
       .def("count_public", &Cache::count_public, "bytes"_a, Released())
       .def(
           "learn_from",
-          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared,
+          [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
              const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
-            const Names names{pointer(session), pointer(group), pointer(tenant), shared};
+            const Names names{pointer(session), pointer(group), pointer(tenant), shared, nullptr,
+                              nullptr,          false,          pointer(family)};
             return cache.learn_from(names, turn_of(0, 0, 0, prompt_tail, response, record), cost);
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "prompt_tail"_a.noconvert(),
-          "response"_a.noconvert(), "record"_a, "cost"_a, Released())
+          "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(),
+          "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "cost"_a, Released())
       .def(
           "prepare", [](const Cache& cache, const std::string& session) { return cache.prepare(session); }, "session"_a)
       .def(
           "adopt",
-          [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& owner) {
-            return cache.adopt({&prepared.key(), nullptr, &tenant, true, pointer(owner)}, prepared);
+          [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& family, const Name& owner) {
+            const Names names{&prepared.key(), nullptr, &tenant, true, pointer(owner), nullptr, false, pointer(family)};
+            return cache.adopt(names, prepared);
           },
-          "prepared"_a, "tenant"_a, "owner"_a.none(), Released())
+          "prepared"_a, "tenant"_a, "family"_a.none(), "owner"_a.none(), Released())
       .def(
           "remove_session",
           [](Cache& cache, const std::string& session, const Name& tenant) {
             cache.remove_session(session, pointer(tenant));
           },
           "session"_a, "tenant"_a.none(), Released())
+      .def("free_session", &Cache::free_session, "session"_a, Released())
       .def("has_session", &Cache::has_session, "session"_a, Released())
       .def(
           "needs_load",
-          [](Cache& cache, const Name& session, const Name& group, const std::string& tenant) {
-            return cache.needs_load({pointer(session), pointer(group), &tenant, true});
+          [](Cache& cache, const Name& session, const Name& group, const Name& family, const std::string& tenant) {
+            return cache.needs_load(loaded_names(session, group, family, tenant));
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a, Released())
+          "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
       .def(
           "mark_loaded",
-          [](Cache& cache, const Name& session, const Name& group, const std::string& tenant) {
-            cache.mark_loaded({pointer(session), pointer(group), &tenant, true});
+          [](Cache& cache, const Name& session, const Name& group, const Name& family, const std::string& tenant) {
+            cache.mark_loaded(loaded_names(session, group, family, tenant));
           },
-          "session"_a.none(), "group"_a.none(), "tenant"_a, Released())
+          "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
       .def("tenants", [](Cache& cache) { return without_gil([&] { return cache.tenants(); }); })
       .def("forget_tenant", &Cache::forget_tenant, "tenant"_a, Released())
       .def(

@@ -53,21 +53,29 @@ def key_of(tenant: str | None, name: str | None) -> str | None:
     return f"-{name}" if tenant is None else f"{len(tenant)}:{tenant}{name}"
 
 
-def keys_to_load(tenant: str | None, session: str | None, group: str | None) -> tuple[str | None, str | None, str]:
-    """Return the core's keys of a session, a named group or, where neither is given, a tenant's corpus.
+def name_in(tenant: str | None, key: str) -> str:
+    """Return the name of which `key_of` made a key."""
+    return key[1 if tenant is None else len(f"{len(tenant)}:{tenant}") :]
 
-    Raises InvalidSessionError, and InvalidInputError where both are given.
+
+def keys_to_load(
+    tenant: str | None, session: str | None, group: str | None, family: str | None
+) -> tuple[str | None, str | None, str | None, str]:
+    """Return the core's keys of a session, a named group, a family or, where none is given, a tenant's corpus.
+
+    Raises InvalidSessionError, and InvalidInputError where more than one is given.
     """
-    check_ids(session=session, group=group, tenant=tenant)
-    if session is not None and group is not None:
-        raise InvalidInputError(f"session={session!r}, group={group!r}: name one of them, or neither")
-    return key_of(tenant, session), key_of(tenant, group), tenant or UNNAMED_TENANT
+    check_ids(session=session, group=group, family=family, tenant=tenant)
+    if sum(name is not None for name in (session, group, family)) > 1:
+        raise InvalidInputError(f"session={session!r}, group={group!r}, family={family!r}: name one of them, or none")
+    return key_of(tenant, session), key_of(tenant, group), key_of(tenant, family), tenant or UNNAMED_TENANT
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
     """Hold what a request or a turn belongs to, as the caller named it.
 
+    family: the session that started this one, or the root of its family; None: none is known.
     Raises InvalidSessionError for a name that cannot be used, and InvalidInputError for an unknown scope.
     """
 
@@ -75,9 +83,10 @@ class Names:
     group: str | None
     tenant: str | None
     scope: Scope
+    family: str | None = None
 
     def __post_init__(self) -> None:
-        check_ids(session=self.session, group=self.group, tenant=self.tenant)
+        check_ids(session=self.session, group=self.group, tenant=self.tenant, family=self.family)
         if self.scope not in SCOPES:
             raise InvalidInputError(f"scope={self.scope!r}: give one of {', '.join(SCOPES)}")
 
@@ -85,14 +94,14 @@ class Names:
     def of(cls, turn: FinishedTurn) -> "Names":
         """Return the names of a turn. Raises InvalidSessionError and InvalidInputError."""
         check_ids(owner=turn.owner)
-        return cls(turn.session, turn.group, turn.tenant, turn.scope)
+        return cls(turn.session, turn.group, turn.tenant, turn.scope, turn.family)
 
-    def keys(self) -> tuple[str | None, str | None, str | None, bool]:
-        """Return the core's keys of session, group and tenant, and whether they share the tenant's index."""
+    def keys(self) -> tuple[str | None, str | None, str | None, bool, str | None]:
+        """Return the core's keys of session, group and tenant, whether the tenant is shared, and the family's key."""
         if self.scope == "none":
-            return None, None, None, False
-        session, group = key_of(self.tenant, self.session), key_of(self.tenant, self.group)
-        return session, group, self.tenant or UNNAMED_TENANT, self.scope == "tenant"
+            return None, None, None, False, None
+        session, group, family = (key_of(self.tenant, name) for name in (self.session, self.group, self.family))
+        return session, group, self.tenant or UNNAMED_TENANT, self.scope == "tenant", family
 
 
 def _check_characters(value: str, field: str) -> None:

@@ -8,10 +8,11 @@
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
 thread makes the calls for requests. Meanwhile other threads may call stats, tenants, prepare, has_session,
-remove_session, forget_tenant, catch_up, resize and save.
+remove_session, free_session, forget_tenant, catch_up, resize and save.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.core import PreparedSession, native
-from agentspec.cache.identifiers import UNNAMED_TENANT, Names, check_ids, key_of, keys_to_load
+from agentspec.cache.identifiers import UNNAMED_TENANT, Names, check_ids, key_of, keys_to_load, name_in
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.running import BatchHandle, RunningRequests
 from agentspec.cache.tokens import (
@@ -74,8 +75,8 @@ class SuffixCache:
     per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
     of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
     hold on average. Of what a running request drafts from, the older half goes where nothing else is left. A session
-    over its own budget keeps its newest part. vocab_size: token ids must be below it (None: below 2**31).
-    Raises ConfigurationError for a value out of range.
+    over its own budget keeps its newest part, and so does its family. vocab_size: token ids must be below it (None:
+    below 2**31). Raises ConfigurationError for a value out of range.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SuffixCache:
         end_tokens: TokenIds = (),
         owner: str | None = None,
         tenant_owner: str | None = None,
+        parent: str | None = None,
     ) -> None:
         """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
         placeholders of images, are context like others and never drafted.
@@ -118,19 +120,27 @@ class SuffixCache:
         session: the session whose earlier turns it drafts from. group: the problem that it works on; sessions of a
         group draft from each other's responses first. tenant: the tenant whose index it shares; all requests without
         one are one tenant. scope: "tenant" drafts from session, group and tenant and adds to them; "session" uses only
-        the session and ignores the group; "none" uses only the request's own text. end_tokens: int32 [E], tokens that
-        end the response; no draft goes on behind one (ArcticInference's rule ignores them). owner: whom session and
-        group count for when memory is scarce, e.g. the caller; tenant_owner: whom the tenant does, e.g. the caller if
-        it is one caller's. None: as before, at first the tenant itself. Raises InvalidTokenError,
-        InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes nothing.
+        the session and its family and ignores the group; "none" uses only the request's own text. parent: the session
+        that started this one, if any. Sessions that descend from one root are a family, and draft from each other's
+        responses unless they name a group. Once known, a session's family stays while the cache holds it.
+        end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule
+        ignores them). owner: whom session and group count for when memory is scarce, e.g. the caller; tenant_owner:
+        whom the tenant does, e.g. the caller if it is one caller's. None: as before, at first the tenant itself.
+        Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
+        nothing.
         """
         self._running.check_new(request_id)
         tokens = as_prompt(prompt, "prompt", self._vocab_size)
         check_ids(owner=owner, tenant_owner=tenant_owner)
-        names = Names(session, group, tenant, scope)
+        names = Names(session, group, tenant, scope, family=parent)
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
-        self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends)
-        self._running.add(request_id, names)
+        root = self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends)
+        family = name_in(tenant, root) if root else None
+        self._running.add(request_id, replace(names, family=None if family == session else family))
+
+    def family_of(self, request_id: str) -> str | None:
+        """Return the root session of a running request's family; None if that is its own session, or it has none."""
+        return self._running.get(request_id).names.family
 
     def batch(self, request_ids: Sequence[str]) -> BatchHandle:
         """Look up n running requests once, for many calls of `step`, `merge_drafts` and `propose`.
@@ -273,7 +283,7 @@ class SuffixCache:
         kept, parent, block, count, tokens = turn
         tail, response = as_given(tokens[:count]), tokens[count:]
         of_session = (names.tenant, names.session, kept, tail, response, names.group, names.scope)
-        return FinishedTurn(*of_session, parent, block, writer, number)
+        return FinishedTurn(*of_session, parent, block, writer, number, family=names.family)
 
     def abort(self, request_id: str) -> None:
         """End a request and keep nothing of it."""
@@ -308,7 +318,8 @@ class SuffixCache:
         for turn in turns:
             names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
             if names.scope != "none":
-                prepared.add(names.scope == "tenant" and turn.group is None, *place, tail, response, turn.record)
+                has_group = names.scope == "tenant" and names.group is not None
+                prepared.add(not has_group and names.family is None, *place, tail, response, turn.record)
         prepared.finish()
         return prepared
 
@@ -319,7 +330,7 @@ class SuffixCache:
         if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
         it: then restoring the turns does everything. A prepared session can be adopted once.
         """
-        return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, of.owner)
+        return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, key_of(of.tenant, of.family), of.owner)
 
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
@@ -367,6 +378,18 @@ class SuffixCache:
         assert key is not None
         self._core.remove_session(key, tenant or UNNAMED_TENANT)
 
+    def free_session(self, tenant: str | None, session: str) -> None:
+        """Evict a session that its client has ended, as soon as none of its requests run.
+
+        The family whose root it is goes too. What it said stays in its named group, its tenant's corpus and the family
+        of its root. The next `start` in the session, if there is one after all, keeps it. Does nothing if the cache
+        holds no such session.
+        """
+        check_ids(session=session, tenant=tenant)
+        key = key_of(tenant, session)
+        assert key is not None
+        self._core.free_session(key)
+
     def has_session(self, tenant: str | None, session: str) -> bool:
         """Return whether the cache holds text of this session."""
         check_ids(session=session, tenant=tenant)
@@ -374,20 +397,34 @@ class SuffixCache:
         assert key is not None
         return self._core.has_session(key)
 
-    def needs_load(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> bool:
-        """Return whether the store may hold turns of a session or of a named group that were not restored yet.
+    def needs_load(
+        self,
+        tenant: str | None,
+        session: str | None = None,
+        *,
+        group: str | None = None,
+        family: str | None = None,
+    ) -> bool:
+        """Return whether the store may hold turns of a session, named group or family that were not restored yet.
 
-        Name one of them, or neither for the tenant's corpus. That is so until `mark_loaded` says otherwise, and again
-        when the session, the group or all of the corpus was evicted.
+        family: its root session. Name one of them, or none for the tenant's corpus. That is so until `mark_loaded` says
+        otherwise, and again when the session, the group, the family or all of the corpus was evicted.
         """
-        return self._core.needs_load(*keys_to_load(tenant, session, group))
+        return self._core.needs_load(*keys_to_load(tenant, session, group, family))
 
-    def mark_loaded(self, tenant: str | None, session: str | None = None, *, group: str | None = None) -> None:
-        """Note that all that the store holds of a session or of a named group was restored, or of the tenant's corpus.
+    def mark_loaded(
+        self,
+        tenant: str | None,
+        session: str | None = None,
+        *,
+        group: str | None = None,
+        family: str | None = None,
+    ) -> None:
+        """Note that all that the store holds of a session, named group, family or tenant's corpus was restored.
 
         Name as in `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
         """
-        self._core.mark_loaded(*keys_to_load(tenant, session, group))
+        self._core.mark_loaded(*keys_to_load(tenant, session, group, family))
 
     def tenants(self) -> list[str | None]:
         """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""

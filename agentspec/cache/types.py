@@ -17,7 +17,8 @@ merged by `SuffixCache.merge_drafts`."""
 MODEL = SOURCES.index("model")
 
 Scope = Literal["tenant", "session", "none"]
-"""Texts that a request drafts from and adds to, beside its own: session, group and tenant; session; none."""
+"""Texts that a request drafts from and adds to, beside its own: session, group and tenant; session and its family;
+none."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 """All scopes, from the widest to the narrowest."""
@@ -160,7 +161,7 @@ class FinishedTurn:
     alone.
     writer, number: name the turn in the store. A cache that holds a turn of this name ignores it. `writer` is empty for
     a turn without a name. owner: whom its session and group count for (`SuffixCache.start`); None: as before, at first
-    the tenant.
+    the tenant. family: the root of the sessions that its session was started by; None: it was started by none.
     """
 
     tenant: str | None
@@ -175,6 +176,7 @@ class FinishedTurn:
     writer: str = ""
     number: int = 0
     owner: str | None = None
+    family: str | None = None
 
     @property
     def record(self) -> int:

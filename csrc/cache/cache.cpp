@@ -51,14 +51,15 @@ void Cache::count(Request& request) {
   if (std::exchange(request.learned_bytes, learned) != learned) entries_.count(*teacher);
 }
 
-void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
+std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
   fresh->session = entries_.session(names, fresh->tenant);
   fresh->group = entries_.group(names, fresh->tenant);
   fresh->shared = fresh->tenant && names.shared;
-  fresh->own_group = !names.group;
+  fresh->own_group = fresh->group && names.session && fresh->group->key == "o" + *names.session;
+  if (fresh->session) fresh->session->final = false;
   for (CacheEntry* entry : fresh->entries()) {
     if (entry) ++entry->running;
   }
@@ -68,6 +69,7 @@ void Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, 
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   count(*requests_[slot]);
+  return names.session ? entries_.root_of(names) : std::string();
 }
 
 void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
@@ -104,6 +106,7 @@ void Cache::release(std::size_t slot) {
     --entry->running;
     if (entry->tenant) entries_.forget_if_empty(*entry);
   }
+  if (ended->session) entries_.free_if_final(*ended->session);
   entries_.bury(std::move(ended->index));
 }
 
@@ -119,11 +122,12 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
       entries_.trim(*of.session);
     }
   }
-  if (of.shared && !turn.response().empty() && wanted) {
+  if (!turn.response().empty() && wanted) {
     const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
-    for (Group* group : {of.group.get(), static_cast<Group*>(of.tenant.get())}) {
+    for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
       group->corpus.add(session, turn.record, kept_context, turn.response());
+      if (group->tenant) entries_.trim(*group);
       if (origin != Origin::kFollowed) entries_.touch(*group);
       entries_.count(*group);
     }
@@ -175,6 +179,11 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
   }
 }
 
+void Cache::free_session(const std::string& session) {
+  std::lock_guard lock(mutex_);
+  entries_.free_session(session);
+}
+
 bool Cache::has_session(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto session = entries_.find_session(key);
@@ -184,6 +193,7 @@ bool Cache::has_session(const std::string& key) {
 std::shared_ptr<CacheEntry> Cache::find(Names names) const {
   if (names.session) return entries_.find_session(*names.session);
   if (names.group) return entries_.find_group(*names.group);
+  if (names.family) return entries_.find_family(*names.family);
   return entries_.tenants().find(*names.tenant);
 }
 

@@ -54,8 +54,9 @@ class Cache {
  public:
   Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size);
 
-  // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens.
-  void start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends);
+  // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens. Returns the
+  // root of its session's family, empty without a session.
+  std::string start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends);
   void extend(std::size_t slot, std::span<const Token> tokens);
   // Ends a request. Returns what it adds, null if nothing. `record` names that in the store; 0: it has no name.
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);
@@ -79,9 +80,11 @@ class Cache {
   bool adopt(Names names, PreparedSession& prepared);
   // Erases a session. When it returns, no index holds what only this session said.
   void remove_session(const std::string& session, const std::string* tenant);
+  // Evicts a session when none of its requests run, because its client has ended it.
+  void free_session(const std::string& session);
   bool has_session(const std::string& session);
-  // Tell and note whether what the store holds of a session, or else of a named group, or else of a tenant's corpus was
-  // restored. Evicting forgets.
+  // Tell and note whether what the store holds of a session, or else of a named group, or else of a family, or else of a
+  // tenant's corpus was restored. Evicting forgets.
   bool needs_load(Names names);
   void mark_loaded(Names names);
   std::vector<std::string> tenants();  // their keys, least recently used first

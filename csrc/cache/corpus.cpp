@@ -38,6 +38,12 @@ bool Corpus::holds_all_of(const Corpus& other) const {
   return std::ranges::all_of(other.records_, [&](std::uint64_t record) { return holds(record); });
 }
 
+bool Corpus::holds_other_than(const std::string& session) const {
+  const std::uint64_t own = hash_of(session);
+  const auto is_other = [&](const Document& document) { return document.session != own; };
+  return std::any_of(documents_.begin(), documents_.end(), is_other);
+}
+
 SuffixIndex Corpus::take_over(Corpus& from) {
   SuffixIndex old = index_.replace(std::exchange(from.index_, {}));
   SuffixIndex taken = std::exchange(index_, {});

@@ -30,6 +30,7 @@ class Corpus {
   void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
            std::span<const Token> response);
   bool holds_all_of(const Corpus& other) const;  // the records
+  bool holds_other_than(const std::string& session) const;  // responses of other sessions
   // Becomes what `from` holds, which is empty then. Returns the index that was here.
   SuffixIndex take_over(Corpus& from);
   void drop_oldest();

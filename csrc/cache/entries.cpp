@@ -7,6 +7,7 @@
 namespace agentspec {
 namespace {
 
+constexpr std::size_t kGenerations = 16;  // of a family that are looked at to find its root
 constexpr std::size_t kLightly = std::size_t{64} << 10;  // bytes that are given back at once
 constexpr std::size_t kDug = std::size_t{1} << 20;       // bytes that are given back in one go
 
@@ -77,14 +78,44 @@ std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::sh
 }
 
 std::shared_ptr<Session> CacheEntries::session(Names names, const std::shared_ptr<Tenant>& tenant) {
-  return names.session ? entry<Session>("s" + *names.session, tenant, names) : nullptr;
+  if (!names.session) return nullptr;
+  const auto found = entry<Session>("s" + *names.session, tenant, names);
+  if (std::string root = root_of(names); root != *names.session && root != found->family) {
+    found->family = std::move(root);
+    count(*found);
+  }
+  return found;
 }
 
-// Returns the named group or the session's own: its responses alone, without what its prompts quote, draft better.
+// Returns the named group or the session's family: the responses alone, without what prompts quote, draft better.
 std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Tenant>& tenant) {
-  if (!tenant || !names.shared) return nullptr;
-  if (names.group) return entry<Group>("g" + *names.group, tenant, names);
-  return names.session ? entry<Group>("o" + *names.session, tenant, names) : nullptr;
+  if (!tenant) return nullptr;
+  if (names.shared && names.group) return entry<Group>("g" + *names.group, tenant, names);
+  if (!names.session) return nullptr;
+  const std::string root = root_of(names);
+  const auto found = family(root, tenant, names);
+  if (root != *names.session) tenant->groups.insert(found.get());
+  return found;
+}
+
+std::shared_ptr<Group> CacheEntries::family(const std::string& root, const std::shared_ptr<Tenant>& tenant,
+                                            Names names) {
+  return entry<Group>("o" + root, tenant, names);
+}
+
+std::string CacheEntries::root_of(Names names) const {
+  const auto above = [&](const std::string& key) {
+    const auto session = find_session(key);
+    return session ? session->family : std::string();
+  };
+  std::string root = above(*names.session);
+  if (root.empty()) root = names.family ? *names.family : *names.session;
+  for (std::size_t generation = 0; generation < kGenerations; ++generation) {
+    std::string next = above(root);
+    if (next.empty()) break;
+    root = std::move(next);
+  }
+  return root;
 }
 
 std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) const {
@@ -95,8 +126,15 @@ std::shared_ptr<Group> CacheEntries::find_group(const std::string& key) const {
   return std::static_pointer_cast<Group>(entries_.find("g" + key));
 }
 
-std::shared_ptr<Group> CacheEntries::find_own_group(const std::string& session) const {
-  return std::static_pointer_cast<Group>(entries_.find("o" + session));
+std::shared_ptr<Group> CacheEntries::find_family(const std::string& root) const {
+  return std::static_pointer_cast<Group>(entries_.find("o" + root));
+}
+
+std::shared_ptr<Group> CacheEntries::find_family_of(Names names) const {
+  const std::string root = root_of(names);
+  const auto found = find_family(root);
+  if (found && root != *names.session) found->tenant->groups.insert(found.get());
+  return found;
 }
 
 void CacheEntries::touch(CacheEntry& entry) { use(entry, ++tick_); }
@@ -281,7 +319,7 @@ void CacheEntries::drop(CacheEntry& entry) {
   leave_owner(entry);
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
-  if (entry.key.front() == 'g') entry.tenant->groups.erase(static_cast<Group*>(&entry));
+  if (!entry.is_session()) entry.tenant->groups.erase(static_cast<Group*>(&entry));
   entry.counted = {};
   entry.gone = true;
   bury(entry.take_index());
@@ -297,7 +335,7 @@ std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::stri
   const auto tenant = tenant_key ? tenants_.find(*tenant_key) : nullptr;
   if (!tenant) return {};
   std::vector<std::shared_ptr<Group>> sharing{tenant};
-  if (const auto own = find_own_group(key)) sharing.push_back(own);
+  if (const auto family = find_family(key); family && !tenant->groups.contains(family.get())) sharing.push_back(family);
   for (const Group* group : tenant->groups) {
     sharing.push_back(std::static_pointer_cast<Group>(entries_.find(group->key)));
   }

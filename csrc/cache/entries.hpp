@@ -23,7 +23,8 @@ inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documen
 inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
 inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
 
-// Holds responses to one problem: those of a tenant's sessions that name the group, or of one session alone.
+// Holds responses of several sessions of a tenant: of those that name the group, or of a family, which is a session and
+// all that it started. A session that started none is a family too.
 struct Group : CacheEntry {
   Corpus corpus;
 
@@ -47,7 +48,7 @@ struct Tenant final : Group {
   Size held;               // sum over itself and its sessions and groups
   std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
-  std::unordered_set<Group*> groups;             // the named ones among them
+  std::unordered_set<Group*> groups;             // those among them that hold responses of several sessions
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
 };
@@ -84,7 +85,10 @@ class CacheEntries {
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Session> find_session(const std::string& key) const;
   std::shared_ptr<Group> find_group(const std::string& key) const;      // a named one
-  std::shared_ptr<Group> find_own_group(const std::string& session) const;
+  std::shared_ptr<Group> find_family(const std::string& root) const;
+  std::shared_ptr<Group> find_family_of(Names names) const;  // of the named session
+  // Returns the root of the family of the named session: the one that all others descend from, as far as is known.
+  std::string root_of(Names names) const;
 
   std::shared_ptr<Learned> learned_of(CacheEntry& entry);
 
@@ -92,9 +96,11 @@ class CacheEntries {
   void count(CacheEntry& entry);  // updates the sums to its present size
   void advance(CacheEntry& entry, WorkBudget& budget);
   void forget_if_empty(CacheEntry& entry);
-  bool over_budget(const Session& session) const;
+  bool over_budget(const CacheEntry& entry) const;  // of a session
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
   void trim(Session& session);
+  // Drops the oldest responses of a family that holds more than a session may. Does nothing to other groups.
+  void trim(Group& group);
   // Counts what running requests hold of their own, which nothing but their end gives back.
   void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
@@ -104,6 +110,10 @@ class CacheEntries {
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
+  // Evicts a session and the family whose root it is, now or when none of its requests run. The next request in it, if
+  // there is one after all, keeps it.
+  void free_session(const std::string& key);
+  void free_if_final(Session& session);
   // Drops a tenant without running requests with all that it holds, at most kEvictPerCall entries. Returns whether it is
   // gone.
   bool forget_tenant(Tenant& tenant);
@@ -136,6 +146,7 @@ class CacheEntries {
  private:
   template <class Entry>
   std::shared_ptr<Entry> entry(const std::string& key, const std::shared_ptr<Tenant>& tenant, Names names);
+  std::shared_ptr<Group> family(const std::string& root, const std::shared_ptr<Tenant>& tenant, Names names);
   void set_owner(CacheEntry& entry, const std::string& name);
   void leave_owner(CacheEntry& entry);
   void file(CacheEntry& entry);  // into the orders by last use
@@ -167,7 +178,7 @@ class CacheEntries {
   Size corpora_;            // the tenants themselves together
   std::size_t beside_ = 0;  // sum of the tenants' `beside`
   EntryMap<Tenant> tenants_;
-  EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and sessions' own groups (o)
+  EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and families (o)
   std::map<std::string_view, std::shared_ptr<Owner>> owners_;
   FairOrder<CacheEntry> texts_;
   FairOrder<Tenant> tenant_order_, corpus_order_;

@@ -40,7 +40,7 @@ struct Size {
   bool over(Budget most) const { return over_tokens(most) || over_bytes(most); }
 };
 
-// Names what a request or a stored turn belongs to; null: nothing. `shared`: it uses its group and tenant.
+// Names what a request or a stored turn belongs to; null: nothing. `shared`: it uses its named group and its tenant.
 struct Names {
   const std::string *session, *group, *tenant;
   bool shared;
@@ -48,6 +48,8 @@ struct Names {
   // before; at first, the tenant.
   const std::string *owner = nullptr, *tenant_owner = nullptr;
   bool stored = false;  // a stored turn's: `owner` is for what is new
+  // The session that started this one, or the root of its family; null: none, as far as is known.
+  const std::string* family = nullptr;
 };
 
 struct Tenant;

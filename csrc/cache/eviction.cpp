@@ -15,9 +15,14 @@ void CacheEntries::forget_if_empty(CacheEntry& entry) {
   if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
 }
 
-bool CacheEntries::over_budget(const Session& session) const {
+bool CacheEntries::over_budget(const CacheEntry& entry) const {
   const bool bounded = limits.session.tokens > 0 || limits.session.bytes > 0;
-  return bounded ? session.size().over(limits.session) : session.tokens() > kSessionTokens;
+  return bounded ? entry.size().over(limits.session) : entry.tokens() > kSessionTokens;
+}
+
+void CacheEntries::trim(Group& group) {
+  if (group.key.front() != 'o') return;
+  while (!group.corpus.empty() && over_budget(group)) group.corpus.drop_oldest();
 }
 
 void CacheEntries::trim(Session& session) {
@@ -59,8 +64,8 @@ bool CacheEntries::evict_text(Tenant* only) {
   if (shared == 0 || 2 * shared <= all) {
     const auto idle = [](const CacheEntry& entry) { return entry.running == 0 && entry.counted.tokens > 0; };
     if (CacheEntry* const entry = oldest_text(only, idle)) {
-      if (entry->key.front() == 'o') {  // it comes back with its session
-        if (const auto session = entries_.find("s" + entry->key.substr(1))) session->loaded = false;
+      if (entry->key.front() == 'o') {  // it comes back with its root, and with the other sessions of the family
+        if (const auto root = entries_.find("s" + entry->key.substr(1))) root->loaded = false;
       }
       drop(*entry);
       return true;
@@ -99,6 +104,19 @@ bool CacheEntries::evict_tenant() {
     drop(*found->entries.begin()->second);
   }
   return true;
+}
+
+void CacheEntries::free_session(const std::string& key) {
+  const auto session = find_session(key);
+  if (!session) return;
+  session->final = true;
+  free_if_final(*session);
+}
+
+void CacheEntries::free_if_final(Session& session) {
+  if (!session.final || session.gone || session.running > 0) return;
+  if (const auto family = find_family(session.key.substr(1)); family && family->running == 0) drop(*family);
+  drop(session);
 }
 
 bool CacheEntries::forget_tenant(Tenant& tenant) {

@@ -9,13 +9,13 @@
 
 namespace agentspec {
 
-// Builds a session and its own group from stored turns beside the cache, so that no step waits for their indexing.
+// Builds a session and the family whose root it is from stored turns beside the cache, so that no step waits for their indexing.
 class PreparedSession {
  public:
   // `key`: the session's. `kept_context`: see Drafter.
   PreparedSession(std::string key, std::size_t kept_context) : key_(std::move(key)), kept_context_(kept_context) {}
 
-  // Adds a turn as restoring does. `own`: its response goes to the session's own group.
+  // Adds a turn as restoring does. `own`: its response goes to the family whose root the session is.
   void add(Turn turn, bool own);
   // Indexes all that was added.
   void finish();

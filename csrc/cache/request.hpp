@@ -28,7 +28,7 @@ struct Request {
   std::shared_ptr<Learned> learned;
   SuffixIndex index;       // the whole text; only what the session does not hold is findable
   bool shared = false;     // it drafts from its tenant's responses and adds its own
-  bool own_group = false;  // its group is its session's own, not a named one
+  bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
   MatchState state;
@@ -55,7 +55,7 @@ struct Request {
   // Returns the entry whose learned state it uses and adds to; null: it has its own.
   CacheEntry* teacher() const { return shared ? static_cast<CacheEntry*>(tenant.get()) : session.get(); }
   DraftRequest for_drafter(const SuffixIndex* public_corpus);
-  // Returns a candidate's source as users see it: a session's own group counts as the session.
+  // Returns a candidate's source as users see it: the family of a root counts as the session.
   std::uint8_t source_of(const Candidate& candidate) const {
     return own_group && candidate.source == kGroup ? std::uint8_t{kSession} : candidate.source;
   }

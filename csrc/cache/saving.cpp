@@ -26,7 +26,13 @@ void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicyS
 template <class Archive>
 void describe(Archive& archive, CacheEntry& entry) {
   if (entry.is_session()) {
-    static_cast<Session&>(entry).describe(archive);
+    auto& session = static_cast<Session&>(entry);
+    if constexpr (Archive::kLoading) {
+      session.family = archive.string();
+    } else {
+      archive.string(session.family);
+    }
+    session.describe(archive);
   } else {
     static_cast<Group&>(entry).describe(archive);
   }
@@ -98,7 +104,7 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
       const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
       switch (key.front()) {
         case 's': loaded = session(of_session, tenant); break;
-        case 'o': loaded = group(of_session, tenant); break;
+        case 'o': loaded = family(name, tenant, of_session); break;
         case 'g': loaded = group(of_group, tenant); break;
         default: reader.damaged("neither a session nor a group");
       }
@@ -106,6 +112,10 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
     const std::uint64_t used = reader.number();
     describe(reader, loaded->learned, settings_, learned_bits(*loaded));
     describe(reader, *loaded);
+    if (const bool is_family = key.starts_with('o') && kind == kOfEntry; is_family) {
+      auto& family = static_cast<Group&>(*loaded);
+      if (family.corpus.holds_other_than("s" + key.substr(1))) family.tenant->groups.insert(&family);
+    }
     const auto text = loaded->index().text();
     const bool legal = std::ranges::none_of(text.subspan(loaded->index().released()),
                                             [&](Token token) { return token >= vocab_size; });

@@ -229,7 +229,7 @@ void Session::trim(std::size_t tokens) {
 
 std::size_t Session::bytes() const {
   return sizeof *this + text_.bytes() + heap_bytes(documents_.capacity() * sizeof(Document)) + set_bytes(places_) +
-         set_bytes(records_);
+         set_bytes(records_) + (family.capacity() > 15 ? heap_bytes(family.capacity() + 1) : 0);
 }
 
 void Session::restore(SnapshotReader& reader, std::span<const Entry> entries, Positions& map) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -38,6 +39,9 @@ struct Prefix {
 // by its hash. A turn whose context isn't here (it was cut off, or comes later) begins a document without such tokens.
 class Session final : public CacheEntry {
  public:
+  std::string family;  // key of the session whose agent started this one, or an ancestor of that; empty: none is known
+  bool final = false;  // the client has ended it: it goes when none of its requests run
+
   // Returns the longest prefix of a prompt that the session knows; the text of its beginning may be missing. `blocks`
   // holds the prompt's hashes at the block boundaries.
   std::optional<Prefix> find(std::span<const Token> prompt, std::span<const std::uint64_t> blocks) const;

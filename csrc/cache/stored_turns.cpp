@@ -19,15 +19,16 @@ bool Cache::find_held(Names names, Request& to) {
   to.tenant = entries_.tenants().find(*names.tenant);
   if (!to.tenant) return false;
   if (names.session) to.session = entries_.find_session(*names.session);
-  if (!names.shared) return to.session != nullptr;
-  if (names.group) {
+  if (names.shared && names.group) {
     to.group = entries_.find_group(*names.group);
-  } else if (to.session) {  // its own group comes with it
-    to.group = entries_.find_own_group(*names.session);
-    names.owner = &to.session->owner->name;
-    if (!to.group) to.group = entries_.group(names, to.tenant);
+  } else if (names.session) {
+    to.group = entries_.find_family_of(names);
+    if (!to.group && to.session) {  // it comes with the session
+      names.owner = &to.session->owner->name;
+      to.group = entries_.group(names, to.tenant);
+    }
   }
-  return true;
+  return names.shared || to.session || to.group;
 }
 
 // Finds what a stored turn names, and makes what is missing.
@@ -42,20 +43,24 @@ void Cache::find_or_make(Names names, Request& to) {
 bool Cache::adopt(Names names, PreparedSession& prepared) {
   std::lock_guard lock(mutex_);
   const auto held = entries_.find_session(*names.session);
-  const auto own = entries_.find_own_group(*names.session);
   if (held && !prepared.session().holds_all_of(*held)) return false;
-  if (own && !prepared.responses().holds_all_of(own->corpus)) return false;
+  const bool has_responses = !prepared.responses().empty();
+  if (has_responses) {  // they are its own family's, which others may have added to
+    if (entries_.root_of(names) != *names.session) return false;
+    const auto family = entries_.find_family(*names.session);
+    if (family && !prepared.responses().holds_all_of(family->corpus)) return false;
+  }
   if (entries_.over_budget(prepared.session())) return false;
-  names.shared = !prepared.responses().empty();
   Request to;
   find_or_make(names, to);
   entries_.bury(prepared.move_to(*to.session));
-  if (to.group) {
+  if (has_responses) {
     entries_.bury(prepared.move_to(to.group->corpus));
     entries_.count(*to.group);
   }
   entries_.count(*to.session);
   entries_.forget_if_empty(*to.session);
+  entries_.forget_if_empty(*to.group);
   entries_.evict(to.tenant.get());
   return true;
 }
@@ -81,7 +86,6 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   if (settings_.arctic || !names.shared || turn.response().empty()) return 0;
   Request request;
   request.shared = true;
-  request.own_group = !names.group;
   const auto prompt = last_of(std::span(turn.tokens).first(turn.prompt_tail), kLearnedContext);
   request.begin(*drafter_, prompt);
   request.index.advance(prompt.size());

@@ -21,6 +21,7 @@ from tests.cache.streams import LARGEST, Pair, fibonacci
 TENANTS = (None, "t", "t", "u")
 SESSIONS = (None, "a", "a", "b", "c")
 GROUPS = (None, None, "g", "h")
+PARENTS = (None, None, None, "a", "b", "c", "d")
 OWNERS = (None, "t", "x", "y", "y")
 CHANCES = (0.0, 1.0, 1.0, 0.999, 0.999, 0.9, 0.4)
 ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the oracle is slow
@@ -81,11 +82,12 @@ class Fuzzer:
             "restore",
             "load",
             "remove",
+            "free",
             "evict",
             "reload",
             "publish",
         ]
-        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 1, 0.05, 0.1]
+        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 0.3, 1, 0.05, 0.1]
         for name in self.rng.choices(names, weights, k=operations):
             if name in ("extend", "propose", "step", "merge_drafts", "finish", "abort") and not self.texts:
                 name = "start"
@@ -125,7 +127,9 @@ class Fuzzer:
         scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
         ends = rng.choices(self.alphabet, k=rng.randrange(3))
         owners = (rng.choice(OWNERS), rng.choice(OWNERS))
-        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends, *owners)
+        self.pair.start(
+            f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends, *owners, rng.choice(PARENTS)
+        )
         self.texts[f"r{self.number}"] = prompt
 
     def extend(self) -> None:
@@ -194,9 +198,13 @@ class Fuzzer:
         if not self.turns:
             return
         turn = rng.choice(self.turns)
-        for change in rng.choices(("none", "session", "name", "owner", "hand-made", "cut"), [6, 2, 2, 2, 1, 1], k=2):
+        for change in rng.choices(
+            ("none", "session", "family", "name", "owner", "hand-made", "cut"), [6, 2, 1, 2, 2, 1, 1], k=2
+        ):
             if change == "session":
                 turn = replace(turn, session=rng.choice(SESSIONS), tenant=rng.choice(TENANTS))
+            elif change == "family":
+                turn = replace(turn, family=rng.choice(PARENTS))
             elif change == "name":
                 turn = replace(turn, writer=rng.choice(["", "w", "x"]), number=rng.randrange(40))
             elif change == "owner":
@@ -212,14 +220,19 @@ class Fuzzer:
 
     def load(self) -> None:
         rng = self.rng
-        names = ((rng.choice(["a", "b", "c"]), None), (None, rng.choice(["g", "h"])), (None, None))
-        self.pair.check_loaded(rng.choice(TENANTS), *rng.choices(names, [6, 3, 3])[0])
+        session, group = rng.choice(["a", "b", "c"]), rng.choice(["g", "h"])
+        names = ((session, None, None), (None, group, None), (None, None, session), (None, None, None))
+        self.pair.check_loaded(rng.choice(TENANTS), *rng.choices(names, [6, 3, 3, 3])[0])
 
     def remove(self) -> None:
         if self.rng.random() < 0.9:
             self.pair.remove_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))
         else:
             self.pair.forget_tenant(self.rng.choice(TENANTS))
+        self.pair.check_stats()
+
+    def free(self) -> None:
+        self.pair.free_session(self.rng.choice(TENANTS), self.rng.choice(["a", "b", "c"]))
         self.pair.check_stats()
 
     def evict(self) -> None:

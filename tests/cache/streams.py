@@ -52,9 +52,10 @@ class Pair:
         end_tokens: Sequence[int] = (),
         owner: str | None = None,
         tenant_owner: str | None = None,
+        parent: str | None = None,
     ) -> None:
         names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
-        names |= {"owner": owner, "tenant_owner": tenant_owner}
+        names |= {"owner": owner, "tenant_owner": tenant_owner, "parent": parent}
         self.core.start(request, prompt, **names, end_tokens=end_tokens)
         self.oracle.start(request, prompt, **names, end_tokens=end_tokens)
 
@@ -140,18 +141,28 @@ class Pair:
     def forget_tenant(self, tenant: str | None) -> None:
         assert self.core.forget_tenant(tenant) == self.oracle.forget_tenant(tenant)
 
-    def check_loaded(self, tenant: str | None, session: str | None = None, group: str | None = None) -> bool:
+    def check_loaded(
+        self,
+        tenant: str | None,
+        session: str | None = None,
+        group: str | None = None,
+        family: str | None = None,
+    ) -> bool:
         """Return whether a load is needed, and mark it as done."""
-        needed = self.core.needs_load(tenant, session, group=group)
-        assert needed == self.oracle.needs_load(tenant, session, group)
-        self.core.mark_loaded(tenant, session, group=group)
-        self.oracle.mark_loaded(tenant, session, group)
+        needed = self.core.needs_load(tenant, session, group=group, family=family)
+        assert needed == self.oracle.needs_load(tenant, session, group, family)
+        self.core.mark_loaded(tenant, session, group=group, family=family)
+        self.oracle.mark_loaded(tenant, session, group, family)
         return needed
 
     def publish(self, texts: list[list[int]]) -> None:
         self.published = texts
         self.core.publish(texts, max_bytes=1 << 30)
         self.oracle.publish(texts)
+
+    def free_session(self, tenant: str | None, session: str) -> None:
+        self.core.free_session(tenant, session)
+        self.oracle.free_session(tenant, session)
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self.core.remove_session(tenant, session)

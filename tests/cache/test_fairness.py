@@ -76,7 +76,7 @@ def test_a_neighbours_corpus_stays() -> None:
 
 
 def test_what_one_caller_uses_longest_ago_still_goes_first() -> None:
-    cache = SuffixCache(max_tokens=1500)
+    cache = SuffixCache(max_tokens=2700)
     for number in range(4):
         say(cache, QUIET[:500] + number, session=f"s{number}", scope="session", owner="a")
         assert cache.has_session(None, "s0") == (number < 3)
@@ -85,7 +85,7 @@ def test_what_one_caller_uses_longest_ago_still_goes_first() -> None:
 
 def test_a_caller_who_says_little_and_often_does_not_displace_one_of_the_same_size() -> None:
     """Where nobody holds much more than others, what was used longest ago goes, whosever it is."""
-    cache = SuffixCache(max_tokens=1500)
+    cache = SuffixCache(max_tokens=2700)
     for number in range(4):
         say(cache, QUIET[:500], session=f"s{number}", scope="session", owner=f"caller {number}")
     assert [cache.has_session(None, f"s{n}") for n in range(4)] == [False, True, True, True]

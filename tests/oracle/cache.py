@@ -42,7 +42,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class Request:
-    """Hold a running request. shared: it drafts from and adds to its tenant. own_group: the group is its session's."""
+    """Hold a running request. shared: it drafts from and adds to its tenant. own_group: its group is its own family."""
 
     session: Session | None
     group: Group | None
@@ -61,7 +61,7 @@ class Request:
         return DraftRequest([self.index, *entries, *shared], self.index.text, self.state, self.draft, self.learned)
 
     def source_of(self, candidate: Proposed) -> int:
-        """Return a candidate's source as users see it: a session's own group counts as the session."""
+        """Return a candidate's source as users see it: the family of a root counts as the session."""
         return 1 if self.own_group and candidate.source == 2 else candidate.source
 
     def entries(self) -> list[CacheEntry]:
@@ -98,12 +98,16 @@ class Oracle:
         end_tokens: Sequence[int] = (),
         owner: str | None = None,
         tenant_owner: str | None = None,
+        parent: str | None = None,
     ) -> None:
-        of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner)
+        of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner, parent)
         shared = scope == "tenant"
         teacher = of_tenant if shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
-        request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group=group is None)
+        own_group = of_group is not None and of_group.key[0] == "family" and of_group.key[2] == session
+        request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group)
+        if of_session:
+            of_session.final = False
         for entry in request.entries():
             entry.running += 1
         if of_tenant:
@@ -223,16 +227,18 @@ class Oracle:
         for entry in request.entries():
             entry.running -= 1
             self._held.forget_if_empty(entry)
+        if request.session:
+            self._held.free_if_final(request.session)
 
     def restore(self, stored: FinishedTurn, held_only: bool = False) -> None:
         shared = stored.scope == "tenant"
         names = (stored.session, stored.group, stored.tenant)
         if not held_only:
-            tenant, session, group = self._names(*names, stored.scope, stored.owner, None, stored=True)
+            tenant, session, group = self._names(*names, stored.scope, stored.owner, None, stored.family, stored=True)
         elif stored.scope == "none":
             return
         else:
-            tenant, session, group = self._held.find_held(*names, shared)
+            tenant, session, group = self._held.find_held(*names, shared, stored.family)
         tail = [self._as_held(token) for token in stored.prompt_tail.tolist()]
         response = stored.response.tolist()
         turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
@@ -252,12 +258,12 @@ class Oracle:
         """Learn how drafts of a turn would have fared, and keep nothing of it."""
         if self._policy.arctic or turn.scope != "tenant" or not len(turn.response):
             return 0
-        tenant, session, group = self._held.find_held(turn.session, turn.group, turn.tenant, True)
+        tenant, session, group = self._held.find_held(turn.session, turn.group, turn.tenant, True, turn.family)
         if tenant is None or tenant.corpus.holds(turn.record):
             return 0
         prompt = [self._as_held(token) for token in turn.prompt_tail.tolist()[-LEARNED_CONTEXT:]]
         learned = self._held.learned(tenant)
-        request = Request(session, group, tenant, learned, len(prompt), True, own_group=turn.group is None)
+        request = Request(session, group, tenant, learned, len(prompt), True, own_group=False)
         request.state.begin = len(prompt)
         self._drafter.start(request.index, prompt, 0, 0)
         left = turn.response.tolist()
@@ -271,12 +277,12 @@ class Oracle:
             self._held.forget_if_empty(entry)
         return len(turn.response)
 
-    def needs_load(self, tenant: str | None, session: str | None, group: str | None) -> bool:
-        entry = self._held.find(tenant, session, group)
+    def needs_load(self, tenant: str | None, session: str | None, group: str | None, family: str | None) -> bool:
+        entry = self._held.find(tenant, session, group, family)
         return entry is None or not entry.loaded
 
-    def mark_loaded(self, tenant: str | None, session: str | None, group: str | None) -> None:
-        entry = self._held.find(tenant, session, group)
+    def mark_loaded(self, tenant: str | None, session: str | None, group: str | None, family: str | None) -> None:
+        entry = self._held.find(tenant, session, group, family)
         if entry is not None:
             entry.loaded = True
 
@@ -302,6 +308,9 @@ class Oracle:
         for request in self._requests.values():
             if request.tenant and request.tenant.name == (tenant or ""):
                 request.draft = Draft()  # it may quote the session
+
+    def free_session(self, tenant: str | None, session: str) -> None:
+        self._held.free_session(tenant, session)
 
     def catch_up(self, budget: int) -> int:
         left = self._held.work(self._held.evict_tenants(budget))
@@ -341,6 +350,7 @@ class Oracle:
         scope: Scope,
         owner: str | None,
         tenant_owner: str | None,
+        family: str | None,
         stored: bool = False,
     ) -> tuple[Tenant | None, Session | None, Group | None]:
         """Return what a request of this scope drafts from and adds to."""
@@ -349,8 +359,9 @@ class Oracle:
         of_tenant = self._held.tenant(tenant, tenant_owner)
         if stored and of_tenant.owner != of_tenant.name:
             owner = of_tenant.owner
-        of_session = self._held.session(session, of_tenant, owner, stored) if session is not None else None
-        of_group = self._held.group(group, session, of_tenant, owner, stored) if scope == "tenant" else None
+        of_session = self._held.session(session, of_tenant, owner, stored, family) if session is not None else None
+        named = group if scope == "tenant" else None
+        of_group = self._held.group(named, session, of_tenant, owner, stored, family)
         return of_tenant, of_session, of_group
 
     def _advance(self, request: Request, budget: int) -> int:
@@ -434,14 +445,15 @@ class Oracle:
                 is_new = session.turns.append(turn)
                 wanted = is_new or turn.record != 0 or origin == "finished"
                 self._held.trim(session)
-        if tenant and shared and turn.response and wanted:
+        if turn.response and wanted:
             context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
             if group and not group.gone and not group.corpus.holds(turn.record):
                 group.corpus.add(key, turn.record, context, turn.response)
+                self._held.trim_family(group)
                 if origin != "followed":
                     self._held.touch(group)
-            if not tenant.corpus.holds(turn.record):
+            if tenant and shared and not tenant.corpus.holds(turn.record):
                 tenant.corpus.add(key, turn.record, context, turn.response)
                 if origin != "followed":
                     tenant.used = self._held.next_tick()

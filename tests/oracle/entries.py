@@ -16,6 +16,7 @@ from tests.oracle.session import Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
+GENERATIONS = 16  # of a family that are looked at to find its root
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
 ENTRY_WEIGHT = 64  # tokens that a session or group weighs beside its own
@@ -24,8 +25,8 @@ NO_LIMIT = Budget()
 
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
 
-Key = tuple[Literal["session", "group", "own group"], str, str]
-"""Kind, tenant, name. A session without a group has a group of its own, under the session's name."""
+Key = tuple[Literal["session", "group", "family"], str, str]
+"""Kind, tenant, name. A session without a group uses its family's, under the name of the family's root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class Session:
     running: int = 0
     gone: bool = False
     loaded: bool = False  # what the store holds of it was restored
+    family: str | None = None  # the session whose agent started this one, or an ancestor of that
+    final: bool = False  # its client has ended it: it goes when none of its requests run
 
     @property
     def index(self) -> SuffixIndex:
@@ -153,7 +156,7 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Hold responses to one problem: those of a tenant's sessions that name the group, or of one session alone."""
+    """Hold responses of a tenant's sessions that name the group, or of a family: a session and all that it started."""
 
     key: Key
     tenant: Tenant
@@ -161,7 +164,7 @@ class Group:
     owner: str = ""
     running: int = 0
     gone: bool = False
-    loaded: bool = False  # a named one: what the store holds of it was restored
+    loaded: bool = False  # what the store holds of it was restored
 
     @property
     def index(self) -> SuffixIndex:
@@ -232,23 +235,43 @@ class CacheEntries:
         tenant.owner = tenant.owner if owner is None else owner
         return tenant
 
-    def session(self, name: str, tenant: Tenant, owner: str | None, stored: bool) -> Session:
+    def session(self, name: str, tenant: Tenant, owner: str | None, stored: bool, family: str | None) -> Session:
         """Return a session, made if need be. owner: whom it counts for from now on; a stored turn's holds for new ones.
 
         None: whom it counted for before, at first the tenant.
         """
         session = self._entry(("session", tenant.name, name), Session, tenant, owner, stored)
         assert isinstance(session, Session)
+        root = self.root_of(name, tenant, family)
+        if root != name:
+            session.family = root
         return session
 
+    def root_of(self, session: str, tenant: Tenant, family: str | None) -> str:
+        """Return the root of a session's family. family: its parent or the root, if the caller knows one."""
+        root = self._above(session, tenant) or family or session
+        for _ in range(GENERATIONS):
+            root = self._above(root, tenant) or root
+        return root
+
+    def _above(self, name: str, tenant: Tenant) -> str | None:
+        session = self.held.get(("session", tenant.name, name))
+        return session.family if isinstance(session, Session) else None
+
     def group(
-        self, name: str | None, session: str | None, tenant: Tenant, owner: str | None, stored: bool
+        self,
+        name: str | None,
+        session: str | None,
+        tenant: Tenant,
+        owner: str | None,
+        stored: bool,
+        family: str | None,
     ) -> Group | None:
-        """Return a named group, or else a session's own, which holds its responses without what its prompts quote."""
+        """Return a named group, or else a session's family, which holds responses without what their prompts quote."""
         if name is not None:
             key: Key = ("group", tenant.name, name)
         elif session is not None:
-            key = ("own group", tenant.name, session)
+            key = ("family", tenant.name, self.root_of(session, tenant, family))
         else:
             return None
         group = self._entry(key, Group, tenant, owner, stored)
@@ -266,17 +289,21 @@ class CacheEntries:
         self.touch(entry)
         return entry
 
-    def find(self, tenant: str | None, session: str | None, group: str | None) -> CacheEntry | Tenant | None:
+    def find(
+        self, tenant: str | None, session: str | None, group: str | None, family: str | None
+    ) -> CacheEntry | Tenant | None:
         if session is not None:
             return self.held.get(("session", tenant or "", session))
         if group is not None:
             return self.held.get(("group", tenant or "", group))
+        if family is not None:
+            return self.held.get(("family", tenant or "", family))
         return self.tenants.get(tenant or "")
 
     def find_held(
-        self, session: str | None, group: str | None, tenant: str | None, shared: bool
+        self, session: str | None, group: str | None, tenant: str | None, shared: bool, family: str | None
     ) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return what is held of what a turn names, and mark nothing as used. A session's own group comes with it."""
+        """Return what is held of what a turn names, and mark nothing as used. Its family comes with a session."""
         of_tenant = self.tenants.get(tenant or "")
         if of_tenant is None:
             return None, None, None
@@ -285,9 +312,10 @@ class CacheEntries:
         of_group = None
         if shared and group is not None:
             of_group = self.held.get(("group", of_tenant.name, group))
-        elif shared and session is not None and of_session is not None:
-            of_group = self.held.get(("own group", of_tenant.name, session))
-            of_group = of_group or self.group(None, session, of_tenant, of_session.owner, stored=True)
+        elif session is not None:
+            of_group = self.held.get(("family", of_tenant.name, self.root_of(session, of_tenant, family)))
+            if of_group is None and of_session is not None:
+                of_group = self.group(None, session, of_tenant, of_session.owner, True, family)
         assert of_group is None or isinstance(of_group, Group)
         return of_tenant, of_session, of_group
 
@@ -323,6 +351,12 @@ class CacheEntries:
         if most and session.tokens > most:
             session.turns.trim(most // 2)
 
+    def trim_family(self, group: Group) -> None:
+        """Drop the oldest responses of a family that holds more than a session may."""
+        most = self.limits.session.tokens
+        while group.key[0] == "family" and most and group.tokens > most:
+            group.corpus.drop_oldest()
+
     def evict(self, tenant: Tenant | None) -> int:
         """Evict until the tenant and the process are within budget, at most EVICT_PER_CALL. Return how many."""
         done = 0
@@ -348,6 +382,22 @@ class CacheEntries:
                 corpus.sweep(EVERYTHING)
         for group in groups:
             self.forget_if_empty(group)
+
+    def free_session(self, tenant: str | None, name: str) -> None:
+        """Evict a session and its family if it is the root, when none of its requests run."""
+        session = self.held.get(("session", tenant or "", name))
+        if isinstance(session, Session):
+            session.final = True
+            self.free_if_final(session)
+
+    def free_if_final(self, session: Session) -> None:
+        if not session.final or session.gone or session.running:
+            return
+        _, tenant, name = session.key
+        family = self.held.get(("family", tenant, name))
+        if family is not None and not family.running:
+            self._drop(family)
+        self._drop(session)
 
     def evict_tenants(self, budget: int) -> int:
         """Evict what exceeds the tenants' own budgets. Return what is left of the budget."""
@@ -400,8 +450,8 @@ class CacheEntries:
                 if held.running == 0:
                     self._drop(held)
                     kind, of_tenant, name = held.key
-                    if kind == "own group" and ("session", of_tenant, name) in self.held:
-                        self.held["session", of_tenant, name].loaded = False  # it comes back with its session
+                    if kind == "family" and ("session", of_tenant, name) in self.held:
+                        self.held["session", of_tenant, name].loaded = False  # it comes back with its root
                     return True
         if shared:
             idlest = min(shared, key=lambda tenant: tenant.used)
