@@ -12,6 +12,7 @@ import pytest
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.server_ext.test_dashboard import selectors
 from tests.server_ext.test_metrics import Samples, of, read
 
 pytestmark = pytest.mark.engine
@@ -69,6 +70,14 @@ def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None
     accepted = of(samples, "vllm:spec_decode_num_accepted_tokens_total")
     assert of(samples, "agentspec_accepted_tokens_total") == pytest.approx(accepted, rel=0.05)
     assert not any(name.startswith("agentspec_") for name, _ in scrape(plain))
+
+
+def test_the_dashboard_asks_for_what_a_real_server_has(fast: ModelServer) -> None:
+    say(fast, 1)
+    time.sleep(1.1)
+    asked = {selector.name for selector in selectors()}
+    missing = asked - {name for name, _ in scrape(fast)}
+    assert len(asked) > 20 and missing <= {"agentspec_errors_total"}  # shown where there are errors
 
 
 def test_top_shows_a_real_server(fast: ModelServer) -> None:
