@@ -69,3 +69,15 @@ def test_the_runner_of_openai_agents_keeps_its_history_in_a_session(server: Fake
     said = run_example("openai_agents.py", server, tmp_path)
     assert said == "one\ntwo\n4 messages in session poet\n"
     assert {chat.headers["x-session-id"] for chat in server.chats} == {"poet"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pydantic_ai") is None, reason="pydantic-ai-slim is not installed")
+def test_pydantic_ai_needs_an_address_and_a_header(server: FakeServer, tmp_path: Path) -> None:
+    server.answers = [{"content": text, "reasoning": None} for text in ("one", "two")]
+    said = run_example("pydantic_ai_agent.py", server, tmp_path, "--session", "hares")
+    assert said == "one\ntwo\nsession hares: 3 tokens in the last turn\n"
+    assert [chat.headers["x-session-id"] for chat in server.chats] == ["hares", "hares"]
+    assert [message["content"] for message in server.chats[1].body["messages"]][-2:] == [
+        "one",
+        "Say it again, with a rhyme.",
+    ]
