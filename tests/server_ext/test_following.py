@@ -275,6 +275,43 @@ def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Star
     again.wait(lambda: again.drafts(text(300, 5)) == text(305, 4))
 
 
+# An erasure ends while the snapshot that still holds its session is renamed; then the process is killed.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentspec.cache import SuffixCache
+from tests.server_ext.test_following import Replica, text
+
+folder = Path(sys.argv[1])
+replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "trees")
+replica.say([1, 2, 3], text(100))
+replica.say([1, 2, 3], text(200), "kept")
+replica.persistence._writer.flush(20)
+save = SuffixCache.save
+
+def renamed_too_late(cache, path, **names):
+    save(cache, path, **names)
+    content = path.read_bytes()
+    replica.erase("s")
+    assert not path.exists()
+    path.write_bytes(content)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SuffixCache.save = renamed_too_late
+replica.engine._keeper.save()
+"""
+
+
+def test_a_kill_between_a_snapshots_renaming_and_its_check_brings_nothing_back(start: Start, tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    assert np.array(text(100), np.int32).tobytes() in (tmp_path / "trees").read_bytes()
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.drafts(text(100, 5)) == [] and again.drafts(text(100, 5), "s") == []
+    assert again.drafts(text(200, 5)) == text(205, 4)
+    assert not (tmp_path / "trees").exists()
+
+
 def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
