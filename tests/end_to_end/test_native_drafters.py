@@ -25,7 +25,8 @@ DRAFTERS = {
     "eagle3": {"method": "eagle3", "model": str(MODEL.with_name("eagle3")), "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
-WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}}})
+WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "verify_cost": 0.01}})
+"""Verification is declared cheap, so that the drafter drafts much, and wrong."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DRAFTERS, ()),
     **{f"{name} alone": ("--additional-config", WITHOUT_INDEX) for name in ("draft_model", "eagle3", "mtp")},
@@ -75,8 +76,9 @@ def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_
     before = drafted_without_errors(drafting)
     found = sample(drafting)
     counters = drafted_without_errors(drafting) - before
-    assert counters["drafted"] - counters["accepted"] > 20, "nothing was rejected, so nothing was tested"
-    assert counters["accepted"] > 20, "nothing was accepted, so nothing was tested"
+    least = 5 if WITHOUT_INDEX in drafting.options else 50
+    assert counters["drafted"] - counters["accepted"] > least, "nothing was rejected, so nothing was tested"
+    assert counters["accepted"] > least, "nothing was accepted, so nothing was tested"
     same = [deviation(one, other) < 4.5 for one, other in zip(found, plain_samples, strict=True)]
     assert same == [True] * POSITIONS
 
@@ -84,6 +86,8 @@ def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_
 def test_the_log_says_in_one_line_what_drafts(drafting: ModelServer) -> None:
     options = drafting.options
     method = json.loads(options[options.index("--speculative-config") + 1])["method"]
-    index = "" if WITHOUT_INDEX in options else "suffix index (session, group, tenant) + "
-    line = f"agentspec: {index}{method}, up to 128 tokens, price measured; shared by all callers"
+    drafters, price = f"suffix index (session, group, tenant) + {method}", "measured"
+    if WITHOUT_INDEX in options:
+        drafters, price = method, "0.01"
+    line = f"agentspec: {drafters}, up to 128 tokens, price {price}; shared by all callers"
     assert drafting.log.read_text().count(line) == 1

@@ -264,6 +264,50 @@ def test_tokens_without_probabilities_get_one_for_all() -> None:
     assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN], [UNKNOWN, 0.0]]
 
 
+@pytest.mark.usefixtures("one_rank")
+class TestProbabilities:
+    """vLLM's drafters choose the largest logit. Its probability says how sure they are."""
+
+    @staticmethod
+    def asked(tokens: int, *, at_once: bool = False, **options: bool) -> Any:
+        """Return a drafter's answer whose logits at row i and position k make token i + k + 1 likely."""
+        holder = Runner("eagle3")
+        native: Any = holder.drafter
+        native.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        native._greedy_sample = lambda hidden: hidden.argmax(dim=-1)
+        for name, value in options.items():
+            setattr(native, name, value)
+        drafter, forward = NativeDrafter(holder), holder.forward()
+        logits = torch.zeros(2, tokens, 8)
+        for i in range(2):
+            for k in range(tokens):
+                logits[i, k, i + k + 1] = 4.0 - k
+
+        def propose() -> torch.Tensor:
+            if at_once:
+                return native._greedy_sample(logits.reshape(2 * tokens, 8)).view(2, tokens)
+            return torch.stack([native._greedy_sample(logits[:, k]) for k in range(tokens)], dim=1)
+
+        forward.native = propose
+        answers = [drafter.bind(forward).launch([1], np.full((1, tokens), FREE, np.int64))() for _ in range(2)]
+        assert np.array_equal(answers[0].probabilities, answers[1].probabilities), "each step has its own"
+        return answers[0]
+
+    @pytest.mark.parametrize("at_once", [False, True])
+    def test_they_are_those_of_the_drafters_logits(self, at_once: bool) -> None:
+        answer = self.asked(3, at_once=at_once)
+        assert answer.tokens.tolist() == [[2, 3, 4]]
+        wanted = [np.exp(logit) / (np.exp(logit) + 7) for logit in (4, 3, 2)]
+        assert np.allclose(answer.probabilities, [wanted])
+        assert np.array_equal(answer.top_probabilities, answer.probabilities)
+
+    @pytest.mark.parametrize("option", ["use_local_argmax_reduction", "use_heterogeneous_vocab"])
+    def test_one_that_chooses_in_another_way_keeps_its_way(self, option: str) -> None:
+        answer = self.asked(2, **{option: True})
+        assert answer.tokens.tolist() == [[2, 3]]
+        assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN]]
+
+
 class TestTime:
     """vLLM asks some drafters before the sampled tokens are on the host; the suffix indexes need them."""
 

@@ -72,6 +72,7 @@ class AcceptanceCalibrator:
 
     def __init__(self) -> None:
         self._bins: dict[tuple[int, ...], list[float]] = {}  # counts of tokens accepted and seen
+        self._positions: dict[int, list[float]] = {}  # the same by position alone
         bias = [0.0] * (_POSITIONS + len(SOURCES))
         self._weights = {
             AGREED: [*bias, 0.0, 1.0, -0.5],
@@ -95,10 +96,11 @@ class AcceptanceCalibrator:
         return ScoredToken(token, probability, OWN, position, (model,), behind)
 
     def worth(self, tokens: int) -> list[float]:
-        """Return the expected tokens of a draft of 1, 2, … ``tokens`` of the model's own, without probabilities."""
+        """Return the expected tokens of a draft of 1, 2, … ``tokens`` of the model's own that it has yet to draft."""
         result, total, reached = [], 0.0, 1.0
         for position in range(tokens):
-            reached *= self.own(0, position, UNKNOWN).probability
+            accepted, seen = self._positions.get(position, (0.0, 0.0))
+            reached *= (accepted + _PRIOR * UNKNOWN) / (seen + _PRIOR)
             total += reached
             result.append(total)
         return result
@@ -127,11 +129,8 @@ class AcceptanceCalibrator:
         if scored.kind == OWN:
             key = _bin(scored.position, scored.evidence[0])
             for counted in (key, (*key, scored.category)):
-                counts = self._bins.setdefault(counted, [0.0, 0.0])
-                if counts[1] >= _MEMORY:
-                    counts[0], counts[1] = counts[0] / 2, counts[1] / 2
-                counts[0] += accepted
-                counts[1] += 1
+                _count(self._bins.setdefault(counted, [0.0, 0.0]), accepted)
+            _count(self._positions.setdefault(scored.position, [0.0, 0.0]), accepted)
             return
         weights, squares = self._weights[scored.kind], self._squares[scored.kind]
         error = float(accepted) - scored.probability
@@ -157,6 +156,14 @@ class AcceptanceCalibrator:
             odds += weight * value
         probability = 1.0 / (1.0 + math.exp(-max(-_LIMIT, min(_LIMIT, odds))))
         return ScoredToken(token, probability, kind, position, evidence, suffix.source)
+
+
+def _count(counts: list[float], accepted: bool) -> None:
+    """Add an observation to counts of tokens accepted and seen. Older ones fade."""
+    if counts[1] >= _MEMORY:
+        counts[0], counts[1] = counts[0] / 2, counts[1] / 2
+    counts[0] += accepted
+    counts[1] += 1
 
 
 def log_odds(probability: float) -> float:

@@ -56,6 +56,10 @@ class NativeDrafter(ModelDrafter):
         self._failed = 0
         native = runner.drafter
         native.num_speculative_tokens = tokens
+        self._probabilities: list[Any] = []
+        """of the tokens that the running draft has so far: a tensor for each pass"""
+        if self._tells_probabilities(native):
+            native._greedy_sample = self._greedy_sample
         # The rejection sampler takes drafts as they are, with or without suffix tokens: the likeliest serve best.
         native._enable_probabilistic_draft_probs = False
 
@@ -77,13 +81,16 @@ class NativeDrafter(ModelDrafter):
             tokens = self.choices[-1] if self.link is None else self.link.hear_number()
             self.run(forward, tokens)
 
-    def ask(self, forward: ForwardPass, tokens: int) -> list[list[int]]:
-        """Return up to ``tokens`` tokens for each row, or no rows. Call it on the rank whose drafts vLLM takes."""
+    def ask(self, forward: ForwardPass, tokens: int) -> tuple[list[list[int]], NDArray[np.float32] | None]:
+        """Return up to ``tokens`` tokens for each row, or no rows. Call it on the rank whose drafts vLLM takes.
+
+        The second part holds the drafter's probability of each token, [rows, tokens]; None: the drafter gives none.
+        """
         if self._failed >= _FAILURES:
-            return []
+            return [], None
         if not self._fits(forward):
             self._keep_ranks_going()
-            return []
+            return [], None
         try:
             with self._together():
                 if self.link is not None:
@@ -93,15 +100,15 @@ class NativeDrafter(ModelDrafter):
             self._failed += 1
             raise
         if drafted is None or isinstance(drafted, list):
-            return drafted or []
-        result: list[list[int]] = drafted.tolist()
-        return result
+            return drafted or [], None
+        return drafted.tolist(), self._probabilities_of(drafted)
 
     def run(self, forward: ForwardPass, tokens: int) -> Any:
         """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns."""
         if not tokens and not self._keeps_up:
             return None
         assert forward.native is not None
+        self._probabilities.clear()
         runner, scheduled = self._runner, forward.scheduler_output
         configured = scheduled.num_spec_tokens_to_schedule
         scheduled.num_spec_tokens_to_schedule = tokens
@@ -110,6 +117,29 @@ class NativeDrafter(ModelDrafter):
         finally:
             scheduled.num_spec_tokens_to_schedule = configured
             runner._draft_probs = runner._draft_prob_req_ids = None
+
+    def _tells_probabilities(self, native: Any) -> bool:
+        """Return whether the drafter chooses the largest of its own logits, over the target's vocabulary."""
+        other_way = ("use_local_argmax_reduction", "use_heterogeneous_vocab")
+        return hasattr(native, "_greedy_sample") and not any(getattr(native, name, False) for name in other_way)
+
+    def _greedy_sample(self, hidden_states: Any) -> Any:
+        """Choose the likeliest tokens, as vLLM's drafter does, and keep their probabilities."""
+        logits = self._runner.drafter.model.compute_logits(hidden_states)
+        highest, tokens = logits.max(dim=-1)
+        self._probabilities.append((highest - logits.logsumexp(dim=-1)).exp())
+        return tokens
+
+    def _probabilities_of(self, drafted: Any) -> NDArray[np.float32] | None:
+        """Return the probabilities of the tokens that were just drafted, [rows, tokens]; None where there are none."""
+        import torch
+
+        kept = self._probabilities
+        if not kept or sum(part.numel() for part in kept) != drafted.numel():
+            return None
+        together = kept[0] if len(kept) == 1 else torch.stack(kept, dim=1)
+        found: NDArray[np.float32] = together.view(drafted.shape).float().cpu().numpy()
+        return found
 
     def _fits(self, forward: ForwardPass) -> bool:
         """Return whether no row's draft would reach over the longest text of the drafter, in which it fails."""
@@ -159,8 +189,9 @@ class BoundNative(BoundModel):
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         """Draft ``proposals.shape[1]`` tokens for the whole batch, and return those of ``rows``."""
         self._asked = True
-        drafted = self._drafter.ask(self._forward, proposals.shape[1])
-        answer = as_model_draft([drafted[row] for row in rows] if drafted else [], proposals)
+        drafted, known = self._drafter.ask(self._forward, proposals.shape[1])
+        chosen = [drafted[row] for row in rows] if drafted else []
+        answer = as_model_draft(chosen, proposals, None if known is None else known[list(rows)])
         return lambda: answer
 
     def close(self) -> None:
@@ -168,13 +199,18 @@ class BoundNative(BoundModel):
             self._drafter.ask(self._forward, self.choices[0])
 
 
-def as_model_draft(drafted: Sequence[Sequence[int]], proposals: Int64) -> ModelDraft:
-    """Return drafts of vLLM's as a ModelDraft of the shape of ``proposals``. Probability 0 where a draft is shorter."""
+def as_model_draft(
+    drafted: Sequence[Sequence[int]], proposals: Int64, known: NDArray[np.float32] | None = None
+) -> ModelDraft:
+    """Return drafts of vLLM's as a ModelDraft of the shape of ``proposals``. Probability 0 where a draft is shorter.
+
+    known: the probability of each token; None: the drafter gives none, and one number stands for all.
+    """
     tokens: Int64 = np.zeros(proposals.shape, dtype=np.int64)
     probabilities: NDArray[np.float32] = np.zeros(proposals.shape, dtype=np.float32)
     for row, draft in enumerate(drafted):
         tokens[row, : len(draft)] = draft
-        probabilities[row, : len(draft)] = UNKNOWN
+        probabilities[row, : len(draft)] = UNKNOWN if known is None else known[row, : len(draft)]
     return ModelDraft(tokens, probabilities, tokens, probabilities)
 
 
