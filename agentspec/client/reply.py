@@ -46,7 +46,8 @@ class Speculation:
     steps: decode steps of the target model. drafts: steps that verified a draft.
     tokens: length of the reply.
     accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
-        "global", "public" (the operator's corpus) or "model" (a draft model).
+        "global", "public" (the operator's corpus), "sibling" (a request of the same group or session that runs at the
+        same time) or "model" (a draft model).
     detail: the decode steps of the reply, for a client with `speculation="detailed"`; otherwise empty.
     """
 

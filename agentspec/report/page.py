@@ -62,6 +62,7 @@ _MEANING = {
     "group": "in other answers to the same problem",
     "global": "in what other sessions said",
     "public": "in texts that the operator published",
+    "sibling": "in an answer to the same problem that was still being written",
     "model": "by a draft model",
 }
 

@@ -68,6 +68,8 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->begin(*drafter_, prompt);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
+  requests_[slot]->join();
+  if (requests_[slot]->group) entries_.count(*requests_[slot]->group);
   count(*requests_[slot]);
   return names.session ? entries_.root_of(names) : std::string();
 }
@@ -101,6 +103,8 @@ void Cache::abort(std::size_t slot) {
 void Cache::release(std::size_t slot) {
   const auto ended = std::move(requests_.at(slot));
   entries_.count_request(ended->counted, {});
+  ended->leave();
+  if (ended->group && !ended->group->gone) entries_.count(*ended->group);
   for (CacheEntry* entry : ended->entries()) {
     if (!entry) continue;
     --entry->running;
@@ -162,7 +166,9 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
     std::lock_guard lock(mutex_);
     sharing = entries_.remove_session(session, tenant);
     for (const auto& current : requests_) {  // their drafts may quote it
-      if (current && current->tenant && tenant && current->tenant->key == *tenant) current->draft.clear();
+      if (!current || !current->tenant || !tenant || current->tenant->key != *tenant) continue;
+      current->draft.clear();
+      current->forget_sibling();  // which may be a request of it
     }
   }
   for (const auto& group : sharing) {
@@ -318,6 +324,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
     }
     advance(current, budget);
+    if (!settings_.arctic) current.choose_sibling();
     drafter_->draft(current.for_drafter(public_.get()), sound ? draft_limit(max_draft[i]) : 0, cost);
     current.draft.open = sound;
     count(current);

@@ -23,13 +23,18 @@ inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documen
 inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
 inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
 
+struct Request;
+
 // Holds responses of several sessions of a tenant: of those that name the group, or of a family, which is a session and
 // all that it started. A session that started none is a family too.
 struct Group : CacheEntry {
   Corpus corpus;
+  std::vector<Request*> members;  // its running requests, oldest first
 
   std::size_t tokens() const override { return corpus.tokens(); }
-  std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
+  std::size_t bytes() const override {
+    return sizeof *this + corpus.bytes() + heap_bytes(members.capacity() * sizeof(Request*));
+  }
   std::size_t leaving() const override { return corpus.leaving(); }
   const SuffixIndex& index() const override { return corpus.index(); }
   bool has_work() const override { return corpus.has_work(); }

@@ -10,6 +10,16 @@ bool is_same(Token in_text, Token in_row) {
   return in_text == in_row || (in_text < kBoundary && in_text == placeholder_of(in_row));
 }
 
+// Lets no request draft from one whose text goes or changes.
+void forget_in_siblings(const Request& gone) {
+  for (Request* member : gone.group->members) {
+    if (member->sibling == &gone) member->forget_sibling();
+  }
+}
+
+// Returns whether siblings may draft from a request, and it from them: an erased session takes no part.
+bool takes_part(const Request& request) { return !request.session || !request.session->gone; }
+
 }  // namespace
 
 void Request::begin(const Drafter& drafter, std::span<const Token> prompt) {
@@ -34,6 +44,7 @@ bool Request::goes_on_in(std::span<const Token> row) const {
 }
 
 void Request::rewind(const Drafter& drafter, std::span<const Token> row) {
+  if (group) forget_in_siblings(*this);
   const auto text = index.text();
   const auto common = std::ranges::mismatch(text, row, is_same).in1;
   const std::vector<Token> kept(text.begin(), common);
@@ -84,6 +95,48 @@ Turn Request::turn(std::optional<std::size_t> output_limit) const {
   return turn;
 }
 
+void Request::join() {
+  if (group) group->members.push_back(this);
+}
+
+void Request::leave() {
+  if (!group || std::erase(group->members, this) == 0) return;
+  if (group->members.empty()) group->members = {};
+  forget_in_siblings(*this);
+}
+
+void Request::choose_sibling() {
+  Request* const before = sibling;
+  if (!group || group->members.size() < 2 || !takes_part(*this)) return;
+  sibling = nullptr;
+  Match& best = state.matches[kSibling];
+  Match match;
+  std::size_t asked = 0;
+  best.clear();
+  const auto ask = [&](Request* other) {
+    if (!takes_part(*other)) return;
+    other->index.look_up(index.text(), match);
+    ++asked;
+    if (match.length <= best.length) return;
+    best = match;
+    sibling = other;
+    state.versions[kSibling] = other->index.version();
+  };
+  if (before) ask(before);
+  for (Request* member : group->members) {
+    if (asked == kAskedSiblings) break;
+    if (member != this && member != before) ask(member);
+  }
+  if (sibling != before && state.resume.source == kSibling) state.resume.drop();
+}
+
+void Request::forget_sibling() {
+  sibling = nullptr;
+  state.matches[kSibling].clear();
+  state.versions[kSibling] = 0;
+  if (state.resume.source == kSibling) state.resume.drop();
+}
+
 Size Request::size() const {
   Size size;
   size.bytes = heap_bytes(sizeof *this) + index.bytes() + heap_bytes(state.ends.capacity() * sizeof(Token)) +
@@ -104,7 +157,8 @@ void Request::forget_public() {
 DraftRequest Request::for_drafter(const SuffixIndex* public_corpus) {
   const auto index_of = [](const CacheEntry* entry) { return entry && !entry->gone ? &entry->index() : nullptr; };
   const Sources sources{&index, index_of(session.get()), index_of(group.get()),
-                        shared ? &tenant->corpus.index() : nullptr, shared ? public_corpus : nullptr};
+                        shared ? &tenant->corpus.index() : nullptr, shared ? public_corpus : nullptr,
+                        sibling ? &sibling->index : nullptr};
   return {sources, index.text(), state, draft, *learned};
 }
 

@@ -21,6 +21,8 @@ struct Verified {
   BySource accepted{}, drafted{};
 };
 
+inline constexpr std::size_t kAskedSiblings = 8;  // running requests of a group that one of them looks into each step
+
 struct Request {
   std::shared_ptr<Session> session;
   std::shared_ptr<Group> group;
@@ -31,6 +33,7 @@ struct Request {
   bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
+  Request* sibling = nullptr;         // another running request of its group whose text it drafts from
   MatchState state;
   Draft draft;
   Size counted;                  // its part of the sums over all that is held
@@ -47,6 +50,13 @@ struct Request {
                 std::size_t num_verified);
   // Returns what it adds to its session, group and tenant when it ends.
   Turn turn(std::optional<std::size_t> output_limit) const;
+
+  // Joins its group's running requests, and leaves them.
+  void join();
+  void leave();
+  // Chooses the sibling whose text has the longest match of this one's end. Asks the present one and the oldest.
+  void choose_sibling();
+  void forget_sibling();
 
   Size size() const;
   void forget_public();

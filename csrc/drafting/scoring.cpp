@@ -13,8 +13,8 @@ constexpr std::uint32_t kWorthResuming = 4;  // match length from which on a pla
 constexpr std::size_t kResumeKind = AcceptanceTable::kResumeKind;
 static_assert(kResumeKind == kPublic && AcceptanceTable::kKinds == kSources + 1);
 
-// Returns the kind of a source's proposals: the source's number, or the last for the public corpus.
-constexpr std::size_t kind_of(std::size_t source) { return source == kPublic ? kSources : source; }
+// Returns the kind of a source's proposals: the source's number, or the next from the resume point's kind on.
+constexpr std::size_t kind_of(std::size_t source) { return source < kResumeKind ? source : source + 1; }
 
 struct Successor {
   Token token;

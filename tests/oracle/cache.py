@@ -15,7 +15,7 @@ from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
 from tests.oracle.entries import CacheEntries, CacheEntry, Group, Key, Limits, Session, Tenant, work_on
-from tests.oracle.index import OVERLAP, SuffixIndex
+from tests.oracle.index import OVERLAP, Match, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
 from tests.oracle.session import BLOCK, Context, Turn
@@ -24,7 +24,8 @@ WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
 LEARNED_CONTEXT = 512  # tokens in front of a turn by another process that is learned from
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
-PUBLIC = SOURCES.index("public")
+PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
+ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
 
 
@@ -52,13 +53,42 @@ class Request:
     shared: bool
     own_group: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
+    sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
     def for_drafter(self, public: SuffixIndex | None) -> DraftRequest:
         entries = [entry.index if entry and not entry.gone else None for entry in (self.session, self.group)]
         shared = [self.tenant.corpus.index, public] if self.tenant and self.shared else [None, None]
-        return DraftRequest([self.index, *entries, *shared], self.index.text, self.state, self.draft, self.learned)
+        sibling = self.sibling.index if self.sibling else None
+        sources = [self.index, *entries, *shared, sibling]
+        return DraftRequest(sources, self.index.text, self.state, self.draft, self.learned)
+
+    def choose_sibling(self, running: Sequence["Request"]) -> None:
+        """Choose the running request of its group whose text has the longest match of this one's end.
+
+        It asks the present one and the oldest. Requests of an erased session take no part.
+        """
+        before, self.sibling = self.sibling, None
+        members = [each for each in running if self.group and each.group is self.group and each.takes_part]
+        others = [each for each in members if each is not self] if self.takes_part else []
+        asked = [each for each in others if each is before] + [each for each in others if each is not before]
+        best = Match()
+        for other in asked[:ASKED_SIBLINGS]:
+            match = other.index.look_up(self.index.text)
+            if match.length > best.length:
+                best, self.sibling, self.state.versions[SIBLING] = match, other, other.index.version
+        self.state.matches[SIBLING] = best
+        if self.sibling is not before and self.state.resume and self.state.resume.source == SIBLING:
+            self.state.resume = None
+
+    @property
+    def takes_part(self) -> bool:
+        return self.session is None or not self.session.gone
+
+    def forget_sibling(self) -> None:
+        self.sibling = None
+        self.state.forget(SIBLING)
 
     def source_of(self, candidate: Proposed) -> int:
         """Return a candidate's source as users see it: the family of a root counts as the session."""
@@ -129,6 +159,7 @@ class Oracle:
         for request_id, free in zip(request_ids, max_draft, strict=True):
             request = self._requests[request_id]
             budget = self._advance(request, budget)
+            request.choose_sibling(list(self._requests.values()))
             self._draft(request, free, self._cost(cost), is_open=True)
             drafts.append(request.drafted())
         self._held.work(budget)
@@ -151,6 +182,7 @@ class Oracle:
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
             counts = self._take(request, fresh[: next(illegal, None)], verified)
             budget = self._advance(request, budget)
+            request.choose_sibling(list(self._requests.values()))
             sound = len(request.index) == len(text)  # if not, a draft would not continue the engine's text
             self._draft(request, free if sound else 0, self._cost(cost), is_open=sound)
             drafted = request.drafted()
@@ -222,6 +254,7 @@ class Oracle:
         self._slots[slot] = None
         self._free.append(slot)
         request = self._requests.pop(request_id)
+        self._forget_in_siblings(request)
         if request.tenant:
             request.tenant.running -= 1
         for entry in request.entries():
@@ -308,6 +341,7 @@ class Oracle:
         for request in self._requests.values():
             if request.tenant and request.tenant.name == (tenant or ""):
                 request.draft = Draft()  # it may quote the session
+                request.forget_sibling()
 
     def free_session(self, tenant: str | None, session: str) -> None:
         self._held.free_session(tenant, session)
@@ -393,12 +427,19 @@ class Oracle:
         row = [self._as_held(token) for token in row[: len(text)]]
         if len(row) == len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]:
             return
+        self._forget_in_siblings(request)
         kept = text[: common_prefix(text, row)]
         prompt = kept[: request.prompt_length]
         request.index.clear()
         request.draft, request.state = Draft(), MatchState(ends=request.state.ends)
         self._begin_text(request, prompt)
         request.index.append(kept[len(prompt) :])
+
+    def _forget_in_siblings(self, gone: Request) -> None:
+        """Let no request draft from one whose text goes or changes."""
+        for request in self._requests.values():
+            if request.sibling is gone:
+                request.forget_sibling()
 
     def _take(self, request: Request, tokens: list[int], num_verified: int) -> tuple[list[int], list[int]]:
         """Add verified tokens. Return by source how many draft tokens were accepted and verified."""

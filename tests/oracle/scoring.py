@@ -24,8 +24,8 @@ _MOST_MISSES = 4  # misses in a row that a resume point survives
 _WORTH_RESUMING = 4  # match length from which on a place is worth resuming
 
 
-RESUME = 4  # the resume point's kind; other proposals have their source as kind, or 5 for the public corpus
-KINDS = 6
+RESUME = 4  # the resume point's kind; other proposals have their source as kind, and from there on the next
+KINDS = 7
 LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
 
 # Prior log-odds: longer matches and more agreement are likelier to go on.
@@ -303,7 +303,7 @@ def _gather(
         if source is not None and match.positions and match.length >= policy.min_match:
             for rank, (token, winner, place) in enumerate(_successors(source, match)):
                 yield proposal(
-                    token, winner, place, match.length, len(match.positions), number + (number == RESUME), number, rank
+                    token, winner, place, match.length, len(match.positions), number + (number >= RESUME), number, rank
                 )
     if resume is not None and (source := sources[resume.source]) is not None:
         # Count each miss as one more occurrence with another successor.
