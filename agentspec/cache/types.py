@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SOURCES = ("request", "session", "group", "global", "public", "sibling", "model")
-"""Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same group
-or session that runs at the same time. "model": another drafter's token,
-merged by `SuffixCache.merge_drafts`."""
+"""Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same
+group or session that runs at the same time. "model": another drafter's token, merged by `SuffixCache.merge_drafts`."""
 
 MODEL = SOURCES.index("model")
 
