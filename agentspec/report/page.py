@@ -37,7 +37,8 @@ def render(run: Run, title: str = "What speculation did") -> str:
 def _summary(turn: Turn) -> str:
     parts = [_count(turn.tokens, "token")]
     if turn.tokens_per_step is not None:
-        parts[0] += f" in {_count(turn.steps, 'step')}"
+        counted = f", {turn.tokens - turn.without_steps:,} of them" if turn.without_steps else ""
+        parts[0] += f"{counted} in {_count(turn.steps, 'step')}"
         parts.append(f"{turn.tokens_per_step:.2f} tokens a step")
     if turn.acceptance is not None:
         parts.append(f"{turn.acceptance:.0%} of {_count(turn.drafted.total(), 'drafted token')} accepted")

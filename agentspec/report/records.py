@@ -28,10 +28,11 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """Hold one reply. Without figures of a server with the extension, `steps` is 0.
+    """Hold one reply, or the sums over several. Without figures of a server with the extension, `steps` is 0.
 
     seconds: duration of the call; None if it is not known. text: None in a record that holds no text. detail: its
-    steps, if the record has them.
+    steps, if the record has them. without_steps, without_seconds: tokens of replies, in a sum, of which these are not
+    known.
     """
 
     tokens: int = 0
@@ -41,16 +42,18 @@ class Turn:
     accepted: Counter[str] = field(default_factory=Counter)
     text: str | None = None
     detail: tuple[Step, ...] = ()
+    without_steps: int = 0
+    without_seconds: int = 0
 
     @property
     def tokens_per_step(self) -> float | None:
         """Return the mean tokens of a decode step; None if steps are not known."""
-        return self.tokens / self.steps if self.steps else None
+        return (self.tokens - self.without_steps) / self.steps if self.steps else None
 
     @property
     def speed(self) -> float | None:
         """Return the tokens per second of the call, prefill included; None if its duration is not known."""
-        return self.tokens / self.seconds if self.seconds else None
+        return (self.tokens - self.without_seconds) / self.seconds if self.seconds else None
 
     @property
     def acceptance(self) -> float | None:
@@ -93,7 +96,11 @@ def total(turns: Iterable[Turn]) -> Turn:
         result.steps += turn.steps
         result.drafted += turn.drafted
         result.accepted += turn.accepted
-        if turn.seconds is not None:
+        if not turn.steps:
+            result.without_steps += turn.tokens
+        if turn.seconds is None:
+            result.without_seconds += turn.tokens
+        else:
             result.seconds = (result.seconds or 0.0) + turn.seconds
     return result
 

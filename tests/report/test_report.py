@@ -55,6 +55,9 @@ def test_a_run_adds_up(record: Path) -> None:
     total = run.sessions[0].total
     assert (total.tokens, total.steps, total.tokens_per_step, total.speed) == (12, 6, 2.0, 12.0)
     assert total.acceptance == 0.6 and total.accepted == {"session": 4, "request": 2}
+    # The other 12 tokens came from a server that tells no steps.
+    assert (run.total.tokens, run.total.steps, run.total.tokens_per_step) == (24, 6, 2.0)
+    assert "24 tokens, 12 of them in 6 steps, 2.00 tokens a step" in render(run)
     plain = run.sessions[1].total
     assert (plain.tokens_per_step, plain.acceptance, plain.speed) == (None, None, 12.0)
 
