@@ -27,7 +27,7 @@ test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, and TRL as 
 test-drafters: $(VENV)/.built  ## vLLM's own drafters beside the suffix index, each on a server of its own
 	$(BIN)/python -m pytest -m drafters
 
-test-clients: $(VENV)/.built .clients/.ready  ## Codex, Claude Code and OpenCode from npm on a real server; skipped where there is no Node.js
+test-clients: $(VENV)/.built .clients/.ready  ## the examples, and Codex, Claude Code and OpenCode from npm (skipped without Node.js), on real servers
 	$(BIN)/python -m pytest -m clients
 
 fast-test: $(VENV)/.built  ## the tests that need no engine (about two minutes)

@@ -83,6 +83,26 @@ def test_tokens_a_second_are_vllms(top: Top, server: Server) -> None:
     assert row(top()[1], "tokens a second") == ["0.0", "42", "tokens"]
 
 
+def test_it_goes_on_while_the_server_is_away(
+    agentspec: Program, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_calls(monkeypatch, server)
+    monkeypatch.setenv("AGENTSPEC_API_KEY", ADA)
+    looks: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append("look")
+        if len(looks) == 2:
+            server.http.app.state.agentspec_engine = None  # type: ignore[attr-defined]
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentspec.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    status, printed = agentspec("top")
+    assert status == 0 and len(looks) == 3
+    assert "this engine does not draft with agentspec" in printed and "fix-42" in printed
+
+
 @pytest.mark.parametrize(("key", "message"), [(None, "AGENTSPEC_API_KEY"), ("wrong", "AGENTSPEC_API_KEY")])
 def test_a_missing_key_is_named(top: Top, key: str | None, message: str) -> None:
     status, printed = top(key=key)

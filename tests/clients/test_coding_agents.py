@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +134,13 @@ def test_a_child_agent_has_a_session_of_its_own(name: str, server: ModelServer) 
     )
     assert answer.status_code == 200 and SENTENCE in answer.text, answer.text
     assert sessions(server, KEYS["children"]).keys() & {*ids.values()} == {f"{name}-child"}
+
+
+def test_the_tool_agent_of_the_examples_runs_here_too(server: ModelServer, tmp_path: Path) -> None:
+    """It needs a server with a tool parser, which this one is."""
+    example = Path(__file__).parents[2] / "examples" / "agents" / "tool_agent.py"
+    environment = {**os.environ, "OPENAI_API_KEY": KEYS["children"]}
+    command = [sys.executable, str(example), "--base-url", server.base_url, "--model", "demo"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert ran.returncode == 0 and SENTENCE in ran.stdout and "stopped: done" in ran.stdout, ran.stdout + ran.stderr
+    assert "tool-agent" in sessions(server, KEYS["children"])
