@@ -109,6 +109,9 @@ class Native:
     def __init__(self) -> None:
         self.num_speculative_tokens = 0
         self.empty_runs = 0
+        self.use_local_argmax_reduction = self.use_heterogeneous_vocab = False
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden, get_top_tokens=lambda h: h.argmax(dim=-1))
+        self.vocab_mapping = SimpleNamespace(constrain_draft_logits=lambda x: x, map_draft_to_target_ids=lambda x: x)
 
     def dummy_run(self, num_tokens: int) -> None:
         self.empty_runs += num_tokens
@@ -155,7 +158,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_drafters, "tensor_parallel_group", lambda: None)
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    monkeypatch.setattr(Native, "propose", SpecDecodeBaseProposer.propose, raising=False)
+    for name in ("propose", "_greedy_sample"):
+        monkeypatch.setattr(Native, name, getattr(SpecDecodeBaseProposer, name), raising=False)
 
 
 def ask(drafter: NativeDrafter, forward: ForwardPass, rows: Sequence[int], tokens: int) -> list[list[int]]:
@@ -273,8 +277,6 @@ class TestProbabilities:
         """Return a drafter's answer whose logits at row i and position k make token i + k + 1 likely."""
         holder = Runner("eagle3")
         native: Any = holder.drafter
-        native.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
-        native._greedy_sample = lambda hidden: hidden.argmax(dim=-1)
         for name, value in options.items():
             setattr(native, name, value)
         drafter, forward = NativeDrafter(holder), holder.forward()
@@ -305,6 +307,12 @@ class TestProbabilities:
     def test_one_that_chooses_in_another_way_keeps_its_way(self, option: str) -> None:
         answer = self.asked(2, **{option: True})
         assert answer.tokens.tolist() == [[2, 3]]
+        assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN]]
+
+    def test_a_family_with_a_way_of_its_own_keeps_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Native, "_greedy_sample", lambda native, hidden: hidden.argmin(dim=-1))
+        answer = self.asked(2)
+        assert answer.tokens.tolist() == [[0, 0]]
         assert answer.probabilities.tolist() == [[UNKNOWN, UNKNOWN]]
 
 

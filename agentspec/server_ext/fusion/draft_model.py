@@ -33,8 +33,8 @@ class StepModel(Protocol):
     ``positions``: n, the most tokens it drafts. ``overlaps``: whether it runs in parallel to the host, so that
     launching it before the suffix index drafts saves time.
     ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
-    proposals. Another one drafts for the whole batch, and its own tokens only, without probabilities; these are then
-    the numbers of tokens that it can be asked for in this step, ascending. The time of the smallest cannot be saved.
+    proposals. Another one drafts for the whole batch, and its own tokens only; these are then the numbers of tokens
+    that it can be asked for in this step, ascending. The time of the smallest cannot be saved.
     """
 
     @property

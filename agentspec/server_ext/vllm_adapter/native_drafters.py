@@ -120,8 +120,11 @@ class NativeDrafter(ModelDrafter):
 
     def _tells_probabilities(self, native: Any) -> bool:
         """Return whether the drafter chooses the largest of its own logits, over the target's vocabulary."""
-        other_way = ("use_local_argmax_reduction", "use_heterogeneous_vocab")
-        return hasattr(native, "_greedy_sample") and not any(getattr(native, name, False) for name in other_way)
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+        if getattr(type(native), "_greedy_sample", None) is not SpecDecodeBaseProposer._greedy_sample:
+            return False
+        return not (native.use_local_argmax_reduction or getattr(native, "use_heterogeneous_vocab", False))
 
     def _greedy_sample(self, hidden_states: Any) -> Any:
         """Choose the likeliest tokens, as vLLM's drafter does, and keep their probabilities."""
