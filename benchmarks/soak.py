@@ -1,7 +1,7 @@
 """Load a real server with mixed traffic for a while, with store outages, and check that it keeps its promises.
 
     python benchmarks/soak.py --minutes 60 [--save]
-    python benchmarks/soak.py --minutes 10 --max-bytes 750000 --store-bytes 1000000   # reaches the limits as well
+    python benchmarks/soak.py --minutes 10 --max-bytes 1000000 --store-bytes 1000000   # reaches the limits as well
 
 The server has the demo's model, a small memory budget and a store with small limits; traffic is many times either. Half
 of the time the store is Redis, which is killed and restarted, half of the time an SQLite file, which another process

@@ -5,10 +5,12 @@ Each test decodes on the real cache while a real Redis fails.
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 from agentspec.cache.store import BackgroundWriter, NewEntry, Retention, decode, open_store
+from agentspec.errors import StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
 from tests.faults.serving import LOG, TENANT, Serving, SlowNetwork
 from tests.store.helpers import number_of, turn, wait_until
@@ -181,6 +183,7 @@ def test_a_node_of_a_cluster_frozen() -> None:
 
 @pytest.mark.parametrize("fault", ["frozen", "killed"])
 def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: str) -> None:
+    """Neither writing nor following."""
     with RedisClusterServers() as servers:
         store = open_store(servers.url)
         writer = BackgroundWriter(store)
@@ -194,6 +197,8 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
                 writer.put(log, turn("s", number))
         assert writer.flush(30)
         first.freeze() if fault == "frozen" else first.kill()
+        reader = open_store(servers.url)
+        ends = {log: store.newest(log) for log in others}
         slowest = 0.0
         for number in range(20, 60):
             begin = time.monotonic()
@@ -202,8 +207,17 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
             acknowledged = 20 * len(logs) + (number - 19) * len(others)
             wait_until(lambda count=acknowledged: writer.stats().persisted >= count)  # type: ignore[misc]
             slowest = max(slowest, time.monotonic() - begin)
+            time.sleep(0.1)  # in all longer than the Cluster takes to notice
         assert slowest < 5, slowest  # an attempt at the node, of which there is one a second and ever fewer
         assert writer.stats().state == "open"
+        followed: set[str] = set()
+        cursors = ends | {log: "" for log in logs if log not in others}
+        deadline = time.monotonic() + 20
+        while followed != set(others) and time.monotonic() < deadline:
+            with suppress(StoreUnavailableError):  # it may have subscribed at the node that is away
+                followed.update(reader.wait({log: at for log, at in cursors.items() if log not in followed}, 1.0))
+        assert followed == set(others)
+        reader.close()
         first.thaw() if fault == "frozen" else first.start()
         assert writer.flush(60)
         for log in logs:

@@ -116,7 +116,7 @@ class RedisStore:
         self._shards_checked = False
 
     def part(self, namespace: str) -> str:
-        return ",".join(sorted({self._client.part(shard.tag) for shard in self._shards(namespace)}))
+        return self._part(self._client, namespace)
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         shards, batch = self._shards(namespace), list(entries)
@@ -203,8 +203,8 @@ class RedisStore:
                     if now >= waiting.look_at:
                         waiting.quiet, waiting.look_at = {}, now + _LOOK_SECONDS
                     changed = sorted(name for name, at in cursors.items() if waiting.quiet.get(name) != at)
-                    ends = self._ends(self._watcher, changed)
-                    found = [name for name in changed if any(map(_is_before, lows[name], ends[name]))]
+                    ends = self._reachable_ends(changed)
+                    found = [name for name in ends if any(map(_is_before, lows[name], ends[name]))]
                     waiting.quiet |= {name: cursors[name] for name in set(changed).difference(found)}
                     left = deadline - time.monotonic()
                     if found or left <= 0:
@@ -298,6 +298,22 @@ class RedisStore:
         ends = iter([parsed(row[0][0]) if row else START for row in rows])
         return {namespace: [next(ends) for _ in range(self._shard_count)] for namespace in namespaces}
 
+    def _reachable_ends(self, namespaces: Sequence[str]) -> dict[str, list[Id]]:
+        """Return the newest ids of those logs whose node answers. Raise StoreUnavailableError if none does."""
+        parts: dict[str, list[str]] = {}
+        for namespace in namespaces:
+            parts.setdefault(self._part(self._watcher, namespace), []).append(namespace)
+        ends: dict[str, list[Id]] = {}
+        away = None
+        for names in parts.values():
+            try:
+                ends |= self._ends(self._watcher, names)
+            except StoreUnavailableError as error:
+                away = error
+        if away is not None and not ends:
+            raise away
+        return ends
+
     def _alone(self, namespace: str, place: int, read: Iterator[tuple[Id, Entry]]) -> Iterator[Entry]:
         """Yield the entries of one shard."""
         self._check_log(namespace)
@@ -320,6 +336,9 @@ class RedisStore:
                 yield replace(entry, sequence=self._cursor(place, number, lows))
 
         yield from merged() if newest is None else deque(merged(), newest)
+
+    def _part(self, client: RedisClient, namespace: str) -> str:
+        return ",".join(sorted({client.part(shard.tag) for shard in self._shards(namespace)}))
 
     def _check_log(self, namespace: str) -> None:
         """Raise StoreVersionError if an older release wrote the log, StoreError for another number of shards."""
