@@ -37,6 +37,7 @@ from agentspec.cache.tokens import (
 )
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
+    MAX_PREDICTION,
     SOURCES,
     Budget,
     CacheStats,
@@ -113,6 +114,7 @@ class SuffixCache:
         owner: str | None = None,
         tenant_owner: str | None = None,
         parent: str | None = None,
+        prediction: TokenIds = (),
     ) -> None:
         """Begin a request. prompt: int32 [P] or a sequence of int. Ids from vocab_size on, which models use as
         placeholders of images, are context like others and never drafted.
@@ -126,6 +128,8 @@ class SuffixCache:
         end_tokens: int32 [E], tokens that end the response; no draft goes on behind one (ArcticInference's rule
         ignores them). owner: whom session and group count for when memory is scarce, e.g. the caller; tenant_owner:
         whom the tenant does, e.g. the caller if it is one caller's. None: as before, at first the tenant itself.
+        prediction: what its response is expected to be like, at most MAX_PREDICTION tokens; this request alone drafts
+        from it, as source "prediction" (ArcticInference's rule ignores it).
         Raises InvalidTokenError, InvalidSessionError, InvalidInputError or DuplicateRequestError, and then changes
         nothing.
         """
@@ -134,7 +138,10 @@ class SuffixCache:
         check_ids(owner=owner, tenant_owner=tenant_owner)
         names = Names(session, group, tenant, scope, family=parent)
         ends = as_tokens(end_tokens, "end_tokens", MAX_VOCAB)
-        root = self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends)
+        expected = as_tokens(prediction, "prediction", self._vocab_size)
+        if len(expected) > MAX_PREDICTION:
+            raise InvalidInputError(f"prediction: {len(expected)} tokens; give at most {MAX_PREDICTION}")
+        root = self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends, expected)
         family = name_in(tenant, root) if root else None
         self._running.add(request_id, replace(names, family=None if family == session else family))
 

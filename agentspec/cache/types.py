@@ -10,9 +10,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-SOURCES = ("request", "session", "group", "global", "public", "sibling", "model")
+SOURCES = ("request", "session", "group", "global", "public", "sibling", "prediction", "model")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same
-group or session that runs at the same time. "model": another drafter's token, merged by `SuffixCache.merge_drafts`."""
+group or session that runs at the same time. "prediction": what the request's caller expects as its response. "model":
+another drafter's token, merged by `SuffixCache.merge_drafts`."""
+
+MAX_PREDICTION = 16_384
+"""Most tokens of a prediction."""
 
 MODEL = SOURCES.index("model")
 

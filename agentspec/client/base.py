@@ -44,7 +44,8 @@ class ClientBase(Generic[OpenAIT]):
         self._openai: OpenAIT = connection
         if record is not None and speculation:
             speculation = "detailed"
-        self._requests = RequestBuilder(model, session_tags, speculation, token_ids=tokenizer == "server")
+        host = str(connection.base_url.host)
+        self._requests = RequestBuilder(model, session_tags, speculation, token_ids=tokenizer == "server", host=host)
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)

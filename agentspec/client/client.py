@@ -227,7 +227,10 @@ class Session(SessionBase, Loops):
 
         response_format: a pydantic model (then `reply.parsed` is an instance) or the API's own format.
         options: any option of `chat.completions.create`, tools included, and `max_retries`, the OpenAI client's for
-        this call.
+        this call. prediction: a text that the answer is expected to be like, such as a file that is to be edited
+        (OpenAI's Predicted Outputs); only servers that take predictions get it, and `reply.usage` has what was accepted
+        and rejected. predict: "auto" predicts the session's last answer where the ones before were edits of each other;
+        off by default, because OpenAI bills rejected tokens.
 
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
         SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,

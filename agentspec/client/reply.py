@@ -47,7 +47,7 @@ class Speculation:
     tokens: length of the reply.
     accepted_by_source, drafted_by_source: the totals by the source of the token: "request", "session", "group",
         "global", "public" (the operator's corpus), "sibling" (a request of the same group or session that runs at the
-        same time) or "model" (a draft model).
+        same time), "prediction" (what the call predicted) or "model" (a draft model).
     detail: the decode steps of the reply, for a client with `speculation="detailed"`; otherwise empty.
     """
 

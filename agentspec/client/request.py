@@ -15,6 +15,7 @@ import openai
 
 from agentspec.client.conversation import Conversation
 from agentspec.client.messages import Content, as_messages
+from agentspec.client.predictions import as_prediction, check_predict, likely_answer
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.errors import ConfigurationError, InvalidInputError
@@ -34,7 +35,9 @@ TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
 
+_OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
+_OUR_OPTIONS = frozenset({"max_retries", "predict"})
 _REMEDIES = {
     "messages": "pass them as the first argument; a session adds its own history to them",
     "stream": "use stream(...)",
@@ -95,8 +98,11 @@ class Call:
         self.turn = conversation.turn([] if content is None else as_messages(content))
         self.response_format = response_format
         self.begin = time.monotonic()
-        self.options = {name: value for name, value in options.items() if name != "max_retries"}
+        self.options = {name: value for name, value in options.items() if name not in _OUR_OPTIONS}
+        self.predict = check_predict(options.get("predict"))
         self.max_retries: int | None = options.get("max_retries")
+        if "prediction" in options:
+            self.options["prediction"] = as_prediction(options["prediction"])
 
     @property
     def model_class(self) -> type[Any] | None:
@@ -109,13 +115,19 @@ class RequestBuilder:
 
     extension: whether the server has agentspec's extension. The answer to a probe is final. If the probe fails (no
     connection, 5xx), the client assumes no extension and probes again RETRY_AFTER_S seconds later. token_ids: whether
-    servers are asked for the token ids of prompts and answers, which vLLM has.
+    servers are asked for the token ids of prompts and answers, which vLLM has. host: the server's.
 
     Raises ConfigurationError for a setting that cannot work.
     """
 
     def __init__(
-        self, model: str, session_tags: SessionTags, speculation: Speculating, *, token_ids: bool = False
+        self,
+        model: str,
+        session_tags: SessionTags,
+        speculation: Speculating,
+        *,
+        token_ids: bool = False,
+        host: str = "",
     ) -> None:
         if not isinstance(model, str) or not model:
             raise ConfigurationError("model: the name of the served model is needed, as GET /v1/models lists it")
@@ -130,12 +142,19 @@ class RequestBuilder:
         self._session_tags = session_tags
         self._speculation = "summary" if speculation is True else speculation or None
         self._token_ids = token_ids
+        self._of_openai = host == _OPENAI_HOST
         self._ask_at = 0.0
+
+    @property
+    def takes_predictions(self) -> bool:
+        """Return whether the server takes predictions, as far as is known: one with the extension, or OpenAI's API."""
+        return self.extension or self._of_openai or NAMINGS[self._session_tags].predictions
 
     def needs_probe(self, call: Call) -> bool:
         """Return whether to probe the server for the extension before building this call."""
         tagged = call.session is not None or call.group is not None
-        matters = self._speculation is not None or (self._session_tags == "auto" and tagged)
+        predicts = call.predict or call.options.get("prediction") is not None
+        matters = self._speculation is not None or predicts or (self._session_tags == "auto" and tagged)
         return matters and time.monotonic() >= self._ask_at
 
     def needs_probe_of_sessions(self) -> bool:
@@ -198,6 +217,10 @@ class RequestBuilder:
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format
+        if call.predict and request.get("prediction") is None and self.takes_predictions:
+            request["prediction"] = as_prediction(likely_answer(messages))
+        if request.get("prediction") is None or not self.takes_predictions:
+            request.pop("prediction", None)
         naming = EXTENSION if self._session_tags == "auto" and self.extension else NAMINGS[self._session_tags]
         naming.tag(request, call.session, call.parent, call.group)
         if self.extension and self._speculation:

@@ -19,7 +19,8 @@ class SessionNaming:
     """Say where a request names its session, and the session that started it.
 
     header, parent_header: HTTP headers. body: field of the request's body. longest: most characters in this field;
-    a longer id is replaced by its hash. xargs: whether `vllm_xargs` names session, parent and group, too.
+    a longer id is replaced by its hash. xargs: whether `vllm_xargs` names session, parent and group, too. predictions:
+    whether the server takes `prediction`; others never see it.
     """
 
     header: str | None = None
@@ -27,6 +28,7 @@ class SessionNaming:
     body: str | None = None
     longest: int = 256
     xargs: bool = False
+    predictions: bool = False
 
     def tag(self, request: dict[str, Any], session: str | None, parent: str | None, group: str | None) -> None:
         """Name session, parent and group in a request, and keep what the caller named itself."""
@@ -58,12 +60,12 @@ NAMINGS: dict[str, SessionNaming] = {
     "sglang": SessionNaming("X-SMG-Routing-Key"),
     "dynamo": SessionNaming("X-Dynamo-Session-ID", "X-Dynamo-Parent-Session-ID"),
     "aibrix": SessionNaming("X-Session-ID"),
-    "openai": SessionNaming(body="prompt_cache_key", longest=64),
+    "openai": SessionNaming(body="prompt_cache_key", longest=64, predictions=True),
     "litellm": SessionNaming("x-litellm-session-id"),
 }
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
-EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True)
+EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
 """What "auto" becomes once the server is known to have the extension: the body has the ids unencoded, and the group."""
 
 

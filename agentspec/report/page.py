@@ -64,6 +64,7 @@ _MEANING = {
     "global": "in what other sessions said",
     "public": "in texts that the operator published",
     "sibling": "in an answer to the same problem that was still being written",
+    "prediction": "in what the caller expected as the answer",
     "model": "by a draft model",
 }
 

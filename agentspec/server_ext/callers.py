@@ -42,11 +42,12 @@ class Presented:
     """Hold what an HTTP request shows of its sender.
 
     headers: as ASGI gives them, names in lower case. verified: whether vLLM found its key among ``--api-key``; None:
-    vLLM checks no keys.
+    vLLM checks no keys. prediction: the tokens that it expects as its response.
     """
 
     headers: Sequence[tuple[bytes, bytes]]
     verified: bool | None = None
+    prediction: tuple[int, ...] = ()
 
     def all(self, name: str) -> list[str]:
         """Return all values of a header, in order."""

@@ -4,7 +4,8 @@
 ``GET /v1/agentspec/stats``           counters, sizes of the cache, state of the store; one object for each engine
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 
-A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Figures of a
+A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Chat
+completions take OpenAI's ``prediction`` (``predictions``). Figures of a
 request are told to its principal. ``AGENTSPEC_ADMIN_KEY``, a bearer key, sees those of all.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
+from agentspec.server_ext.predictions import PredictionMiddleware
 from agentspec.server_ext.prometheus import MetricsMiddleware
 from agentspec.server_ext.response_figures import FiguresMiddleware, figures_of
 from agentspec.server_ext.session_routes import router as session_router
@@ -46,6 +48,7 @@ class AgentSpecEndpoints:
         app.include_router(session_router)
         app.add_middleware(MetricsMiddleware)
         app.add_middleware(FiguresMiddleware)
+        app.add_middleware(PredictionMiddleware)
         app.add_middleware(CallerMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

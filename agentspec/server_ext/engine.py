@@ -354,6 +354,7 @@ class DraftingEngine:
                 end_tokens=new.end_tokens,
                 owner=identity.owner,
                 tenant_owner=identity.tenant_owner,
+                prediction=new.prediction,
             )
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._count_error("start", error)

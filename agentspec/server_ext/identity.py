@@ -34,9 +34,12 @@ IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
 DETAIL_KEY = "agentspec_detailed"
 """Key in ``extra_args`` of a request that asked for the sources of its tokens."""
+PREDICTION_KEY = "agentspec_prediction"
+"""Key in ``extra_args`` of the tokens that a request expects as its response (``predictions``)."""
 FIGURES_HEADER = "x-agentspec-figures"
 """Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
+_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY)  # which callers cannot set
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -105,7 +108,9 @@ class RequestTagger:
         session_id: from the body or vLLM's header; it overrides the one in ``extra_args``. adapter: the request's LoRA
         adapter.
         """
-        tagged = {key: value for key, value in (extra_args or {}).items() if key not in (IDENTITY_KEY, DETAIL_KEY)}
+        tagged = {key: value for key, value in (extra_args or {}).items() if key not in _OUR_KEYS}
+        if presented is not None and presented.prediction:
+            tagged[PREDICTION_KEY] = list(presented.prediction)
         if presented is not None and presented.all(FIGURES_HEADER)[:1] == ["detailed"]:
             tagged[DETAIL_KEY] = True
         if session_id is not None:

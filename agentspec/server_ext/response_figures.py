@@ -4,6 +4,9 @@
 the end of a stream: the object that ``GET /v1/agentspec/requests/{id}`` answers. Where there are no figures, because
 the engine is busy or does not draft, the response is passed on as it is. ``detailed`` adds the field ``detail``: each
 step's tokens as text, where they came from, and the drafted ones that were rejected.
+
+A request with a prediction is told in ``usage`` how many of its tokens were accepted and rejected, with or without the
+header.
 """
 
 from __future__ import annotations
@@ -101,19 +104,29 @@ class FiguresMiddleware:
         if (
             scope["type"] == "http"
             and scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
-            and FIGURES_HEADER in Headers(scope=scope)
+            and ((asked := FIGURES_HEADER in Headers(scope=scope)) or _predicts())
         ):
             engine = getattr(scope["app"].state, "agentspec_engine", None)
             if engine is not None and uses_agentspec(engine.vllm_config):
-                send = _Response(engine, send).pass_on
+                send = _Response(engine, send, asked).pass_on
         await self._app(scope, receive, send)
 
 
-class _Response:
-    """Pass a response on, with its request's figures."""
+def _predicts() -> bool:
+    sender = presented()
+    return sender is not None and bool(sender.prediction)
 
-    def __init__(self, engine: Any, send: Send) -> None:
+
+class _Response:
+    """Pass a response on, with its request's figures.
+
+    asked: whether the request asked for all of them, and not only for those of its prediction in `usage`.
+    """
+
+    def __init__(self, engine: Any, send: Send, asked: bool) -> None:
         self._engine = engine
+        self._asked = asked
+        self._predicts = _predicts()
         self._send = send
         self._start: Message | None = None
         self._kind = ""
@@ -142,7 +155,9 @@ class _Response:
         answer = _parsed(self._body)
         figures = await self._figures(answer)
         if figures is not None:
-            self._body = json.dumps({**answer, FIELD: figures}, ensure_ascii=False, separators=(",", ":")).encode()
+            self._add_usage(answer, figures)
+            shown = {**answer, FIELD: figures} if self._asked else answer
+            self._body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
         length = (b"content-length", str(len(self._body)).encode())
         start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
         await self._send(start)
@@ -152,7 +167,12 @@ class _Response:
         """Return a piece of a stream, with a chunk of figures before its end."""
         if self._first is None and body.startswith(b"data: {"):
             self._first = _parsed(body[len(b"data: ") :].partition(b"\n\n")[0])
-        if not body.endswith(_END_OF_STREAM):
+        if self._predicts and b'"choices":[]' in body and body.startswith(b"data: {") and body.endswith(b"}\n\n"):
+            last = _parsed(body[len(b"data: ") :])
+            if (figures := await self._figures(last)) is not None:
+                self._add_usage(last, figures)
+                return b"data: " + json.dumps(last, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        if not body.endswith(_END_OF_STREAM) or not self._asked:
             return body
         figures = await self._figures(self._first or {})
         if figures is None or self._first is None:
@@ -160,6 +180,18 @@ class _Response:
         kept = {key: self._first[key] for key in ("id", "object", "created", "model") if key in self._first}
         chunk = json.dumps({**kept, "choices": [], FIELD: figures}, ensure_ascii=False, separators=(",", ":"))
         return body.removesuffix(_END_OF_STREAM) + b"data: " + chunk.encode() + b"\n\n" + _END_OF_STREAM
+
+    def _add_usage(self, answer: dict[str, Any], figures: dict[str, Any]) -> None:
+        """Enter the accepted and the rejected tokens of a prediction as OpenAI's API does."""
+        usage = answer.get("usage")
+        if not self._predicts or not isinstance(usage, dict):
+            return
+        drafted, accepted = (figures[f"{what}_by_source"].get("prediction", 0) for what in ("drafted", "accepted"))
+        usage["completion_tokens_details"] = {
+            **(usage.get("completion_tokens_details") or {}),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
 
     async def _figures(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         request_id = answer.get("id")

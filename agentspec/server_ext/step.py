@@ -22,7 +22,7 @@ class NewRequest:
 
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
     id in the API's response, under which its figures are kept; None: the request id. detailed: whether it asked for the
-    sources of its tokens.
+    sources of its tokens. prediction: tokens that it expects as its response.
     """
 
     request_id: str
@@ -31,6 +31,7 @@ class NewRequest:
     end_tokens: Sequence[int] = ()
     api_id: str | None = None
     detailed: bool = False
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,8 @@ void Cache::count(Request& request) {
   if (std::exchange(request.learned_bytes, learned) != learned) entries_.count(*teacher);
 }
 
-std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends) {
+std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
+                         std::span<const Token> prediction) {
   std::lock_guard lock(mutex_);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
@@ -66,6 +67,7 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->learned = learned_of(*fresh);
   fresh->state.ends.assign(ends.begin(), ends.end());
   fresh->begin(*drafter_, prompt);
+  fresh->predict(*drafter_, prompt, prediction);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
   requests_[slot] = std::move(fresh);
   requests_[slot]->join();
@@ -239,8 +241,10 @@ std::size_t Cache::catch_up(WorkBudget budget) {
   entries_.evict_tenants(budget);
   entries_.work(budget);
   for (const auto& current : requests_) {
-    if (!current || current->index.pending() == 0) continue;
-    budget.run([&] { return current->index.pending() > 0; }, [&](std::size_t n) { return current->index.advance(n); });
+    if (!current || current->pending() == 0) continue;
+    for (SuffixIndex* index : {&current->prediction, &current->index}) {
+      budget.run([&] { return index->pending() > 0; }, [&](std::size_t n) { return index->advance(n); });
+    }
     count(*current);
   }
   worked_ += budget.spent();
@@ -272,9 +276,10 @@ Size Cache::recount() {
   return sum;
 }
 
-// Indexes pending positions of a request and its entries, and removes dropped ones.
+// Indexes pending positions of a request, its prediction first, and its entries, and removes dropped ones.
 void Cache::advance(Request& request, WorkBudget& budget) {
-  SuffixIndex& own = request.index;
+  SuffixIndex &own = request.index, &prediction = request.prediction;
+  budget.run([&] { return prediction.pending() > 0; }, [&](std::size_t most) { return prediction.advance(most); });
   if (own.pending() > 0) {
     own.advance(kOwnPerStep);
     budget.run([&] { return own.pending() > 0; }, [&](std::size_t most) { return own.advance(most); });

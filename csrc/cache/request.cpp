@@ -36,6 +36,12 @@ void Request::begin(const Drafter& drafter, std::span<const Token> prompt) {
   drafter.start(index, prompt, held_from, held_to);
 }
 
+void Request::predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected) {
+  if (expected.empty()) return;
+  prediction.append(last_of(prompt, drafter.kept_context()), false);
+  prediction.append(expected);
+}
+
 bool Request::goes_on_in(std::span<const Token> row) const {
   const auto text = index.text();
   if (row.size() < text.size()) return false;
@@ -139,11 +145,12 @@ void Request::forget_sibling() {
 
 Size Request::size() const {
   Size size;
-  size.bytes = heap_bytes(sizeof *this) + index.bytes() + heap_bytes(state.ends.capacity() * sizeof(Token)) +
+  size.bytes = heap_bytes(sizeof *this) + index.bytes() + prediction.bytes() +
+               heap_bytes(state.ends.capacity() * sizeof(Token)) +
                heap_bytes(draft.path.capacity() * sizeof(ScoredPosition)) +
                heap_bytes(draft.taken.capacity() * sizeof(Candidate));
   if (!session && !shared) size.bytes += learned->bytes();
-  size.pending = index.pending();
+  size.pending = pending();
   return size;
 }
 
@@ -158,7 +165,7 @@ DraftRequest Request::for_drafter(const SuffixIndex* public_corpus) {
   const auto index_of = [](const CacheEntry* entry) { return entry && !entry->gone ? &entry->index() : nullptr; };
   const Sources sources{&index, index_of(session.get()), index_of(group.get()),
                         shared ? &tenant->corpus.index() : nullptr, shared ? public_corpus : nullptr,
-                        sibling ? &sibling->index : nullptr};
+                        sibling ? &sibling->index : nullptr, prediction.size() > 0 ? &prediction : nullptr};
   return {sources, index.text(), state, draft, *learned};
 }
 

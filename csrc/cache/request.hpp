@@ -29,6 +29,7 @@ struct Request {
   std::shared_ptr<Tenant> tenant;
   std::shared_ptr<Learned> learned;
   SuffixIndex index;       // the whole text; only what the session does not hold is findable
+  SuffixIndex prediction;  // what the caller expects as the response, behind the end of the prompt; mostly empty
   bool shared = false;     // it drafts from its tenant's responses and adds its own
   bool own_group = false;  // its group is the family whose root its session is
   std::size_t prompt_length = 0;
@@ -41,6 +42,8 @@ struct Request {
 
   // Puts the prompt into the empty index.
   void begin(const Drafter& drafter, std::span<const Token> prompt);
+  // Lets it draft from what the caller expects as its response. `prompt`: what that follows.
+  void predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected);
   // Returns whether the engine's row begins with the text. Looks at the last tokens only: no step adds more of them.
   bool goes_on_in(std::span<const Token> row) const;
   // Cuts the text to what the engine's row still begins with: the engine took back the rest.
@@ -59,6 +62,7 @@ struct Request {
   void forget_sibling();
 
   Size size() const;
+  std::size_t pending() const { return index.pending() + prediction.pending(); }
   void forget_public();
   // Returns the entries that it drafts from and adds to; null where there is none.
   std::array<CacheEntry*, 3> entries() const { return {session.get(), group.get(), tenant.get()}; }

@@ -16,7 +16,7 @@ namespace agentspec {
 class AcceptanceTable {
  public:
   using Cell = std::uint32_t;
-  static constexpr std::size_t kKinds = 7;       // kinds of proposals: one for each source, and the resume point's
+  static constexpr std::size_t kKinds = 8;       // kinds of proposals: one for each source, and the resume point's
   static constexpr std::size_t kResumeKind = 4;  // the sources behind it have the next ones
 
   AcceptanceTable(double prior_weight, double memory);
@@ -50,7 +50,7 @@ class AcceptanceTable {
 
  private:
   static constexpr std::size_t kCells = 6;   // in a row: ranks times depths
-  static constexpr std::size_t kRows = 756;  // kinds times lengths times shapes
+  static constexpr std::size_t kRows = 864;  // kinds times lengths times shapes
 
   struct Tally {
     double hits, total;

@@ -16,7 +16,7 @@ namespace agentspec {
 
 // Where a drafted token comes from, in the order of SOURCES in agentspec/cache/types.py: an index, or another drafter.
 // kSibling is the text of another running request of the group.
-enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kPublic, kSibling, kModel };
+enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kPublic, kSibling, kPrediction, kModel };
 
 inline constexpr std::size_t kSources = kModel;  // number of indexes that a request drafts from
 inline constexpr std::size_t kMaxDraft = 128;    // tokens: the engine verifies no more

@@ -115,6 +115,14 @@ class Fuzzer:
         draft = self.drafts.pop(request, [])
         return draft[: self.rng.randrange(len(draft) + 1)] + self.sayable(self.fresh()[: self.rng.randrange(1, 5)])
 
+    def prediction(self) -> list[int]:
+        """Mostly none, and else a text that was said, changed a little."""
+        if self.rng.random() < 0.7:
+            return []
+        said = self.sayable(self.rng.choice(self.said))
+        at = self.rng.randrange(len(said) + 1)
+        return said[:at] + self.sayable(self.fresh()) + said[at + self.rng.randrange(3) :]
+
     def sayable(self, tokens: list[int]) -> list[int]:
         return [token % self.vocab_size for token in tokens]
 
@@ -127,9 +135,8 @@ class Fuzzer:
         scope = rng.choice(SCOPES) if rng.random() < 0.3 else "tenant"
         ends = rng.choices(self.alphabet, k=rng.randrange(3))
         owners = (rng.choice(OWNERS), rng.choice(OWNERS))
-        self.pair.start(
-            f"r{self.number}", prompt, names[0], names[2], names[1], scope, ends, *owners, rng.choice(PARENTS)
-        )
+        more = (scope, ends, *owners, rng.choice(PARENTS), self.prediction())
+        self.pair.start(f"r{self.number}", prompt, names[0], names[2], names[1], *more)
         self.texts[f"r{self.number}"] = prompt
 
     def extend(self) -> None:

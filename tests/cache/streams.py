@@ -53,11 +53,13 @@ class Pair:
         owner: str | None = None,
         tenant_owner: str | None = None,
         parent: str | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         names: dict[str, Any] = {"session": session, "group": group, "tenant": tenant, "scope": scope}
         names |= {"owner": owner, "tenant_owner": tenant_owner, "parent": parent}
-        self.core.start(request, prompt, **names, end_tokens=end_tokens)
-        self.oracle.start(request, prompt, **names, end_tokens=end_tokens)
+        names |= {"end_tokens": end_tokens, "prediction": prediction}
+        self.core.start(request, prompt, **names)
+        self.oracle.start(request, prompt, **names)
 
     def extend(self, request: str, new: Sequence[int]) -> None:
         self.core.extend(request, new)

@@ -29,7 +29,7 @@ def test_the_next_step_drafts_what_a_sibling_has_just_said() -> None:
     assert step.lists() == [[], ANSWER[1:4]] and step.sources.tolist() == [5, 5, 5]
     texts[1, 5:9] = ANSWER[1:5]
     step = cache.step(["a", "b"], texts, [0, 1], [44, 9], limits, [0, 3])
-    assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0]
+    assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class FakeServer:
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
     token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for those who ask
+    prediction_usage: tuple[int, int] | None = None  # accepted and rejected tokens
     finish_reason: str | None = None
     erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202 behind them
     broken_stream: bool = False
@@ -203,6 +204,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = self.state.answer()
+        if body.get("prediction") and self.state.prediction_usage is not None:
+            accepted, rejected = self.state.prediction_usage
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+            answer["usage"]["completion_tokens_details"] = details
         if body.get("return_token_ids") and self.state.token_ids is not None:
             answer["prompt_token_ids"], answer["choices"][0]["token_ids"] = self.state.token_ids
         if self.state.extension and self.state.counts is not None and "X-Agentspec-Figures" in self.headers:

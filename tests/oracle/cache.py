@@ -54,6 +54,7 @@ class Request:
     own_group: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
     sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
+    prediction: SuffixIndex = field(default_factory=SuffixIndex)  # what is expected, behind the end of the prompt
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
 
@@ -61,7 +62,8 @@ class Request:
         entries = [entry.index if entry and not entry.gone else None for entry in (self.session, self.group)]
         shared = [self.tenant.corpus.index, public] if self.tenant and self.shared else [None, None]
         sibling = self.sibling.index if self.sibling else None
-        sources = [self.index, *entries, *shared, sibling]
+        prediction = self.prediction if len(self.prediction) else None
+        sources = [self.index, *entries, *shared, sibling, prediction]
         return DraftRequest(sources, self.index.text, self.state, self.draft, self.learned)
 
     def choose_sibling(self, running: Sequence["Request"]) -> None:
@@ -129,6 +131,7 @@ class Oracle:
         owner: str | None = None,
         tenant_owner: str | None = None,
         parent: str | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner, parent)
         shared = scope == "tenant"
@@ -143,7 +146,11 @@ class Oracle:
         if of_tenant:
             of_tenant.running += 1
         request.state.ends = frozenset(end_tokens)
-        self._begin_text(request, [self._as_held(token) for token in prompt])
+        held = [self._as_held(token) for token in prompt]
+        self._begin_text(request, held)
+        if prediction:
+            request.prediction.append(held[max(len(held) - self._drafter.kept_context, 0) :], findable=False)
+            request.prediction.append(list(prediction))
         self._requests[request_id] = request
         if not self._free:
             self._free.append(len(self._slots))
@@ -350,6 +357,7 @@ class Oracle:
         left = self._held.work(self._held.evict_tenants(budget))
         for request_id in self._slots:
             if request_id is not None:
+                left -= self._requests[request_id].prediction.advance(left)
                 left -= self._requests[request_id].index.advance(left)
         return budget - left
 
@@ -364,7 +372,10 @@ class Oracle:
         self._held.reload()
 
     def stats(self) -> dict[str, int]:
-        indexes = self._held.indexes() + [request.index for request in self._requests.values()]
+        requests = self._requests.values()
+        indexes = self._held.indexes() + [
+            index for request in requests for index in (request.index, request.prediction)
+        ]
         return {
             "tokens": self._held.size(None),
             "sessions": sum(isinstance(held, Session) and held.tokens > 0 for held in self._held.held.values()),
@@ -400,6 +411,7 @@ class Oracle:
 
     def _advance(self, request: Request, budget: int) -> int:
         """Index and sweep what the request drafts from. Return what is left of the budget."""
+        budget -= request.prediction.advance(budget)
         request.index.advance(OWN_PER_STEP)
         budget -= request.index.advance(budget)
         for entry in request.entries():

@@ -25,7 +25,7 @@ _WORTH_RESUMING = 4  # match length from which on a place is worth resuming
 
 
 RESUME = 4  # the resume point's kind; other proposals have their source as kind, and from there on the next
-KINDS = 7
+KINDS = 8
 LENGTH_BOUNDS = (1, 2, 3, 4, 6, 9, 15, 31)
 
 # Prior log-odds: longer matches and more agreement are likelier to go on.

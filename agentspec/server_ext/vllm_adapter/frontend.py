@@ -6,8 +6,10 @@ vLLM's ``session_id`` does not get past the engine core, nor headers and API key
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from agentspec.server_ext.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
@@ -90,6 +92,16 @@ def drafting_engine(request: Any) -> Any:
 def presented() -> Presented | None:
     """Return what the HTTP request that is being handled shows of its sender; None outside of HTTP."""
     return _presented.get()
+
+
+@contextmanager
+def predicting(tokens: Sequence[int]) -> Iterator[None]:
+    """Give the request that is being handled inside the tokens that it expects as its response."""
+    before = _presented.set(replace(_presented.get() or Presented(()), prediction=tuple(tokens)))
+    try:
+        yield
+    finally:
+        _presented.reset(before)
 
 
 def tagger_of(engine_client: Any) -> RequestTagger:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.server_ext.identity import DETAIL_KEY, identify
+from agentspec.server_ext.identity import DETAIL_KEY, PREDICTION_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
@@ -167,7 +167,8 @@ class StepReader:
                 # The engine's array holds the prompt, too; converting the list would take 10 ms for 100,000 tokens.
                 prompt = step.tokens[row, : len(state.prompt_token_ids)]
                 detailed = bool(extra and extra.get(DETAIL_KEY))
-                started.append(NewRequest(request_id, prompt, identity, ends, api_id, detailed))
+                prediction = (extra or {}).get(PREDICTION_KEY, ())
+                started.append(NewRequest(request_id, prompt, identity, ends, api_id, detailed, prediction))
         return started
 
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:

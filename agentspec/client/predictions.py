@@ -1,0 +1,68 @@
+"""Predict answers, with a text that the caller gives or, where a session's answers are edits, with its last answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from agentspec.errors import InvalidInputError
+
+_LEAST_TEXT = 200  # characters: nothing shorter is worth a prediction
+_LEAST_PART = 0.5  # of the earlier edits' tokens that were in the answer before
+_PAIRS = 2  # latest edits that are looked at
+_LONGEST = 2_000  # tokens of an answer that are looked at
+
+
+def as_prediction(given: object) -> object:
+    """Return a prediction, a text, in the API's form; None and this form stay as they are. Raises InvalidInputError."""
+    if isinstance(given, str):
+        return {"type": "content", "content": given}
+    if given is None or isinstance(given, Mapping):
+        return given
+    raise InvalidInputError(f"prediction: a text or the API's own form is needed, not {type(given).__name__}")
+
+
+def check_predict(given: object) -> bool:
+    """Return whether answers are to be predicted. Raises InvalidInputError for anything but "auto", "off" and None."""
+    if given not in ("auto", "off", None):
+        raise InvalidInputError(f"predict: 'auto' or 'off' is needed, not {given!r}")
+    return given == "auto"
+
+
+def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the last answer, if the next one will probably be an edit of it: if the ones before were such edits.
+
+    messages: the history and what is to be sent. Rejected tokens cost money on some servers, so without a former edit
+    there is no prediction.
+    """
+    answers = [message.get("content") for message in messages if message["role"] == "assistant"]
+    texts = [text for text in answers if isinstance(text, str)][-_PAIRS - 1 :]
+    if len(texts) < 2 or len(texts[-1]) < _LEAST_TEXT:
+        return None
+    parts = [kept_part(before, after) for before, after in pairwise(texts)]
+    return texts[-1] if sum(parts) / len(parts) >= _LEAST_PART else None
+
+
+def kept_part(before: str, after: str) -> float:
+    """Return which part of the longer text a server would accept of a prediction, when one text predicts the other."""
+    from agentspec.cache import SOURCES, SuffixCache  # imported here: most clients predict nothing
+    from agentspec.client.forecast import approximate_tokens
+
+    predicted, left = (approximate_tokens(text)[:_LONGEST] for text in (before, after))
+    longer = max(len(predicted), len(left))
+    cache = SuffixCache()
+    cache.start("edit", [], scope="none", prediction=predicted)
+    cache.catch_up()
+    source, accepted = SOURCES.index("prediction"), 0
+    while left:
+        (draft,) = cache.propose(["edit"], len(left))
+        right = 0
+        for token, expected, origin in zip(draft.token_ids.tolist(), left, draft.sources.tolist(), strict=False):
+            if token != expected:
+                break
+            right += 1
+            accepted += origin == source
+        cache.extend("edit", left[: right + 1])
+        left = left[right + 1 :]
+    return accepted / longer if longer else 0.0

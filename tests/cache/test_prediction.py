@@ -1,0 +1,85 @@
+"""What a request's caller expects as its response: a source of this request alone, bounded and counted."""
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.types import MAX_PREDICTION
+from agentspec.errors import InvalidInputError, InvalidTokenError
+
+PROMPT = [1, 2, 3, 4, 5]
+EXPECTED = list(range(100, 400))
+
+
+def steps_for(cache: SuffixCache, response: list[int], prediction: list[int]) -> tuple[int, int, set[str]]:
+    """The steps of a response that is verified greedily, how many tokens were rejected, and the drafts' sources."""
+    cache.start("r", PROMPT, prediction=prediction)
+    cache.catch_up()
+    left, steps, rejected, sources = list(response), 0, 0, set()
+    while left:
+        (draft,) = cache.propose(["r"], 32)
+        tokens = draft.token_ids.tolist()
+        right = next(
+            (i for i, (a, b) in enumerate(zip(tokens, left, strict=False)) if a != b), min(len(tokens), len(left))
+        )
+        sources |= {draft.source} if tokens else set()
+        rejected += len(tokens) - right
+        cache.extend("r", left[: right + 1])
+        left, steps = left[right + 1 :], steps + 1
+    cache.abort("r")
+    return steps, rejected, sources
+
+
+def test_an_edited_prediction_takes_few_steps_and_serves_from_the_first_token() -> None:
+    edited = [*EXPECTED[:120], 7, 8, *EXPECTED[125:]]
+    without, _, _ = steps_for(SuffixCache(), edited, [])
+    steps, rejected, sources = steps_for(SuffixCache(), edited, EXPECTED)
+    assert without > 250 and steps < without / 6 and sources == {"prediction"}
+    assert rejected < 60
+    cache = SuffixCache()
+    cache.start("r", PROMPT, prediction=EXPECTED)
+    cache.catch_up()
+    (draft,) = cache.propose(["r"], 8)
+    assert draft.token_ids.tolist()[:3] == EXPECTED[:3], "behind the end of the prompt"
+
+
+@pytest.mark.parametrize("scope", ["tenant", "session", "none"])
+def test_it_serves_its_request_alone(scope: str) -> None:
+    cache = SuffixCache()
+    names = {"session": "s", "group": "g", "tenant": "t", "scope": scope}
+    cache.start("r", PROMPT, prediction=EXPECTED, **names)  # type: ignore[arg-type]
+    cache.catch_up()
+    assert cache.propose(["r"], 8)[0].source == "prediction"
+    cache.start("sibling", [*PROMPT, *EXPECTED[:9]], **names)  # type: ignore[arg-type]
+    cache.catch_up()
+    assert not len(cache.propose(["sibling"], 8)[0].token_ids)
+    cache.abort("sibling")
+    cache.extend("r", [7])
+    cache.finish("r")
+    cache.start("next", [*PROMPT, *EXPECTED[:9]], **names)  # type: ignore[arg-type]
+    cache.catch_up()
+    assert not len(cache.propose(["next"], 8)[0].token_ids), "nothing of it is kept"
+
+
+def test_its_memory_counts_and_is_given_back() -> None:
+    cache = SuffixCache()
+    before = cache.stats().bytes
+    prediction = np.arange(MAX_PREDICTION, dtype=np.int32)
+    for i in range(10):
+        cache.start(f"r{i}", PROMPT, prediction=prediction)
+    cache.catch_up()
+    per_token = (cache.stats().bytes - before) / 10 / MAX_PREDICTION
+    assert 4 < per_token < 40
+    for i in range(10):
+        cache.abort(f"r{i}")
+    cache.catch_up()
+    assert cache.stats().bytes < before + 100_000
+
+
+def test_wrong_ones_are_refused_by_name_and_change_nothing() -> None:
+    cache = SuffixCache(vocab_size=1000)
+    with pytest.raises(InvalidInputError, match="prediction: 16385 tokens"):
+        cache.start("r", PROMPT, prediction=[1] * (MAX_PREDICTION + 1))
+    with pytest.raises(InvalidTokenError, match=r"prediction\[1\]"):
+        cache.start("r", PROMPT, prediction=[1, 1000])
+    cache.start("r", PROMPT)

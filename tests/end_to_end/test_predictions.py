@@ -1,0 +1,44 @@
+"""A predicted edit takes a third of the steps and changes no token."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from agentspec import AgentClient, Reply
+from agentspec.testing.server import ModelServer
+from demo.tasks import FIRST_HELD_OUT_SEED, make_task
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 400
+
+
+def test_a_predicted_edit_needs_a_third_of_the_steps(fast: ModelServer) -> None:
+    """The penalty keeps the small model from repeating itself, which the request would draft from its own text."""
+    task = make_task(FIRST_HELD_OUT_SEED).request
+    with AgentClient(base_url=fast.base_url, model="demo", api_key="none", store=None) as client:
+
+        def ask(salt: str, **options: Any) -> Reply:
+            body = {"ignore_eos": True, "cache_salt": f"prediction-{salt}"}  # nothing is drafted from another call
+            return client.chat(
+                task, temperature=0, frequency_penalty=1.0, max_tokens=TOKENS, extra_body=body, **options
+            )
+
+        without = ask("without")
+        half = len(without.text) // 2
+        edited = without.text[:half] + "XYZ" + without.text[half + 6 :]
+        predicted = ask("edited", prediction=edited)
+        mistaken = ask("mistaken", prediction="something else " * 50)
+        assert without.text == predicted.text == mistaken.text
+        steps = [reply.speculation.steps for reply in (without, predicted, mistaken) if reply.speculation]
+        assert steps[1] <= steps[0] / 3 and steps[2] < 1.1 * steps[0]
+        assert predicted.usage is not None and predicted.usage.completion_tokens_details is not None
+        details, figures = predicted.usage.completion_tokens_details, predicted.speculation
+        assert figures is not None and figures.tokens == TOKENS
+        assert details.accepted_prediction_tokens == figures.accepted_by_source["prediction"] > TOKENS / 2
+        assert details.rejected_prediction_tokens == (
+            figures.drafted_by_source["prediction"] - figures.accepted_by_source["prediction"]
+        )
+        with pytest.raises(openai.BadRequestError, match=r"prediction\.content"):
+            ask("long", prediction="word " * 40_000)

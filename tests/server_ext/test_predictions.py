@@ -1,0 +1,132 @@
+"""OpenAI's Predicted Outputs on our server: how a prediction reaches the engine, and what usage says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
+
+from agentspec.cache import SOURCES
+from agentspec.cache.types import MAX_PREDICTION
+from agentspec.server_ext.callers import Presented
+from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
+from agentspec.server_ext.predictions import read_prediction
+from agentspec.server_ext.vllm_adapter import frontend
+
+from .test_endpoints import EngineClient, Start, bearer, shown, start
+from .test_response_figures import ASK, chunks_of
+
+__all__ = ["start"]
+
+TEXT = "def f(): ..."
+PREDICTION = {"type": "content", "content": TEXT}
+PREDICTED = SOURCES.index("prediction")
+USAGE = {"prompt_tokens": 1, "completion_tokens": 9, "total_tokens": 10}
+DETAILS = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+
+
+def serve(start: Start, *keys: str) -> tuple[TestClient, EngineClient, list[Any]]:
+    """A server whose chats note their body and the extra_args of their engine request, and answer as vLLM does."""
+    server, engine = start(*keys)
+    engine.get_tokenizer = lambda: SimpleNamespace(  # type: ignore[attr-defined]
+        encode=lambda text, add_special_tokens: [ord(c) for c in text]
+    )
+    app, seen = server.app, []
+    assert isinstance(app, FastAPI)
+
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), frontend.presented()).get(PREDICTION_KEY)))
+        answer = {"id": "r", "choices": [], "usage": USAGE}
+
+        def chunks() -> Iterator[str]:
+            yield f"data: {json.dumps({'id': 'r', 'choices': [{'delta': 'x'}]})}\n\n"
+            yield f"data: {json.dumps(answer, separators=(',', ':'))}\n\n"
+            yield "data: [DONE]\n\n"
+
+        if body.get("stream"):
+            return StreamingResponse(chunks(), media_type="text/event-stream")
+        return Response(json.dumps(answer), media_type="application/json")
+
+    app.post("/v1/chat/completions")(chat)
+    for key in keys or (None,):
+        sender = None if key is None else shown(key)
+        caller = engine.ran("r", sender).caller
+        figures = engine.metrics[0].begin("r", caller)
+        figures.drafted[PREDICTED], figures.accepted[PREDICTED] = 7, 5
+        engine.metrics[0].end(figures)
+    return server, engine, seen
+
+
+@pytest.mark.parametrize(
+    "content", [TEXT, [{"type": "text", "text": TEXT[:3]}, {"type": "text", "text": TEXT[3:]}]], ids=["text", "parts"]
+)
+@pytest.mark.parametrize("headers", [{}, ASK])
+def test_it_reaches_the_engine_and_usage_has_its_figures(start: Start, content: Any, headers: dict[str, str]) -> None:
+    server, _, seen = serve(start)
+    body = {"messages": [], "prediction": {"type": "content", "content": content}}
+    answer = server.post("/v1/chat/completions", json=body, headers=headers)
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert answer.json()["usage"] == {**USAGE, "completion_tokens_details": DETAILS}
+    assert ("agentspec" in answer.json()) is bool(headers)
+    assert seen == [(body, [ord(c) for c in TEXT])]
+    plain = server.post("/v1/chat/completions", json={"messages": []}, headers=headers).json()
+    assert plain["usage"] == USAGE and seen[1] == ({"messages": []}, None)
+
+
+@pytest.mark.parametrize("headers", [{}, ASK])
+def test_a_stream_has_them_in_its_usage(start: Start, headers: dict[str, str]) -> None:
+    server, _, _ = serve(start)
+    body = {"messages": [], "stream": True, "prediction": PREDICTION}
+    chunks = chunks_of(server.post("/v1/chat/completions", json=body, headers=headers))
+    assert chunks[1]["usage"] == {**USAGE, "completion_tokens_details": DETAILS}
+    assert chunks[-1] == "[DONE]" and len(chunks) == 3 + bool(headers)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        ("text", "prediction:"),
+        ({"type": "content"}, "prediction:"),
+        ({"type": "other", "content": "x"}, "prediction:"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction:"),
+        ({"type": "content", "content": [5]}, "prediction:"),
+        ({"type": "content", "content": "x" * (MAX_PREDICTION + 1)}, "prediction.content:"),
+        ({"type": "content", "content": "x" * (64 * MAX_PREDICTION + 1)}, "prediction.content:"),
+    ],
+)
+def test_an_unusable_one_is_refused_by_field(start: Start, prediction: Any, field: str) -> None:
+    server, _, seen = serve(start)
+    answer = server.post("/v1/chat/completions", json={"messages": [], "prediction": prediction})
+    assert answer.status_code == 400 and not seen
+    assert answer.json()["error"]["message"].startswith(field) and answer.json()["error"]["param"] == "prediction"
+
+
+@pytest.mark.parametrize("body", [b'{"prediction": ', b'["prediction"]', b'{"prediction": null}', b"[" * 100_000])
+def test_other_bodies_are_left_to_vllm(body: bytes) -> None:
+    assert read_prediction(body, None) == []
+
+
+def test_it_says_nothing_to_other_callers_and_cannot_be_forged(start: Start) -> None:
+    server, _, seen = serve(start, "ada", "bob")
+    body = {"messages": [], "prediction": PREDICTION}
+    assert server.post("/v1/chat/completions", json=body).status_code == 401
+    server.post("/v1/chat/completions", json=body, headers=bearer("ada"))
+    forged = {"messages": [], "vllm_xargs": {PREDICTION_KEY: [1, 2], IDENTITY_KEY: ["x"]}}
+    server.post("/v1/chat/completions", json=forged, headers=bearer("bob"))
+    assert [found for _, found in seen] == [[ord(c) for c in TEXT], None]
+
+
+def test_the_next_request_has_none_of_it(start: Start) -> None:
+    _, engine = start()
+    tagger: RequestTagger = engine.tagger
+    with frontend.predicting([1, 2]):
+        assert tagger.tag({}, frontend.presented())[PREDICTION_KEY] == [1, 2]
+    assert PREDICTION_KEY not in tagger.tag({}, frontend.presented())
+    assert PREDICTION_KEY not in tagger.tag({}, Presented(()))
