@@ -382,6 +382,7 @@ NB_MODULE(_native, module) {
           },
           "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
       .def("tenants", [](Cache& cache) { return without_gil([&] { return cache.tenants(); }); })
+      .def("begin_weights", &Cache::begin_weights, "kept"_a, Released())
       .def("forget_tenant", &Cache::forget_tenant, "tenant"_a, Released())
       .def(
           "catch_up",

@@ -437,6 +437,18 @@ class SuffixCache:
         """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
         return [tenant or None for tenant in self._core.tenants()]
 
+    def begin_weights(self, keep: int | None = None) -> None:
+        """Note that the model has new weights: what is said from now on is another policy's. Drafts stay correct.
+
+        keep: of the responses that groups and tenants share, draft from those of the newest so many weights, the
+        present ones included (None: from all). Older ones go when a request names their group or tenant, at most 256
+        each time. Restored turns count as written under the weights of that moment. A session's own text stays.
+        Raises InvalidInputError.
+        """
+        if keep is not None and keep < 1:
+            raise InvalidInputError(f"keep={keep}: give a number of weights, at least 1, or None")
+        self._core.begin_weights(keep or 0)
+
     def forget_tenant(self, tenant: str | None) -> bool:
         """Forget a tenant with its corpus, sessions and groups. Returns False where it has running requests: it stays.
 

@@ -128,6 +128,7 @@ class DraftingEngine:
         if settings.public is not None:
             file = Path(settings.public).expanduser()
             self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
+        self._new_weights = False  # were loaded since the latest step
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = self._held_back = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
@@ -149,6 +150,10 @@ class DraftingEngine:
         if self._public is not None:
             self._public.start()
         return restored
+
+    def note_new_weights(self) -> None:
+        """Note that weights were loaded into the served model. Calls between two steps count as one update."""
+        self._new_weights = True
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
         """Return whether an earlier step started the request with a prompt of that many tokens. It has not finished.
@@ -254,6 +259,10 @@ class DraftingEngine:
             self._recorder.close()
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
+        if self._new_weights:
+            self._new_weights = False
+            self.metrics.counters["weight_updates"] += 1
+            self.cache.begin_weights(self.settings.history_weights)
         lookup = self._lookup
         loading = self._persistence.has_loaded()
         if loading or step.started:

@@ -89,6 +89,8 @@ class Settings(BaseModel):
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
     """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
+    history_weights: int | None = Field(default=None, ge=1)
+    """Number of the newest weights, the present ones included, whose responses are drafted from. None: of all."""
     retention_days: float | None = Field(default=30.0, gt=0.0)
     """Age at which stored turns are removed from the store, in days. None: no limit."""
     retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000)

@@ -61,6 +61,8 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->shared = fresh->tenant && names.shared;
   fresh->own_group = fresh->group && names.session && fresh->group->key == "o" + *names.session;
   if (fresh->session) fresh->session->final = false;
+  if (fresh->group) entries_.drop_outdated(*fresh->group);
+  if (fresh->tenant) entries_.drop_outdated(*fresh->tenant);
   for (CacheEntry* entry : fresh->entries()) {
     if (entry) ++entry->running;
   }
@@ -132,7 +134,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
     const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
     for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
-      group->corpus.add(session, turn.record, kept_context, turn.response());
+      group->corpus.add(session, turn.record, kept_context, turn.response(), entries_.weights);
       if (group->tenant) entries_.trim(*group);
       if (origin != Origin::kFollowed) entries_.touch(*group);
       entries_.count(*group);
@@ -214,6 +216,12 @@ bool Cache::needs_load(Names names) {
 void Cache::mark_loaded(Names names) {
   std::lock_guard lock(mutex_);
   if (const auto entry = find(names)) entry->loaded = true;
+}
+
+void Cache::begin_weights(std::uint64_t kept) {
+  std::lock_guard lock(mutex_);
+  const std::uint64_t now = ++entries_.weights;
+  entries_.oldest_weights = kept == 0 || kept > now ? 0 : now + 1 - kept;
 }
 
 std::vector<std::string> Cache::tenants() {

@@ -88,6 +88,9 @@ class Cache {
   // tenant's corpus was restored. Evicting forgets.
   bool needs_load(Names names);
   void mark_loaded(Names names);
+  // Notes that new weights serve. Of the responses that groups and tenants share, those of the newest `kept` weights stay,
+  // the present ones included; older ones are dropped when requests name their group or tenant. 0: all stay.
+  void begin_weights(std::uint64_t kept);
   std::vector<std::string> tenants();  // their keys, least recently used first
   // Forgets a tenant with its corpus, sessions and groups. Returns false where it has running requests: then it stays.
   bool forget_tenant(const std::string& tenant);

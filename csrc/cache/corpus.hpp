@@ -23,12 +23,18 @@ class Corpus {
     std::uint64_t session;  // hash of its key; 0: no session
     std::uint64_t record;   // names the turn in the store; 0: it has no name
     Position begin, end;
+    std::uint64_t weights;  // counts the weight updates before it was written
   };
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
-  // Adds a response behind the end of its context. `session` is null if the response belongs to none.
+  // Adds a response behind the end of its context. `session` is null if the response belongs to none. `weights`: weight
+  // updates so far.
   void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
-           std::span<const Token> response);
+           std::span<const Token> response, std::uint64_t weights = 0);
+  // Drops at most `most` of the oldest documents that were written before so many weight updates. Returns how many.
+  std::size_t drop_before(std::uint64_t weights, std::size_t most);
+  // Notes that all was written after so many weight updates.
+  void set_weights(std::uint64_t weights);
   bool holds_all_of(const Corpus& other) const;  // the records
   bool holds_other_than(const std::string& session) const;  // responses of other sessions
   // Becomes what `from` holds, which is empty then. Returns the index that was here.

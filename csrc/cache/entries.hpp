@@ -20,6 +20,7 @@
 namespace agentspec {
 
 inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documents evicted in one call
+inline constexpr std::size_t kOutdatedPerCall = 256;  // documents of older weights dropped in one call
 inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
 inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
 
@@ -100,6 +101,8 @@ class CacheEntries {
   void touch(CacheEntry& entry);
   void count(CacheEntry& entry);  // updates the sums to its present size
   void advance(CacheEntry& entry, WorkBudget& budget);
+  // Drops some of the responses that older weights have written than those that are kept.
+  void drop_outdated(Group& group);
   void forget_if_empty(CacheEntry& entry);
   bool over_budget(const CacheEntry& entry) const;  // of a session
   // Cuts a session that is over its budget to at most half of the tokens that it may hold, and keeps its newest tokens.
@@ -147,6 +150,8 @@ class CacheEntries {
 
   Limits limits;
   std::uint64_t erasures = 0;  // calls of remove_session()
+  std::uint64_t weights = 0;   // weight updates so far
+  std::uint64_t oldest_weights = 0;  // responses that were written before so many of them are dropped
 
  private:
   template <class Entry>

@@ -11,6 +11,10 @@ constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session wi
 
 }  // namespace
 
+void CacheEntries::drop_outdated(Group& group) {
+  if (oldest_weights > 0 && group.corpus.drop_before(oldest_weights, kOutdatedPerCall) > 0) count(group);
+}
+
 void CacheEntries::forget_if_empty(CacheEntry& entry) {
   if (!entry.gone && entry.running == 0 && entry.tokens() == 0) drop(entry);
 }

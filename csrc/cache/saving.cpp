@@ -138,6 +138,7 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
   {
     std::lock_guard lock(mutex_);
     erasures = entries_.erasures;
+    writer.number(entries_.weights);
   }
   for (bool more = true, again = false; more;) {
     const auto mark = writer.mark();
@@ -183,6 +184,7 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
                              std::to_string(vocab_size_) + ": it belongs to another model");
   }
   CacheEntries loaded(settings_, entries_.limits);
+  loaded.weights = reader.number();
   loaded.load(reader, vocab_size_);
   std::lock_guard lock(mutex_);
   if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");

@@ -86,8 +86,9 @@ class Fuzzer:
             "evict",
             "reload",
             "publish",
+            "begin_weights",
         ]
-        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 0.3, 1, 0.05, 0.1]
+        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 0.3, 1, 0.05, 0.1, 0.5]
         for name in self.rng.choices(names, weights, k=operations):
             if name in ("extend", "propose", "step", "merge_drafts", "finish", "abort") and not self.texts:
                 name = "start"
@@ -248,6 +249,9 @@ class Fuzzer:
         for _ in range(self.rng.randrange(4)):
             self.pair.catch_up(self.rng.choice([1, 50, 500]))
         self.pair.check_stats()
+
+    def begin_weights(self) -> None:
+        self.pair.begin_weights(self.rng.choice([None, 1, 2, 5]))
 
     def publish(self) -> None:
         """Some worlds have a public corpus early, some late; a second one replaces it."""

@@ -157,6 +157,10 @@ class Pair:
         self.oracle.mark_loaded(tenant, session, group, family)
         return needed
 
+    def begin_weights(self, keep: int | None) -> None:
+        self.core.begin_weights(keep)
+        self.oracle.begin_weights(keep)
+
     def publish(self, texts: list[list[int]]) -> None:
         self.published = texts
         self.core.publish(texts, max_bytes=1 << 30)

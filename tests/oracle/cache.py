@@ -134,6 +134,9 @@ class Oracle:
         prediction: Sequence[int] = (),
     ) -> None:
         of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner, parent)
+        for sharing in (of_group, of_tenant):
+            if sharing:
+                sharing.corpus.drop_before(self._held.oldest_weights)
         shared = scope == "tenant"
         teacher = of_tenant if shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
@@ -332,6 +335,11 @@ class Oracle:
     def forget_tenant(self, tenant: str | None) -> bool:
         return self._held.forget_tenant(tenant)
 
+    def begin_weights(self, keep: int | None = None) -> None:
+        self._held.weights += 1
+        kept = keep or 0
+        self._held.oldest_weights = 0 if kept == 0 else max(self._held.weights + 1 - kept, 0)
+
     def publish(self, texts: Sequence[Sequence[int]]) -> None:
         """Replace the public corpus, from which all requests draft that share anything."""
         self._public = SuffixIndex()
@@ -502,12 +510,12 @@ class Oracle:
             context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
             if group and not group.gone and not group.corpus.holds(turn.record):
-                group.corpus.add(key, turn.record, context, turn.response)
+                group.corpus.add(key, turn.record, context, turn.response, self._held.weights)
                 self._held.trim_family(group)
                 if origin != "followed":
                     self._held.touch(group)
             if tenant and shared and not tenant.corpus.holds(turn.record):
-                tenant.corpus.add(key, turn.record, context, turn.response)
+                tenant.corpus.add(key, turn.record, context, turn.response, self._held.weights)
                 if origin != "followed":
                     tenant.used = self._held.next_tick()
         if session and has_text and origin != "followed":

@@ -16,6 +16,7 @@ from tests.oracle.session import Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
+OUTDATED_PER_CALL = 256  # documents of older weights dropped in one call
 GENERATIONS = 16  # of a family that are looked at to find its root
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
@@ -35,6 +36,7 @@ class Document:
     record: int  # the turn's name in the store; 0: none
     begin: int
     end: int
+    weights: int  # weight updates before it was written
 
 
 @dataclass(slots=True)
@@ -49,12 +51,12 @@ class Corpus:
     dropped: deque[Document] = field(default_factory=deque)
     tokens: int = 0
 
-    def add(self, session: Key | None, record: int, context: list[int], response: list[int]) -> None:
+    def add(self, session: Key | None, record: int, context: list[int], response: list[int], weights: int) -> None:
         begin = len(self.index)
         self.index.append_boundary()
         self.index.append(context, findable=False)
         self.index.append(response)
-        self.documents.append(Document(session, record, begin, len(self.index)))
+        self.documents.append(Document(session, record, begin, len(self.index), weights))
         self.tokens += len(self.index) - begin
 
     def holds(self, record: int) -> bool:
@@ -64,6 +66,12 @@ class Corpus:
         document = self.documents.popleft()
         self.tokens -= document.end - document.begin
         self.dropped.append(document)
+
+    def drop_before(self, weights: int) -> None:
+        """Drop the oldest documents that were written before so many weight updates, at most OUTDATED_PER_CALL."""
+        for _ in range(OUTDATED_PER_CALL):
+            if self.documents and self.documents[0].weights < weights:
+                self.drop_oldest()
 
     def drop_older_half(self) -> None:
         for _ in range((len(self.documents) + 1) // 2):
@@ -219,6 +227,8 @@ class CacheEntries:
 
     def __init__(self, policy: DraftPolicy, limits: Limits) -> None:
         self.limits = limits
+        self.weights = 0  # weight updates so far
+        self.oldest_weights = 0  # responses that were written before so many of them are dropped
         self.held: dict[Key, CacheEntry] = {}  # least recently used first
         self.tenants: dict[str, Tenant] = {}
         self._policy = policy
@@ -418,6 +428,7 @@ class CacheEntries:
 
     def reload(self) -> None:
         """Do as saving and loading do: what the store holds may have changed meanwhile."""
+        self.oldest_weights = 0
         for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
 

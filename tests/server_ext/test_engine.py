@@ -36,8 +36,11 @@ class Engine:
         record: Path | None = None,
         scope: Scope = "tenant",
         snapshot: Path | None = None,
+        history_weights: int | None = None,
     ) -> None:
-        settings = Settings(tenant=tenant, store=url, record=str(record) if record else None)
+        settings = Settings(
+            tenant=tenant, store=url, record=str(record) if record else None, history_weights=history_weights
+        )
         self.store = open_store(url)
         self.proposer = DraftingEngine(settings, Persistence(self.store, LOGS, 100), 1000, 16, snapshot=snapshot)
         self.proposer.warm_up()
@@ -89,6 +92,19 @@ def test_a_second_turn_drafts_from_the_first() -> None:
     second = engine.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s")
     assert first == len(TEXT)
     assert second < first / 3
+
+
+@pytest.mark.parametrize(("kept", "drafts"), [(None, True), (2, True), (1, False)])
+def test_an_old_policys_samples_fade(kept: int | None, drafts: bool) -> None:
+    engine = Engine(history_weights=kept)
+    engine.run("a", [1, 2, 3, 100], TEXT[1:], group="g")
+    for _ in range(3):  # one update, tensor by tensor
+        engine.proposer.note_new_weights()
+    engine.run("first", [900], [901, 902], group="g")
+    engine.proposer.cache.catch_up()
+    steps = engine.run("b", [1, 2, 3, 100], TEXT[1:], group="g")
+    assert steps < len(TEXT) / 3 if drafts else steps == len(TEXT) - 1
+    assert engine.proposer.stats()["counters"]["weight_updates"] == 1
 
 
 def test_another_session_draws_nothing_where_sessions_keep_to_themselves() -> None:

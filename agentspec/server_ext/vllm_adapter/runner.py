@@ -69,6 +69,7 @@ class RunnerExtension:
         if self.draft_model is not None:
             self.draft_model.load(target)
         if self.engine is not None:
+            watch_weights(target, self.engine.note_new_weights)
             restored = self.engine.warm_up()
             logger.info("agentspec: %d stored turns restored, tenant %s", restored, self.settings.tenant or "-")
 
@@ -137,6 +138,22 @@ class RunnerExtension:
 
 
 # --- The wrapped methods of vLLM's V1 model runner, and the worker's RPC
+
+
+def watch_weights(target: Any, changed: Callable[[], None]) -> None:
+    """Call ``changed`` whenever weights are loaded into the served model from now on.
+
+    Trainers, vLLM's own reloading and its weight transfer all call the model's ``load_weights``, often once for each
+    tensor.
+    """
+    original = target.load_weights
+
+    @functools.wraps(original)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        changed()
+        return original(*args, **kwargs)
+
+    target.load_weights = load_weights
 
 
 def extension_of(runner: Any) -> RunnerExtension | None:
