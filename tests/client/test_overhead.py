@@ -20,7 +20,7 @@ from .test_speculation import COUNTS
 
 CALLS = 60
 MOST_OF_A_CALL = 0.001  # seconds of CPU time
-MOST_OF_THE_IMPORT = 0.060
+MOST_OF_THE_IMPORT = 1.6  # times the import of openai; a share, because a busy machine makes both longer
 
 
 def cpu_time(call: Callable[[], object]) -> float:
@@ -49,7 +49,7 @@ def test_a_call_costs_less_than_a_millisecond_more(server: FakeServer, tmp_path:
     assert our_call - bare_call < MOST_OF_A_CALL
 
 
-def test_the_import_takes_little_longer() -> None:
+def test_the_import_takes_little_longer_and_no_database() -> None:
     def imports(what: str) -> float:
         script = f"import time; {what}; print(time.process_time())"
         result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
@@ -58,4 +58,9 @@ def test_the_import_takes_little_longer() -> None:
     times = [(imports("from openai import OpenAI"), imports("from agentspec import AgentClient")) for _ in range(5)]
     theirs, ours = (min(column) for column in zip(*times, strict=True))
     print(f"CPU time of the import: {1000 * theirs:.0f} ms, with agentspec {1000 * ours:.0f} ms")
-    assert ours - theirs < MOST_OF_THE_IMPORT
+    assert ours < MOST_OF_THE_IMPORT * theirs
+    script = (
+        "import sys; from agentspec import AgentClient; print({'redis', 'agentspec.cache._native'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout.strip() == "set()"

@@ -7,6 +7,8 @@
 ``BackgroundWriter``, ``BackgroundLoader``, ``StoreJobs``  use a store in threads, so that no decode path waits for it
 """
 
+from typing import TYPE_CHECKING
+
 from agentspec.cache.store.base import (
     NEW_SESSION,
     QUEUE_BYTES,
@@ -28,10 +30,12 @@ from agentspec.cache.store.loader import BackgroundLoader, LoaderStats, RecordRe
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
-from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import default_store_url, open_store, redact, snapshot_path
 from agentspec.cache.store.writer import BackgroundWriter, WriterStats
+
+if TYPE_CHECKING:
+    from agentspec.cache.store.redis_store import RedisStore
 
 __all__ = [
     "NEW_SESSION",
@@ -76,3 +80,11 @@ __all__ = [
     "snapshot_path",
     "trim_sessions",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "RedisStore":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from agentspec.cache.store.redis_store import RedisStore  # redis is imported where it is used
+
+    return RedisStore

@@ -1,16 +1,21 @@
 """Parse store URLs, find the default one, and show URLs without their password."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from agentspec.cache.store.base import Store
-from agentspec.cache.store.redis_client import RedisAddress, RedisForm
-from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.errors import StoreURLError
+
+if TYPE_CHECKING:
+    from agentspec.cache.store.redis_client import RedisForm
+    from agentspec.cache.store.redis_store import RedisStore
 
 FORMS = (
     "sqlite:///relative/path.db, sqlite:////absolute/path.db, sqlite:///~/path.db, "
@@ -112,6 +117,9 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
     User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels are
     asked with AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
     """
+    from agentspec.cache.store.redis_client import RedisAddress  # importing redis takes as long as all of the client
+    from agentspec.cache.store.redis_store import RedisStore
+
     scheme = url.partition(":")[0].lower()
     if scheme not in _REDIS:
         raise _refused(url, "unknown kind of store")
