@@ -153,7 +153,7 @@ def test_a_redis_log_is_converted_and_its_keys_removed(server: RedisServer) -> N
     assert convert(server.url, secret=SECRET) == ALL
     keys = [key.decode() for key in client.scan_iter()]
     others = {key for key in keys if ":3:" not in key and not key.startswith("{agentspec:}:")}
-    assert others == {"agentspec:namespaces", "agentspec:secret", "agentspec:shards"}
+    assert others == {"agentspec:namespaces", "agentspec:shards"}
     check(open_store(server.url))
     with pytest.raises(StoreVersionError, match="no log of an older release"):
         convert(server.url)
