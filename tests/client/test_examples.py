@@ -51,6 +51,18 @@ def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> 
     assert {chat.headers["x-parent-session-id"] for chat in server.chats} == {"pipeline"}
 
 
+def test_the_editor_predicts_the_file(server: FakeServer, tmp_path: Path) -> None:
+    server.counts, server.prediction_usage = COUNTS, (9, 1)
+    (tmp_path / "sum.py").write_text("total = 1\nprint(total)\n")
+    edits = ["count = 1\nprint(count)\n", "count = 2\nprint(count)\n"]
+    server.answers = [{"content": f"```python\n{text}```"} for text in edits]
+    said = run_example("editor.py", server, tmp_path, "sum.py", "rename total", "start at 2")
+    assert "-total = 1\n" in said and "+count = 1\n" in said and "+count = 2\n" in said
+    assert said.count("9 of them from the prediction") == 2
+    predicted = [chat.body["prediction"]["content"] for chat in server.chats]
+    assert predicted == [f"```\n{text}```" for text in ("total = 1\nprint(total)\n", edits[0])]
+
+
 def test_the_fan_out_reviews_each_file(server: FakeServer, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("pass")
