@@ -1,0 +1,69 @@
+"""Run by ``test_harmless``: one ``vllm.LLM`` on the demo's model, in this process; what it gave as JSON in a file.
+
+Usage: python offline_run.py MODEL {plain|agentspec} JOB OUT
+
+JOB is a JSON object with a list of rounds: {"rounds": [{"prompts": [[token ids]], "n": 8, "temperature": 1.0,
+"max_tokens": 64}, ...]}. A round with "weights" loads the weights of this folder first. OUT gets the rounds' answers,
+each a list of {"tokens", "logprobs"}, and what each round added to COUNTERS.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COUNTERS = ("drafted", "accepted", "weight_updates")
+
+
+def main() -> None:
+    """Run the rounds one after the other on one engine."""
+    from vllm import LLM, SamplingParams
+
+    from agentspec.server_ext.vllm_launch import engine_options
+
+    model, method, job, out = sys.argv[1:]
+    options = {} if method == "plain" else engine_options(store="memory://", verify_cost=0.02)
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=128,
+        logprobs_mode="processed_logprobs",
+        **options,
+    )
+    rounds: list[dict[str, Any]] = []
+    before = dict.fromkeys(COUNTERS, 0)
+    for each in json.loads(job)["rounds"]:
+        if "weights" in each:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": each["weights"]})
+            llm.reset_prefix_cache()
+        params = SamplingParams(
+            n=each.get("n", 1),
+            temperature=each["temperature"],
+            max_tokens=each["max_tokens"],
+            ignore_eos=each.get("ignore_eos", False),
+            logprobs=0 if each.get("logprobs") else None,
+            detokenize=False,
+        )
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in each["prompts"]], params, use_tqdm=False)
+        answers = [_answer(completion) for output in outputs for completion in output.outputs]
+        now = _counts(llm) if method == "agentspec" else before
+        rounds.append({"answers": answers, **{name: now[name] - before[name] for name in before}})
+        before = now
+    Path(out).write_text(json.dumps(rounds))
+
+
+def _answer(completion: Any) -> dict[str, Any]:
+    tokens = list(completion.token_ids)
+    steps = completion.logprobs or []
+    return {"tokens": tokens, "logprobs": [step[token].logprob for step, token in zip(steps, tokens, strict=False)]}
+
+
+def _counts(llm: Any) -> dict[str, int]:
+    counters = llm.collective_rpc("agentspec_rpc", args=("stats",))[0]["counters"]
+    return {name: counters.get(name, 0) for name in COUNTERS}
+
+
+if __name__ == "__main__":
+    main()
