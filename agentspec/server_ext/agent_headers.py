@@ -13,12 +13,13 @@ class AgentClient:
     """Name the headers of one client, in lower case; of several the first one that a request has counts.
 
     session: headers that name the session. parent: headers that name the session that started this one; a value equal
-    to the session's own id does not count.
+    to the session's own id does not count. final: headers that are "true" in the last request of a session.
     """
 
     name: str
     session: tuple[str, ...]
     parent: tuple[str, ...] = ()
+    final: tuple[str, ...] = ()
 
 
 CLIENTS = (
@@ -26,11 +27,13 @@ CLIENTS = (
         "Dynamo",
         session=("x-dynamo-session-id",),
         parent=("x-dynamo-parent-session-id",),
+        final=("x-dynamo-session-final",),
     ),
     AgentClient(  # vLLM's own header, which OpenCode sends, too
         "OpenCode",
         session=("x-session-id",),
         parent=("x-parent-session-id",),
+        final=("x-session-final",),
     ),
     AgentClient(
         "Claude Code",
@@ -48,10 +51,11 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """Hold what a client's headers say: ids as sent, unchecked."""
+    """Hold what a client's headers say: ids as sent, unchecked. final: the session ends with this request."""
 
     session: str
     parent: str | None
+    final: bool
 
 
 def agent_session(presented: Presented | None) -> AgentSession | None:
@@ -62,7 +66,8 @@ def agent_session(presented: Presented | None) -> AgentSession | None:
         session = _first(presented, client.session)
         if session is not None:
             parent = _first(presented, client.parent, other_than=session)
-            return AgentSession(session, parent)
+            final = (_first(presented, client.final) or "").lower() in ("true", "1")
+            return AgentSession(session, parent, final)
     return None
 
 

@@ -193,8 +193,17 @@ class DraftingEngine:
         if state is not None:
             self.metrics.end(state.figures)
             self._traces.running -= state.trace is not None
-        if state is None or state.failed:
+        if state is None:
             return
+        if not state.failed:
+            self._keep(state, output_limit)
+        session = state.identity.session
+        if state.identity.final and session is not None:
+            self.cache.free_session(state.identity.tenant, session)
+
+    def _keep(self, state: RequestState, output_limit: int | None) -> None:
+        """Keep what a request adds, unless it is too short, and send its turn to the store."""
+        request_id = state.request_id
         self.metrics.counters["finished"] += 1
         if output_limit is not None and output_limit < _LEAST_KEPT:
             self._drop(request_id)
@@ -364,6 +373,7 @@ class DraftingEngine:
                 owner=identity.owner,
                 tenant_owner=identity.tenant_owner,
                 prediction=new.prediction,
+                parent=identity.parent_session,
             )
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._count_error("start", error)
@@ -376,7 +386,7 @@ class DraftingEngine:
         self.metrics.counters["started"] += 1
         if identity.ignored_ids:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
-        self._persistence.request_load(self.cache, identity)
+        self._persistence.request_load(self.cache, identity, self.cache.family_of(new.request_id))
 
     def _look_up(self, batch: Batch) -> _Lookup:
         """Look up the requests of a batch. Requests that failed or have ended get no drafts."""

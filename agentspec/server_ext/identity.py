@@ -3,8 +3,9 @@
 A request names its session by vLLM's own conventions (body ``session_id``, header ``X-Session-ID``, or
 ``vllm_xargs.session_id``) or by a header of its client (`agent_headers`). By ``vllm_xargs`` it names its parent session
 (``parent_session_id``), its group (``group_id``) and the version of the weights that it runs on (``weight_version``).
-It may narrow its scope (``agentspec_scope``). It names neither its principal nor its tenant: the API server finds those
-out (`callers`). ``cache_salt`` makes another principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
+It may narrow its scope (``agentspec_scope``), and say that it is the last of its session (``session_final``). It names
+neither its principal nor its tenant: the API server finds those out (`callers`). ``cache_salt`` makes another
+principal, and the LoRA adapter another tenant, as in vLLM's prefix cache.
 
 The API server writes the identity into the request's ``extra_args`` and removes whatever the caller has put there under
 its name (``RequestTagger``). The engine reads it (``identify``), and it goes into the stored records. An id that cannot
@@ -30,6 +31,7 @@ PARENT_KEY = "parent_session_id"
 GROUP_KEY = "group_id"
 WEIGHTS_KEY = "weight_version"
 SCOPE_KEY = "agentspec_scope"
+FINAL_KEY = "session_final"
 IDENTITY_KEY = "agentspec_identity"
 """Key in ``extra_args`` of the identity that the API server found out."""
 DETAIL_KEY = "agentspec_detailed"
@@ -55,7 +57,8 @@ class Identity:
     principal: whose sessions these are; a MAC, None: all callers who cannot be told apart. caller: the principal
     without ``cache_salt``, which is told the figures of the request.
     weight_version: version of the served weights, as the caller said. ignored_ids: how many ids could not be used.
-    named_tenant: the tenant that the operator or a gateway named; None: neither did.
+    named_tenant: the tenant that the operator or a gateway named; None: neither did. final: the session ends with this
+    request, so its indexes can go.
     """
 
     tenant: str | None = None
@@ -70,6 +73,7 @@ class Identity:
     weight_version: str | None = None
     ignored_ids: int = 0
     named_tenant: str | None = None
+    final: bool = False
 
     @property
     def owner(self) -> str:
@@ -161,6 +165,7 @@ class RequestTagger:
             weight_version=names.get(WEIGHTS_KEY),
             ignored_ids=len(unusable),
             named_tenant=caller.tenant,
+            final=key is not None and extra.get(FINAL_KEY) in (True, "true"),
         )
 
     def _tenant(self, named: str | None, owner: str | None, salt: str | None, adapter: str | None) -> str | None:
@@ -179,7 +184,8 @@ def identify(extra_args: Mapping[str, Any] | None) -> Identity:
     tag = (extra_args or {}).get(IDENTITY_KEY)
     if not isinstance(tag, list | tuple) or len(tag) != len(_TYPES) or tag[3] not in SCOPES:
         return _NONE_SHARED
-    if not all(isinstance(value, int if kind is int else str | None) for value, kind in zip(tag, _TYPES, strict=True)):
+    kinds = (kind if kind in (int, bool) else str | None for kind in _TYPES)
+    if not all(isinstance(value, kind) for value, kind in zip(tag, kinds, strict=True)):
         return _NONE_SHARED
     return Identity(*tag)
 
@@ -195,6 +201,8 @@ def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     extra[SESSION_KEY] = found.session
     if found.parent is not None:
         extra.setdefault(PARENT_KEY, found.parent)
+    if found.final:
+        extra[FINAL_KEY] = True
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

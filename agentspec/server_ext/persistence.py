@@ -160,21 +160,30 @@ class Persistence:
                 group_name=identity.group_name,
                 scope=turn.scope,
                 weights=identity.weight_version,
+                family=turn.family,
             ),
         )
 
-    def request_load(self, cache: SuffixCache, identity: Identity) -> None:
-        """Request what the store holds of a request's session, group and tenant, unless the cache has it all."""
+    def request_load(self, cache: SuffixCache, identity: Identity, family: str | None = None) -> None:
+        """Request what the store holds of a request's session, group and tenant, unless the cache has it all.
+
+        family: the root of its session's family, if that is another session.
+        """
         if identity.scope == "none":
             return
         tenant, session, group = identity.tenant, identity.session, identity.group
         log = self.logs.of(tenant)
         if self._follower is not None:
             self._follower.use(log)
-        if session is not None and session not in self._erasures and cache.needs_load(tenant, session):
+        if session is not None and not identity.final and self._needs(cache, tenant, session):
             self._loader.request(Wanted(log, tenant, session=session))
-        if group is not None and cache.needs_load(tenant, group=group):
-            self._loader.request(Wanted(log, tenant, group=group))
+        if group is not None and identity.scope == "tenant":
+            if cache.needs_load(tenant, group=group):
+                self._loader.request(Wanted(log, tenant, group=group))
+        elif family is not None and cache.needs_load(tenant, family=family):
+            if self._needs(cache, tenant, family):  # the root's own turns
+                self._loader.request(Wanted(log, tenant, session=family))
+            self._loader.request(Wanted(log, tenant, family=family))
         if identity.scope == "tenant" and cache.needs_load(tenant):
             self._loader.request(Wanted(log, tenant), self._preload)
 
@@ -203,7 +212,7 @@ class Persistence:
             self._arrived = None
             wanted = loaded.wanted
             if loaded.complete and wanted is not None:
-                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group)
+                cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group, family=wanted.family)
         return count
 
     def warm_up(self, cache: SuffixCache, timeout: float, tenant: str | None = None) -> int:
@@ -280,6 +289,9 @@ class Persistence:
         if self._follower is not None:
             self._follower.close()
         self._store.close()
+
+    def _needs(self, cache: SuffixCache, tenant: str | None, session: str) -> bool:
+        return session not in self._erasures and cache.needs_load(tenant, session)
 
     def _next_loaded(self) -> Loaded | None:
         if self._arrived is None:
@@ -374,4 +386,5 @@ def _turn_of(record: TurnRecord, most: int | None = None) -> FinishedTurn:
         writer=record.writer,
         number=record.number,
         owner=record.principal,
+        family=record.family,
     )

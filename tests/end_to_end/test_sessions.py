@@ -48,6 +48,27 @@ def test_a_second_turn_drafts_from_the_first_of_its_session(fast: ModelServer, w
     assert theirs["accepted_by_source"]["global"] > 0  # without keys all callers are one
 
 
+def test_a_child_agent_drafts_from_its_parent_and_ends(fast: ModelServer) -> None:
+    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+    extra = {"ignore_eos": True, "vllm_xargs": {"agentspec_scope": "session"}}
+
+    def accepted(**headers: str) -> dict[str, int]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        reply = client.completions.create(
+            model="demo", prompt=code(260, 12), temperature=0, max_tokens=48, extra_headers=named, extra_body=extra
+        )
+        found: dict[str, int] = figures(fast, reply.id)["accepted_by_source"]
+        return found
+
+    accepted(x_session_id="the-root")
+    assert accepted(x_session_id="a-stranger", x_parent_session_id="another")["group"] == 0
+    assert accepted(x_session_id="the-child", x_parent_session_id="the-root")["group"] > 0
+    held = fast.stats()["cache"]["sessions"]
+    assert accepted(x_session_id="the-root", x_session_final="true")["session"] > 0
+    accepted(x_session_id="a-stranger")  # by now the worker knows that the one before has ended
+    assert fast.stats()["cache"]["sessions"] == held - 1
+
+
 def test_the_client_sees_where_its_drafts_came_from(fast: ModelServer) -> None:
     with AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as client:
         session = client.session("client-figures")

@@ -60,6 +60,25 @@ def test_a_childs_child_names_the_child() -> None:
     assert request(deep).parent_session == key("child")
 
 
+FINALS = [
+    DYNAMO | {"x-dynamo-session-final": "true"},
+    OPENCODE | {"x-session-final": "True"},
+]
+
+
+@pytest.mark.parametrize("headers", FINALS)
+def test_a_client_ends_its_session(headers: dict[str, str]) -> None:
+    assert request(headers).final and not request(headers | {list(headers)[-1]: "false"}).final
+    assert not request(headers, body="mine").final
+
+
+@pytest.mark.parametrize("headers", [*ROOTS, *CHILDREN])
+def test_other_requests_end_nothing(headers: dict[str, str]) -> None:
+    assert not request(headers).final
+    assert request(headers, session_final=True).final and not request(headers, session_final=[1]).final
+    assert not request({}, session_final=True).final  # it names no session
+
+
 def test_dynamos_headers_win_over_the_others() -> None:
     found = request(CLAUDE | CODEX | OPENCODE | {"x-dynamo-session-id": "d", "x-dynamo-parent-session-id": "p"})
     assert (found.session_name, found.parent_session) == ("d", key("p"))

@@ -100,14 +100,15 @@ LENGTH = "up to 128 tokens, price measured"
             {"scope": "session"},
             None,
             False,
-            f"suffix index (session), {LENGTH}; each session drafts from itself alone, whoever names it, --api-key "
-            "separates callers",
+            f"suffix index (session, family), {LENGTH}; each session drafts from itself, its parent and children "
+            "alone, whoever names it, --api-key separates callers",
         ),
         (
             {"scope": "session", "principal_header": "x-user"},
             None,
             False,
-            f"suffix index (session), {LENGTH}; each session drafts from itself alone, for its principal",
+            f"suffix index (session, family), {LENGTH}; each session drafts from itself, its parent and children "
+            "alone, for its principal",
         ),
         (
             {"scope": "none"},

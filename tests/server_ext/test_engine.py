@@ -12,7 +12,8 @@ import pytest
 
 from agentspec.cache import FinishedTurn, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.cache.store import NewEntry, open_store
+from agentspec.cache.store import NewEntry, TurnRecord, open_store
+from agentspec.cache.store.records import decode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -42,7 +43,8 @@ class Engine:
             tenant=tenant, store=url, record=str(record) if record else None, history_weights=history_weights
         )
         self.store = open_store(url)
-        self.proposer = DraftingEngine(settings, Persistence(self.store, LOGS, 100), 1000, 16, snapshot=snapshot)
+        self.persistence = Persistence(self.store, LOGS, 100)
+        self.proposer = DraftingEngine(settings, self.persistence, 1000, 16, snapshot=snapshot)
         self.proposer.warm_up()
         self.tenant, self.scope = tenant, scope
 
@@ -54,6 +56,8 @@ class Engine:
         session: str | None = None,
         group: str | None = None,
         *,
+        parent: str | None = None,
+        final: bool = False,
         detailed: Any = False,
     ) -> int:
         """Decode ``output``; returns the number of steps."""
@@ -69,7 +73,7 @@ class Engine:
                 accepted += 1
             new = length + accepted + 1
             tokens[0, :new] = full[:new]
-            identity = Identity(self.tenant, session, group, self.scope)
+            identity = Identity(self.tenant, session, group, self.scope, parent_session=parent, final=final)
             started = [] if steps else [NewRequest(request_id, prompt, identity, detailed=detailed)]
             step = Step(
                 started=started,
@@ -84,6 +88,12 @@ class Engine:
             length, steps = new, steps + 1
         self.proposer.finish(request_id, len(output))
         return steps
+
+    def turns(self) -> list[TurnRecord]:
+        """The turns that are stored."""
+        assert self.persistence._writer.flush(5)
+        records = (decode(entry.payload) for log in self.store.namespaces("") for entry in self.store.read(log))
+        return [record for record in records if isinstance(record, TurnRecord)]
 
 
 def test_a_second_turn_drafts_from_the_first() -> None:
@@ -113,11 +123,52 @@ def test_another_session_draws_nothing_where_sessions_keep_to_themselves() -> No
     assert engine.run("b", [7, 8, 100], TEXT[1:], session="other") == len(TEXT) - 1
 
 
+@pytest.mark.parametrize("scope", ["session", "tenant"])
+def test_a_child_drafts_from_its_family(scope: Scope) -> None:
+    engine = Engine(scope=scope)
+    engine.run("a", [1, 2, 3, 100], TEXT[1:], session="root")
+    assert engine.run("b", [7, 8, 100], TEXT[1:], session="child", parent="root") < len(TEXT) / 2
+    turns = {record.session: record.family for record in engine.turns()}
+    assert turns == {"root": None, "child": "root"}
+
+
+@pytest.mark.parametrize("length", [1, len(TEXT)])
+def test_a_session_that_its_client_ends_is_freed(length: int) -> None:
+    """Whether its last request is kept or not; the next one begins it again."""
+    engine = Engine(scope="session")
+    engine.run("a", [1, 2, 3, 100], TEXT[1:], session="s")
+    engine.run("b", [1, 2, 3, *TEXT, 4], TEXT[:length], session="s", final=True)
+    stats = engine.proposer.cache.stats()
+    assert (stats.sessions, stats.tokens, stats.requests) == (0, 0, 0)
+    assert len(engine.turns()) == 1 + (length > 1)  # the store has them
+    engine.run("c", [1, 2, 3, 100], TEXT[1:], session="s")
+    assert engine.proposer.cache.stats().sessions == 1
+
+
+def test_a_session_ends_behind_its_other_requests() -> None:
+    engine = Engine(scope="session")
+    prompt = np.array([1, 2, 3], np.int32)
+    step = Step(
+        started=[NewRequest("long", prompt, Identity(None, "s", scope="session"))],
+        batch=Batch(("long",), np.zeros(1, np.int32)),
+        tokens=np.array([[1, 2, 3, 100, 101, 102]], np.int32),
+        lengths=np.array([6], np.int32),
+        max_draft_tokens=np.array([4], np.int32),
+        num_verified_draft_tokens=np.zeros(1, np.int32),
+        num_draft_tokens=0,
+    )
+    engine.proposer.propose(step)
+    engine.run("last", [5], TEXT, session="s", final=True)
+    assert engine.proposer.cache.has_session(None, "s")
+    engine.proposer.finish("long", 3)
+    assert not engine.proposer.cache.has_session(None, "s")
+
+
 def test_samples_of_one_prompt_are_a_group_without_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two problems whose answers begin alike and go on differently, sampled in turns."""
     answers = {1: TEXT, 2: [*TEXT[:5], *range(300, 355)]}
 
-    def steps(**ids: str) -> int:
+    def steps(**ids: Any) -> int:
         engine = Engine()
         taken = [
             engine.run(

@@ -37,12 +37,14 @@ class Engine:
         self.persistence = Persistence(store, LOGS, preload=0)
         self.count = 0
 
-    def start(self, prompt: list[int], session: str | None = "s", group: str | None = None) -> str:
+    def start(
+        self, prompt: list[int], session: str | None = "s", group: str | None = None, parent: str | None = None
+    ) -> str:
         self.count += 1
         name = f"r{self.count}"
         identity = Identity(tenant=TENANT, session=session, group=group, session_name=session, principal="p")
-        self.cache.start(name, prompt, session=session, group=group, tenant=TENANT)
-        self.persistence.request_load(self.cache, identity)
+        self.cache.start(name, prompt, session=session, group=group, tenant=TENANT, parent=parent)
+        self.persistence.request_load(self.cache, identity, self.cache.family_of(name))
         return name
 
     def finish(self, name: str, response: list[int], session: str | None = "s") -> None:
@@ -97,6 +99,41 @@ def prompts(store: Store) -> list[tuple[list[int], list[int]]]:
     contexts = SessionContexts()
     found = [(contexts.add(record), record.response) for record in records(store)]
     return [(prompt.tolist(), response.tolist()) for prompt, response in found if prompt is not None]
+
+
+def test_a_family_comes_back_after_a_restart() -> None:
+    """Another child asks for it: what the root and its other children said is loaded, and no other session."""
+    store = MemoryStore()
+    before = Engine(store)
+    before.say([1, 2, 3], [*range(100, 140)], "root")
+    for child, text in (("a", range(200, 240)), ("b", range(300, 340))):
+        before.finish(before.start([4, 5, 6], child, parent="root"), [*text], child)
+    before.finish(before.start([4, 5, 6], "deep", parent="a"), [*range(400, 440)], "deep")
+    before.say([1, 2, 3], [*range(500, 540)], "other")
+    assert before.persistence._writer.flush(5)
+    after = Engine(store)
+    name = after.start([7, 8], "c", parent="root")
+    assert after.load() == 4
+    assert not after.cache.has_session(TENANT, "other")
+    for begin in (100, 200, 300, 400):
+        after.cache.extend(name, [begin + 10, begin + 11, begin + 12])
+        (draft,) = after.cache.propose([name], 4)
+        assert (draft.token_ids.tolist()[:2], draft.source) == ([begin + 13, begin + 14], "group")
+    again = after.start([7, 8], "d", parent="root")  # it is held now, so nothing is read again
+    assert after.load() == 0 and after.cache.family_of(again) == "root"
+
+
+def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:
+    store = MemoryStore()
+    before = Engine(store)
+    before.say([1, 2, 3], [*range(100, 140)])
+    assert before.persistence._writer.flush(5)
+    after = Engine(store)
+    after.cache.start("r", [1], session="s", tenant=TENANT)
+    after.persistence.request_load(after.cache, Identity(tenant=TENANT, session="s", scope="session", final=True))
+    assert after.load() == 0
+    after.persistence.request_load(after.cache, Identity(tenant=TENANT, session="s", scope="session"))
+    assert after.load() == 1
 
 
 def test_a_session_comes_back_in_another_process(store: FlakyStore) -> None:

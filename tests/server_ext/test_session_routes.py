@@ -88,6 +88,8 @@ class Server:
     def identity(self, key: str | None, session: str, **more: Any) -> Identity:
         shown = None if key is None else Presented([(b"authorization", f"Bearer {key}".encode())], verified=True)
         given = {"session_id": session, "agentspec_scope": more.pop("scope", "tenant")}
+        if parent := more.pop("parent", None):
+            given["parent_session_id"] = parent
         return self.tagger.identity_of(given, shown, **more)
 
     def start(self, name: str, identity: Identity, prompt: Sequence[int], text: Sequence[int], engine: int = 0) -> int:
@@ -195,6 +197,31 @@ def test_a_caller_sees_its_own_sessions_used_last_first(start: Start) -> None:
     assert bobs["tokens"] == len(PROMPT) + len(TEXT) and bobs["turns"] == 1 and abs(time.time() - bobs["used"]) < 60
     assert "key" not in bobs
     assert server.call(None, "GET").status_code == server.call("eve", "GET").status_code == 401
+
+
+def test_a_family_is_its_callers_own_and_loses_what_is_erased(start: Start) -> None:
+    server = start(ADA, BOB)
+
+    def of(key: str, session: str, parent: str | None = None, **more: Any) -> Identity:
+        return server.identity(key, session, parent=parent, scope="session", **more)
+
+    report = [token + 100 for token in TEXT]
+    server.say(of(ADA, "root"))
+    server.say(of(ADA, "child", "root"), report)
+
+    def shares(engine: int, text: list[int]) -> None:
+        server.wait(lambda: server.drafts(of(ADA, "sibling", "root"), text, engine))
+
+    for engine in (0, 1):  # the second one has it from the store
+        shares(engine, TEXT)
+        shares(engine, report)
+        assert not server.drafts(of(ADA, "sibling"), engine=engine)
+        assert not server.drafts(of(BOB, "sibling", "root"), engine=engine)
+        assert not server.drafts(of(ADA, "sibling", "root", cache_salt="salt"), engine=engine)
+    assert server.erase(ADA, "child").status_code == 200
+    for engine in (0, 1):
+        assert not server.drafts(of(ADA, "sibling", "root"), report, engine=engine)
+        shares(engine, TEXT)
 
 
 def test_the_administrator_sees_all_by_their_keys_and_imports_nothing(start: Start) -> None:

@@ -124,7 +124,7 @@ def _divide(store: Store, old: str, logs: LogNames, counts: Converted) -> None:
                 continue
             if isinstance(record, TurnRecord):
                 log = logs.of(record.tenant)
-                batches.setdefault(log, []).append(NewEntry(entry.session, entry.payload, record.group))
+                batches.setdefault(log, []).append(NewEntry(entry.session, entry.payload, record.shared_by))
                 counts.divided += 1
                 if len(batches[log]) >= _BATCH:
                     store.append(log, batches.pop(log))

@@ -267,7 +267,7 @@ class BackgroundLoader:
                 self._store,
                 wanted.namespace,
                 session=wanted.session,
-                group=wanted.group,
+                group=wanted.group if wanted.family is None else wanted.family,
                 after=job.after,
                 newest=job.newest,
             )

@@ -15,17 +15,21 @@ _FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so man
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Name what to load from a tenant's log: a session or a group by its key, or neither: the tenant's corpus."""
+    """Name what to load from a tenant's log: a session, a group or a family by its key, or else the tenant's corpus.
+
+    family: the key of its root session, whose own turns are not among those of its family.
+    """
 
     namespace: str
     tenant: str | None = None
     session: str | None = None
     group: str | None = None
+    family: str | None = None
 
     @property
     def is_corpus(self) -> bool:
         """Return whether it is the tenant's corpus."""
-        return self.session is None and self.group is None
+        return self.session is None and self.group is None and self.family is None
 
 
 @dataclass(slots=True)

@@ -39,13 +39,13 @@ _KEYS = {2: ("kind", "crc", "meta", "data"), 3: ("k", "c", "m", "d")}
 # a field's place in this list is its key in meta, so new ones go to the end
 _FIELDS = (
     *("session", "created", "position", "writer", "number", "kept", "parent", "block", "prompt", "plain", "scope"),
-    *("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights"),
+    *("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights", "family"),
 )
 _PLACES = {name: place for place, name in enumerate(_FIELDS)}
 _DEFAULTS: dict[str, Any] = {"session": "", "kept": 0, "parent": 0, "block": 0, "scope": "tenant", "plain": False}
 _MOST_RATIO = 32
 # meta omits these fields of a turn if they are None
-_NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights")
+_NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights", "family")
 _TURN_BYTES, _MESSAGE_BYTES = 512, 256  # approximate memory of a record without its tokens or message
 _LIMITS = {"max_array_len": 64, "max_map_len": 64, "max_ext_len": 0}
 _WRITER = re.compile(r"[0-9a-f]{16}")
@@ -61,12 +61,13 @@ class TurnRecord:
     record twice does nothing. The turn's prompt is a context of ``kept`` tokens that the session had before, followed
     by ``prompt_tail``. The arrays must not change once the record is queued.
 
-    session: its key; "" for a turn without one. parent_session: the session that this one was forked from. group:
-    whose sessions draft from each other's responses. session_name, group_name: as the caller said. tenant: whose global
-    index the turn is shared in; None is a tenant too: requests without API key, cache salt and adapter. principal: who
-    made the request. scope: what the request drafted from. weights: version of the model's weights. parent: 64-bit hash
-    of the ``kept`` tokens, 0 if there are none. block: hash at the last block boundary within them. prompt_tail,
-    response: token ids, int32 [P] and [N]. created: seconds since the epoch, for people only.
+    session: its key; "" for a turn without one. parent_session: the session that started this one. family: the root of
+    such sessions; None: started by none. group: whose sessions draft from each other's responses. session_name,
+    group_name: as the caller said. tenant: whose global index the turn is shared in; None is a tenant too: requests
+    without API key, cache salt and adapter. principal: who made the request. scope: what the request drafted from.
+    weights: version of the model's weights. parent: 64-bit hash of the ``kept`` tokens, 0 if there are none. block:
+    hash at the last block boundary within them. prompt_tail, response: token ids, int32 [P] and [N]. created: seconds
+    since the epoch, for people only.
     """
 
     writer: str
@@ -86,11 +87,17 @@ class TurnRecord:
     group_name: str | None = None
     scope: Scope = "tenant"
     weights: str | None = None
+    family: str | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TurnRecord) and encode(self) == encode(other)
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
+
+    @property
+    def shared_by(self) -> str | None:
+        """Return the key of the group, or else the family, that drafts from it: the store finds it by this, too."""
+        return self.group if self.group is not None and self.scope == "tenant" else self.family
 
     @property
     def tokens(self) -> int:

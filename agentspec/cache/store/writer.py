@@ -295,9 +295,9 @@ class BackgroundWriter:
     def _encode(self, record: Record) -> NewEntry | None:
         """Return the record as an entry, or None if it cannot be encoded."""
         try:
-            group = getattr(record, "group", None)
-            name = f"{record.writer}:{record.number}" if isinstance(record, TurnRecord) else ""
-            return NewEntry(record.session, encode(record), group, name)
+            if not isinstance(record, TurnRecord):
+                return NewEntry(record.session, encode(record))
+            return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
         except InvalidInputError as error:
             if not self._refusal_logged:
                 self._refusal_logged = True

@@ -23,7 +23,7 @@ def describe(settings: Settings, method: str | None, longest: int, *, has_keys: 
     method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
     whether vLLM's server checks API keys; None: there is no server, so there are no callers.
     """
-    sources = {"tenant": "session, group, tenant", "session": "session", "none": "own text"}[settings.scope]
+    sources = {"tenant": "session, group, tenant", "session": "session, family", "none": "own text"}[settings.scope]
     index = f"suffix index ({sources})"
     rule = settings.arctic_suffix_rule
     if rule is not None and rule.max_spec_factor == rule.max_spec_offset == 0:
@@ -42,7 +42,7 @@ def _who_shares(settings: Settings, has_keys: bool) -> str:
         return "each request drafts from its own text alone"
     if settings.scope == "session":
         whose = "for its principal" if told_apart else "whoever names it, --api-key separates callers"
-        return f"each session drafts from itself alone, {whose}"
+        return f"each session drafts from itself, its parent and children alone, {whose}"
     if settings.tenant is not None:
         sessions = "but not sessions" if told_apart else "--api-key keeps sessions apart"
         return f"all callers of tenant {settings.tenant!r} share answers, {sessions}"
