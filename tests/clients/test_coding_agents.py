@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.clients.one_answer_model import CONTEXT, SENTENCE, write_model
 
 pytestmark = pytest.mark.clients
 
-KEYS = {name: f"key-of-{name}" for name in (*AGENTS, "children")}
+KEYS = {name: f"key of {name}" for name in (*AGENTS, *(f"family of {name}" for name in AGENTS), "examples")}
 """A key for each agent, so that none drafts from what another one said."""
 
 
@@ -58,7 +59,7 @@ def sessions(server: ModelServer, key: str) -> dict[str, int]:
 
 
 def accepted(server: ModelServer) -> dict[str, int]:
-    (engine,) = ask(server, "stats", KEYS["children"])["engines"]
+    (engine,) = ask(server, "stats", KEYS["examples"])["engines"]
     counts: dict[str, int] = engine["accepted_by_source"]
     return counts
 
@@ -101,46 +102,65 @@ def test_other_ways_lead_to_the_server(agent: CodingAgent, number: int, server: 
     assert SENTENCE in said and session in sessions(server, where.key)
 
 
-CHILDREN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "codex": (
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """A route and a body, and the headers of an agent, whose session is "root", and of its child agent, "child"."""
+
+    route: str
+    body: dict[str, Any]
+    root: dict[str, str]
+    child: dict[str, str]
+
+
+FAMILIES = {
+    "codex": Scripted(
         "responses",
         {"input": "Say hello."},
-        {"session-id": "{root}", "thread-id": "{session}", "x-codex-parent-thread-id": "{parent}"},
+        root={"session-id": "root", "thread-id": "root"},
+        child={"session-id": "root", "thread-id": "child", "x-codex-parent-thread-id": "root"},
     ),
-    "claude": (
+    "claude": Scripted(
         "messages",
         {"max_tokens": 256, "messages": [{"role": "user", "content": "Say hello."}]},
-        {"x-claude-code-session-id": "{root}", "x-claude-code-agent-id": "{session}"},
+        root={"x-claude-code-session-id": "root"},
+        child={"x-claude-code-session-id": "root", "x-claude-code-agent-id": "child"},
     ),
-    "opencode": (
+    "opencode": Scripted(
         "chat/completions",
         {"messages": [{"role": "user", "content": "Say hello."}]},
-        {"x-session-id": "{session}", "x-parent-session-id": "{parent}"},
+        root={"x-session-id": "root"},
+        child={"x-session-id": "child", "x-parent-session-id": "root"},
     ),
 }
-"""What a child agent's request looks like: route, body, and headers, as the agents above sent them."""
+"""Requests as the agents above sent them."""
 
 
-@pytest.mark.parametrize("name", CHILDREN)
-def test_a_child_agent_has_a_session_of_its_own(name: str, server: ModelServer) -> None:
-    route, body, headers = CHILDREN[name]
-    ids = {"root": f"{name}-root", "parent": f"{name}-root", "session": f"{name}-child"}
-    named = {header: value.format(**ids) for header, value in headers.items()}
-    answer = httpx.post(
-        f"{server.base_url}/{route}",
-        json={"model": "demo", **body},
-        headers={"Authorization": f"Bearer {KEYS['children']}", **named},
-        timeout=120,
-    )
-    assert answer.status_code == 200 and SENTENCE in answer.text, answer.text
-    assert sessions(server, KEYS["children"]).keys() & {*ids.values()} == {f"{name}-child"}
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_child_agent_drafts_from_the_session_that_started_it(name: str, server: ModelServer) -> None:
+    family, key = FAMILIES[name], KEYS[f"family of {name}"]
+
+    def say(headers: dict[str, str]) -> None:
+        answer = httpx.post(
+            f"{server.base_url}/{family.route}",
+            json={"model": "demo", **family.body},
+            headers={"Authorization": f"Bearer {key}", **headers},
+            timeout=120,
+        )
+        assert answer.status_code == 200 and SENTENCE in answer.text, answer.text
+
+    say(family.root)
+    before = accepted(server)
+    say(family.child)
+    after = accepted(server)
+    assert after["group"] - before["group"] >= 20, (before, after)
+    assert sessions(server, key).keys() == {"root", "child"}
 
 
 def test_the_tool_agent_of_the_examples_runs_here_too(server: ModelServer, tmp_path: Path) -> None:
     """It needs a server with a tool parser, which this one is."""
     example = Path(__file__).parents[2] / "examples" / "agents" / "tool_agent.py"
-    environment = {**os.environ, "OPENAI_API_KEY": KEYS["children"]}
+    environment = {**os.environ, "OPENAI_API_KEY": KEYS["examples"]}
     command = [sys.executable, str(example), "--base-url", server.base_url, "--model", "demo"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert ran.returncode == 0 and SENTENCE in ran.stdout and "stopped: done" in ran.stdout, ran.stdout + ran.stderr
-    assert "tool-agent" in sessions(server, KEYS["children"])
+    assert "tool-agent" in sessions(server, KEYS["examples"])
