@@ -65,9 +65,11 @@ def test_log_probabilities_are_those_of_a_recomputation(tmp_path: Path) -> None:
         for temperature in temperatures
     ]
     found = run(tmp_path, "agentspec", rounds)
+    rejected = sum(got["drafted"] - got["accepted"] for got in found)
+    assert rejected > 30, "drafts must have been rejected, too"
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     for temperature, got in zip(temperatures, found, strict=True):
-        assert got["accepted"] > 300 and got["drafted"] - got["accepted"] > 30
+        assert got["accepted"] > 300
         for number, answer in enumerate(got["answers"]):
             expected = recomputed(asked[number // n], answer["tokens"], temperature, model)
             assert len(answer["logprobs"]) == 64
