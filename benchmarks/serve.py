@@ -25,7 +25,6 @@ from report import positive, print_json, print_table, say, speed_ratio
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay import (
-    METHODS,
     NGRAM_DRAFT,
     NGRAM_MAX,
     NGRAM_MIN,
@@ -147,7 +146,7 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
 
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_options(parser, METHODS, max_prompt=4096)
+    engines.add_options(parser, ("none", "ngram", "suffix", OURS), max_prompt=4096)
     add = parser.add_argument
     add("--workload", required=True, metavar="NAME", help="which recording")
     add("--calls", type=positive, default=40, metavar="N", help="how many calls, in file order (%(default)s)")

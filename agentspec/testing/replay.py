@@ -8,7 +8,8 @@ that wrote the record, on any model shape, random weights included:
     with ReplayEngine(method="none") as plain, ReplayEngine(method="agentspec") as ours:
         results = compare({"none": plain, "agentspec": ours}, calls, batch=8)
 
-The engine's output is checked against the record, token by token. Times are those of the model shape that ran:
+The engine's output is checked against the record, token by token. Method ``vllm`` alone forces nothing: it shows what
+vLLM takes without speculation when nothing is asked of it. Times are those of the model shape that ran:
 a tiny model makes drafting look expensive and verification cheap, compared with a large one.
 """
 
@@ -65,8 +66,10 @@ class ReplayEngine:
     every method, so that they can be compared; None leaves it to vLLM. ``module_paths``: folders that the engine's
     process imports from first (method ``suffix``: where ``arctic_inference`` is, if not installed). ``drafter``: a
     speculative config of vLLM's own, which runs beside ``agentspec``, or alone with ``none``. ``prepare``: a function
-    of an importable module, which the process calls before it makes the engine. Starting takes about a minute and goes
-    on in the background; the first run waits for it. Raises ConfigurationError for arguments that cannot work.
+    of an importable module, which the process calls before it makes the engine. ``kv_cache_bytes``: size of the KV
+    cache on a GPU. None: what vLLM measures to be free, which several engines that start at once get wrong. Starting
+    takes about a minute and goes on in the background; the first run waits for it. Raises ConfigurationError for
+    arguments that cannot work.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ReplayEngine:
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         async_scheduling: bool | None = False,
+        kv_cache_bytes: int | None = None,
         module_paths: Iterable[str | Path] = (),
         timed: Mapping[str, tuple[str, str]] | None = None,
         drafter: Mapping[str, Any] | None = None,
@@ -104,7 +108,8 @@ class ReplayEngine:
             max_draft=max_draft,
             settings={"store": "memory://"} if settings is None else dict(settings),
             seed=seed,
-            async_scheduling=async_scheduling,
+            async_scheduling=None if method == "vllm" else async_scheduling,
+            kv_cache_bytes=kv_cache_bytes,
             module_paths=paths,
             timed=dict(timed or {}),
             drafter=drafter,
@@ -240,17 +245,22 @@ def write_model(folder: str | Path, shape: ModelShape, max_model_len: int) -> Pa
 
     ``max_model_len``: in tokens. Raises ConfigurationError for a shape that no such model can have.
     """
-    if min(shape.vocab_size, shape.hidden, shape.layers, shape.heads) < 1 or shape.hidden % shape.heads:
-        raise ConfigurationError(f"{shape}: every size must be at least 1, and heads must divide hidden")
+    kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
+    inner = 4 * shape.hidden if shape.inner is None else shape.inner
+    least = min(shape.vocab_size, shape.hidden, shape.layers, shape.heads, kv_heads, inner)
+    if least < 1 or shape.hidden % shape.heads or shape.heads % kv_heads:
+        raise ConfigurationError(
+            f"{shape}: every size must be at least 1, heads must divide hidden, and kv_heads must divide heads"
+        )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
-        "intermediate_size": 4 * shape.hidden,
+        "intermediate_size": inner,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": shape.hidden // shape.heads,
         "hidden_act": "silu",
         "max_position_embeddings": max_model_len,
@@ -284,11 +294,14 @@ def _environment(method: str) -> Iterator[None]:
         del os.environ[name]  # the user's store or tenant must not change a measurement
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # runs the engine core in the worker, only when stepped
-        VLLM_USE_V2_MODEL_RUNNER="0",  # the V2 runner takes vLLM's own drafters only
         VLLM_PLUGINS="agentspec" if method == "agentspec" else "",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
+    if method == "vllm":
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    else:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner takes vLLM's own drafters only
     for name, value in (
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),

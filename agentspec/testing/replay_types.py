@@ -45,12 +45,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``."""
+    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``, ``kv_heads`` divides ``heads``.
+
+    ``kv_heads``: None: as many as ``heads``. ``inner``: hidden size of the feed-forward layers; None: 4 * ``hidden``.
+    """
 
     vocab_size: int = 131_072
     hidden: int = 64
     layers: int = 2
     heads: int = 2
+    kv_heads: int | None = None
+    inner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class EngineSpec:
     settings: Mapping[str, Any]
     seed: int
     async_scheduling: bool | None
+    kv_cache_bytes: int | None = None
     module_paths: tuple[str, ...] = ()
     timed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     drafter: Mapping[str, Any] | None = None
@@ -151,7 +157,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     """
     if method not in METHODS:
         raise ConfigurationError(f"method {method!r} is not known; known are: {', '.join(METHODS)}")
-    if method == "none":
+    if method in ("none", "vllm"):
         return None
     if method == "agentspec":
         from agentspec.server_ext.vllm_adapter.launch import own_config as agentspec_config
@@ -167,6 +173,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     return config
 
 
-METHODS = ("none", "ngram", "suffix", "agentspec")
-"""``none``: one token a step. ``ngram``: vLLM's own prompt lookup. ``suffix``: vLLM's own suffix decoding, which needs
+METHODS = ("none", "ngram", "suffix", "agentspec", "vllm")
+"""``none``: one token a step, scheduled as for the others. ``vllm``: the same as vLLM chooses to run it, with its own
+model runner and asynchronous scheduling; as many tokens as recorded, but the model's own. ``ngram``: vLLM's own prompt lookup. ``suffix``: vLLM's own suffix decoding, which needs
 ArcticInference's module and runs with vLLM's defaults. ``agentspec``: this package's extension."""

@@ -11,7 +11,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResult, compare, fitting_length
 
 VOCABULARY = 512
-METHODS = ("none", "ngram", "agentspec")
+METHODS = ("none", "ngram", "agentspec", "vllm")
 
 pytestmark = pytest.mark.engine
 
@@ -69,9 +69,9 @@ def test_every_recorded_token_is_returned(results: dict[str, ReplayResult]) -> N
 
 
 def test_without_drafts_a_step_gives_one_token(results: dict[str, ReplayResult]) -> None:
-    plain = results["none"]
-    assert (plain.steps, plain.drafted, plain.accepted) == (TOKENS, 0, 0)
-    assert plain.tokens_per_step == 1.0 and plain.acceptance_rate == 0.0
+    for plain in (results["none"], results["vllm"]):
+        assert (plain.steps, plain.drafted, plain.accepted) == (TOKENS, 0, 0)
+        assert plain.tokens_per_step == 1.0 and plain.acceptance_rate == 0.0
 
 
 def test_accepted_tokens_are_steps_saved(results: dict[str, ReplayResult]) -> None:
