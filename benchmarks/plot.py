@@ -125,6 +125,32 @@ def plot_serving() -> Figure:
     return figure
 
 
+def plot_gpu() -> Figure:
+    """Draw tokens/s on a GPU as a multiple of vLLM's own choice of runner and scheduling, without speculation."""
+    rows = load("gpu")["rows"]
+    names = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
+    speeds = {(row["workload"], row["batch"], row["method"]): row for row in rows}
+    figure, axes = _figure(9, 3.4, 1, len(names))
+    sizes = sorted({row["batch"] for row in rows})
+    for axis, name in zip(axes, names, strict=True):
+        bars, noise = [], [speeds[name, size, "vllm"]["noise"] for size in sizes]
+        for method, label, colour in (
+            ("suffix", "vLLM suffix (ArcticInference)", ORANGE),
+            ("agentspec", "agentspec", BLUE),
+        ):
+            pairs = [(speeds[name, size, method], speeds[name, size, "vllm"]) for size in sizes]
+            bars.append((label, colour, [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]))
+        _bars(axis, [f"{size} at a time" for size in sizes], bars, "{:.2f}", errors=noise)
+        axis.set_title(WORKLOADS[name].replace("\n", " "))
+        axis.set_ylim(0, 2.6)
+        _line_at_one(axis)
+    axes[0].legend(loc="upper left", fontsize=8)
+    figure.suptitle(
+        "An H200, an 8B model's shape: tokens/s over vLLM without speculation", weight="bold", fontsize=11
+    )
+    return figure
+
+
 def plot_batch() -> Figure:
     """Draw the simulated throughput by concurrent sessions, one panel for each recording."""
     rows = [row for row in load("batch")["rows"] if row["model"] == "Llama-3.1-8B"]
@@ -270,6 +296,7 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
     "results": plot_results,
     "drafting": plot_drafting,
     "serving": plot_serving,
+    "gpu": plot_gpu,
     "index": plot_index,
     "batch": plot_batch,
     "soak": plot_soak,

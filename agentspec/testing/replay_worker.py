@@ -357,7 +357,9 @@ def force(logits: Any, requests: Any, request_ids: Sequence[str], drafts: Sequen
         tokens.extend(wanted)
         row += width
     if tokens:
-        logits[rows, tokens] = torch.finfo(logits.dtype).max / 2
+        on_gpu = logits.device.type == "cuda"
+        index = torch.tensor([rows, tokens], pin_memory=on_gpu).to(logits.device, non_blocking=True)
+        logits[index[0], index[1]] = torch.finfo(logits.dtype).max / 2
 
 
 def _bookkeeping_sync(

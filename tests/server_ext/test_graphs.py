@@ -1,5 +1,6 @@
 """Which CUDA graph a step gets: vLLM's own configuration, model runner and dispatcher, without a GPU."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter.cheap_steps import drafts_are_ragged
+from agentspec.server_ext.vllm_adapter import step_graphs
+from agentspec.server_ext.vllm_adapter.step_graphs import drafts_are_ragged
 from agentspec.server_ext.vllm_adapter.launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
@@ -27,19 +29,30 @@ class Graph:
 
 
 class Engine:
-    """vLLM's objects as its workers set them up on a GPU. draft: longest draft, None: no speculation."""
+    """vLLM's objects as its workers set them up on a GPU. draft: longest draft, None: no speculation.
+
+    replays: what attention can replay, as the name of vLLM's AttentionCGSupport.
+    """
 
     def __init__(
-        self, folder: Path, draft: int | None, model: dict[str, Any] = DENSE, rows: int = 256, **compilation: Any
+        self,
+        folder: Path,
+        draft: int | None,
+        model: dict[str, Any] = DENSE,
+        rows: int = 256,
+        replays: str = "UNIFORM_BATCH",
+        parallel: Mapping[str, Any] | None = None,
+        **compilation: Any,
     ) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
-        from vllm.v1.attention.backend import AttentionCGSupport
         from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         options = {} if draft is None else engine_options(max_draft=draft, store="memory://")
         arguments = engine_args(folder, model, max_num_seqs=rows, max_num_batched_tokens=8192, **options)
         self.config = arguments.create_engine_config()
+        for name, value in (parallel or {}).items():
+            setattr(self.config.parallel_config, name, value)
         made = self.config.compilation_config
         # What the CPU platform has switched off, as the CUDA platform leaves it:
         made.mode, made.cudagraph_mode = CompilationMode.VLLM_COMPILE, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -56,10 +69,8 @@ class Engine:
         runner.uniform_decode_query_len = 1 + (draft or 0)  # vLLM's constructor
         runner.cudagraph_dispatcher = CudagraphDispatcher(self.config)
         runner.observability_config = SimpleNamespace(cudagraph_metrics=False)
-        mode = made.resolve_cudagraph_mode_and_sizes(
-            AttentionCGSupport.UNIFORM_BATCH, "FLASH_ATTN", runner.uniform_decode_query_len
-        )
-        runner.cudagraph_dispatcher.initialize_cudagraph_keys(mode, runner.uniform_decode_query_len)
+        runner.speculative_config, runner.kv_cache_config, runner.max_num_reqs = None, None, rows
+        runner._check_and_update_cudagraph_mode([{backend(replays)}], [SimpleNamespace(kv_cache_spec=None)])
         self.runner = runner
         self.sizes: list[int] = made.cudagraph_capture_sizes
 
@@ -73,6 +84,23 @@ class Engine:
             max_num_scheduled_tokens=int(counts.max()),
         )
         return Graph(mode.name, found.num_tokens, found.uniform)
+
+
+def backend(replays: str) -> Any:
+    """Return an attention backend whose metadata builder supports that much."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    class Builder:
+        @staticmethod
+        def get_cudagraph_support(vllm_config: Any, kv_cache_spec: Any) -> Any:
+            return AttentionCGSupport[replays]
+
+    class Backend:
+        @staticmethod
+        def get_builder_cls() -> type[Builder]:
+            return Builder
+
+    return Backend
 
 
 @pytest.fixture
@@ -92,6 +120,8 @@ def unpatched(patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmConfig, "_set_cudagraph_sizes", VllmConfig._set_cudagraph_sizes.__wrapped__)
     for owner in (GPUModelRunner, CudagraphDispatcher):
         monkeypatch.delattr(owner, "uniform_decode_query_len")
+    resolve = GPUModelRunner._check_and_update_cudagraph_mode.__wrapped__
+    monkeypatch.setattr(GPUModelRunner, "_check_and_update_cudagraph_mode", resolve)
 
 
 def plain_steps(engine: Engine) -> dict[int, Graph]:
@@ -128,6 +158,51 @@ def test_a_step_with_drafts_takes_the_piecewise_graph_of_the_next_size(tmp_path:
     assert {n: engine.graph([n]) for n in range(2, 130)} == {n: expected[n] for n in range(2, 130)}  # one row alone
     assert engine.graph([129] * 4).mode == "NONE"  # beyond the largest graph, as ever
     assert engine.graph([3, 3]) == Graph("PIECEWISE", 8, False)  # drafts that happen to be as long as each other
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_step_with_drafts_runs_as_a_full_graph_where_attention_replays_any_batch(tmp_path: Path) -> None:
+    engine, without = Engine(tmp_path, 128, replays="ALWAYS"), Engine(tmp_path, None, replays="ALWAYS")
+    assert ragged_steps(engine) == {n: Graph("FULL", next_default(n), False) for n in range(2, 513)}
+    assert plain_steps(engine) == plain_steps(without) == {n: Graph("FULL", next_default(n), True) for n in ROWS}
+    assert engine.graph([129] * 4).mode == "NONE"
+    captured = {mode.name: sizes for mode, sizes in engine.runner.cudagraph_dispatcher.get_capture_descs()}
+    assert sorted((size.num_tokens, size.num_reqs) for size in captured["FULL"] if not size.uniform) == [
+        (tokens, min(tokens, 256)) for tokens in DEFAULT_SIZES
+    ]
+    assert "PIECEWISE" not in captured  # a graph that no step runs as
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(
+    "parallel", [{"data_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"enable_dbo": True}]
+)
+def test_ranks_that_agree_on_a_graph_keep_vllms(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    engine = Engine(tmp_path, 128, replays="ALWAYS", parallel=parallel)
+    sizes = dict(engine.runner.cudagraph_dispatcher.get_capture_descs())
+    assert {mode.name for mode in sizes} == {"PIECEWISE", "FULL"}
+    assert all(size.uniform for mode, found in sizes.items() if mode.name == "FULL" for size in found)
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_users_choice_of_graphs_stays(tmp_path: Path) -> None:
+    from vllm.config import CUDAGraphMode
+
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+        engine = Engine(tmp_path, 128, replays="ALWAYS", cudagraph_mode=mode)
+        assert engine.graph([5, 1, 1]).mode == mode.mixed_mode().name
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_replay_is_prepared_for_the_longest_row_that_was_captured(tmp_path: Path) -> None:
+    runner = SimpleNamespace(vllm_config=Engine(tmp_path, 128, replays="ALWAYS").config)
+
+    def prepared(**given: Any) -> Any:
+        return step_graphs.build_attention_metadata(lambda runner, **kwargs: kwargs["max_query_len"], runner, **given)
+
+    assert prepared(max_query_len=9, num_tokens_padded=24) == 24
+    assert prepared(max_query_len=1, num_tokens_padded=8) == 1  # the graph for steps without drafts
+    assert prepared(max_query_len=700, num_tokens_padded=None) == 700  # no full graph
 
 
 @pytest.mark.usefixtures("unpatched")

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner
+from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner, step_graphs
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
@@ -181,9 +181,9 @@ _SAMPLER = f"{_SAMPLING}:RejectionSampler"
 PATCHES = (
     Patch("frontend", _ENGINE_ARGS, "create_speculative_config", launch.create_speculative_config,
           "translates the user's speculative method, decides a draft limit that nobody gave"),
-    Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
+    Patch("all", _CONFIG, "uniform_decode_query_len", step_graphs.uniform_decode_query_len,
           "full CUDA graphs are for steps without drafts", since=(0, 29)),
-    Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
+    Patch("all", _CONFIG, "_set_cudagraph_sizes", step_graphs.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
     Patch("all", _CONFIG, "use_v2_model_runner", native_methods.use_v2_model_runner,
           "agentspec drafts in the V1 model runner"),
@@ -241,10 +241,14 @@ PATCHES = (
           "tells the engine core that nothing was drafted"),
     Patch("runner", _RUNNER, "take_draft_token_ids", cheap_steps.take_draft_token_ids,
           "hands no empty drafts to the scheduler"),
-    Patch("runner", _RUNNER, "uniform_decode_query_len", cheap_steps.configured_query_len,
+    Patch("runner", _RUNNER, "uniform_decode_query_len", step_graphs.configured_query_len,
           "recognises steps without drafts, and captures graphs for them", adds=True),
-    Patch("runner", _GRAPHS, "uniform_decode_query_len", cheap_steps.configured_query_len,
+    Patch("runner", _GRAPHS, "uniform_decode_query_len", step_graphs.configured_query_len,
           "picks the graph", adds=True),
+    Patch("runner", _RUNNER, "_check_and_update_cudagraph_mode", step_graphs.check_and_update_cudagraph_mode,
+          "captures full graphs for steps with drafts"),
+    Patch("runner", _RUNNER, "_build_attention_metadata", step_graphs.build_attention_metadata,
+          "prepares their replay as they were captured"),
     Patch("runner", _SAMPLER, "forward", cheap_steps.verify,
           "reads greedy choices without copies of the logits", cpu_only=True),
 )

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import extension_of
 
@@ -195,69 +194,6 @@ def expand_batch_to_tokens(
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
     return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
-
-
-# --- CUDA graphs. vLLM expects every row of a decode step to have 1 + num_speculative_tokens tokens. It rounds all
-# --- graph sizes up to multiples of that, and keeps the full decode graphs for steps in which every row has exactly so
-# --- many: with 128 tokens, a step of one row without a draft would be padded to 129 and never meet a full graph. So
-# --- where agentspec drafts, the uniform length is 1. Full graphs are then captured for steps without drafts, and a
-# --- step with drafts takes the piecewise graph of the next default size. Models with a state for each draft token keep
-# --- vLLM's length: the builders of their metadata capture graphs for that many tokens a row only.
-
-
-def drafts_are_ragged(vllm_config: Any) -> bool:
-    """Return whether the uniform decode length of this engine is 1 although it drafts."""
-    return uses_agentspec(vllm_config) and not keeps_states(vllm_config.model_config)
-
-
-def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -> int:
-    """Return the tokens of each row for which vLLM captures full graphs."""
-    return 1 if drafts_are_ragged(vllm_config) else int(original(vllm_config))
-
-
-def _length_of_config(holder: Any) -> int:
-    config = holder.vllm_config
-    if drafts_are_ragged(config):
-        return 1
-    return 1 + int(config.num_speculative_tokens)
-
-
-def _ignore(holder: Any, value: int) -> None:
-    del holder, value
-
-
-configured_query_len = property(_length_of_config, _ignore)
-"""Uniform decode length of the engine, in tokens, for vLLM's model runner and graph dispatcher. Both set it in their
-constructors from the number of draft tokens; what they set is ignored."""
-
-
-def set_cudagraph_sizes(original: Callable[[Any], None], vllm_config: Any) -> None:
-    """Add graph sizes for steps with drafts, unless the user chose the sizes."""
-    compilation = vllm_config.compilation_config
-    default = compilation.max_cudagraph_capture_size is None and compilation.cudagraph_capture_sizes is None
-    original(vllm_config)
-    if default and compilation.cudagraph_capture_sizes and drafts_are_ragged(vllm_config):
-        _add_sizes_for_drafts(vllm_config)
-
-
-def _add_sizes_for_drafts(vllm_config: Any) -> None:
-    """Add the default graph sizes, in tokens, that steps with drafts can reach.
-
-    vLLM's own sizes stop at twice the number of rows, as without speculation. The platform's limit and
-    ``max_num_batched_tokens`` still hold.
-    """
-    from vllm.platforms import current_platform
-
-    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    longest = 1024 if current_platform.is_device_capability_family(100) else 512
-    reach = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
-    largest = min(2 * reach, longest, scheduler.max_num_batched_tokens)
-    present = compilation.cudagraph_capture_sizes
-    grid = [*range(8, 256, 8), *range(256, longest + 1, 16)]
-    added = [size for size in grid if present[-1] < size <= largest]
-    if added:
-        compilation.cudagraph_capture_sizes = [*present, *added]
-        compilation.max_cudagraph_capture_size = added[-1]
 
 
 # --- The bitmask of allowed tokens for structured output. vLLM allocates max_num_seqs * (1 + num_speculative_tokens)
