@@ -36,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
         type=_methods,
         default=",".join(methods),
         metavar="A,B",
-        help="of: none (plain vLLM), vllm (plain vLLM with its own choice of runner and scheduling), ngram (vLLM's own prompt lookup), suffix (vLLM's own, on ArcticInference's "
+        help="of: none (plain vLLM), vllm (the same with vLLM's own choice of runner "
+        "and scheduling), ngram (vLLM's own prompt lookup), suffix (vLLM's own, on ArcticInference's "
         "extension), agentspec (%(default)s)",
     )
     arctic.add_option(parser)

@@ -145,9 +145,7 @@ def plot_gpu() -> Figure:
         axis.set_ylim(0, 2.6)
         _line_at_one(axis)
     axes[0].legend(loc="upper left", fontsize=8)
-    figure.suptitle(
-        "An H200, an 8B model's shape: tokens/s over vLLM without speculation", weight="bold", fontsize=11
-    )
+    figure.suptitle("An H200, an 8B model's shape: tokens/s over vLLM without speculation", weight="bold", fontsize=11)
     return figure
 
 

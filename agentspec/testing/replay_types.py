@@ -45,9 +45,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``, ``kv_heads`` divides ``heads``.
+    """Give the sizes of a Llama model with random weights. ``heads`` divides ``hidden``.
 
-    ``kv_heads``: None: as many as ``heads``. ``inner``: hidden size of the feed-forward layers; None: 4 * ``hidden``.
+    ``kv_heads``: divides ``heads``; None: as many. ``inner``: of the feed-forward layers; None: 4 * ``hidden``.
     """
 
     vocab_size: int = 131_072
@@ -175,5 +175,6 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
 
 METHODS = ("none", "ngram", "suffix", "agentspec", "vllm")
 """``none``: one token a step, scheduled as for the others. ``vllm``: the same as vLLM chooses to run it, with its own
-model runner and asynchronous scheduling; as many tokens as recorded, but the model's own. ``ngram``: vLLM's own prompt lookup. ``suffix``: vLLM's own suffix decoding, which needs
-ArcticInference's module and runs with vLLM's defaults. ``agentspec``: this package's extension."""
+model runner and asynchronous scheduling; as many tokens as recorded, but the model's own. ``ngram``: vLLM's own prompt
+lookup. ``suffix``: vLLM's own suffix decoding, which needs ArcticInference's module and runs with vLLM's defaults.
+``agentspec``: this package's extension."""

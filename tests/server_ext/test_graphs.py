@@ -11,8 +11,8 @@ import pytest
 
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import step_graphs
-from agentspec.server_ext.vllm_adapter.step_graphs import drafts_are_ragged
 from agentspec.server_ext.vllm_adapter.launch import engine_options
+from agentspec.server_ext.vllm_adapter.step_graphs import drafts_are_ragged
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
 DEFAULT_SIZES: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
