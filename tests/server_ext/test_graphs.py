@@ -185,6 +185,19 @@ def test_ranks_that_agree_on_a_graph_keep_vllms(tmp_path: Path, parallel: dict[s
 
 
 @pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("kind", ["is_encoder_decoder", "is_mm_prefix_lm"])
+def test_models_with_other_attention_keep_vllms_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config = Engine(tmp_path, 128).config
+    assert step_graphs.may_replay_drafts(config)
+    monkeypatch.setattr(step_graphs, "drafts_are_ragged", lambda config: True)
+    model = SimpleNamespace(**{"is_encoder_decoder": False, "is_mm_prefix_lm": False, kind: True})
+    other = SimpleNamespace(parallel_config=config.parallel_config, model_config=model)
+    assert not step_graphs.may_replay_drafts(other)
+
+
+@pytest.mark.usefixtures("patched")
 def test_the_users_choice_of_graphs_stays(tmp_path: Path) -> None:
     from vllm.config import CUDAGraphMode
 

@@ -94,15 +94,17 @@ def may_replay_drafts(vllm_config: Any) -> bool:
     """Return whether steps with drafts may run as full graphs, if the attention backends can replay them.
 
     Data-parallel ranks agree on one kind of graph and size for each step, which has to exist on all of them whatever
-    their rows drafted. So they keep vLLM's graphs, and so do what else splits a batch, and models with an encoder.
+    their rows drafted. So they keep vLLM's graphs, and so do what else splits a batch, models with an encoder, and
+    models that attend to an image in both directions.
     """
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return (
         drafts_are_ragged(vllm_config)
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
         and not parallel.use_ubatching
-        and not vllm_config.model_config.is_encoder_decoder
+        and not model.is_encoder_decoder
+        and not model.is_mm_prefix_lm
     )
 
 
