@@ -19,9 +19,9 @@ from typing import Any
 
 import engines
 import numpy as np
-from report import positive, print_json, print_table, say
+from report import exit_status, positive, print_json, print_table, say
 
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import Call, ReplayResult
 
 METHODS = ("none", "suffix", "agentspec")
@@ -33,25 +33,22 @@ HELD = ("median", "p95", "p99")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        if "none" not in options.methods:
-            raise ConfigurationError("--methods: none is what the others are compared with: add it")
-        calls = mixed_calls(options)
-        results = measure(options, calls)
-    except ConfigurationError as error:
-        say(f"error: {error}")
-        return 2
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 1
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    if "none" not in options.methods:
+        raise ConfigurationError("--methods: none is what the others are compared with: add it")
+    calls = mixed_calls(options)
+    results = measure(options, calls)
     rows = [row(method, result, results["none"]) for method, result in results.items()]
     if options.json:
         print_json(rows)
     else:
         _print_table(rows, options)
-    return 0
 
 
 def mixed_calls(options: argparse.Namespace) -> list[Call]:
@@ -131,6 +128,7 @@ def quantiles(result: ReplayResult) -> Mapping[str, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser, METHODS, max_prompt=2048)
+    engines.add_sizes(parser)
     add = parser.add_argument
     add("--quiet", default="chat_mtbench", metavar="NAME", help="the workload that doesn't repeat (%(default)s)")
     add("--copying", default="refine_code_ldb", metavar="NAME", help="the one that copies long texts (%(default)s)")

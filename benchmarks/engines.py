@@ -41,10 +41,15 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
         "extension), agentspec (%(default)s)",
     )
     arctic.add_option(parser)
+    add("--seed", type=int, default=0, help="of the random model's weights (%(default)s)")
+    add("--json", action="store_true", help="print a JSON list, one object a method, instead of a table")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Register the sizes of the tiny random model."""
+    add = parser.add_argument
     add("--hidden", type=positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
     add("--layers", type=positive, default=2, help="its layers (%(default)s)")
-    add("--seed", type=int, default=0, help="of its weights (%(default)s)")
-    add("--json", action="store_true", help="print a JSON list, one object a method, instead of a table")
 
 
 def short_calls(options: argparse.Namespace, workload: str) -> Iterator[Call]:
@@ -67,13 +72,16 @@ def start_engines(
     batch: int,
     max_draft: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    shape: ModelShape | None = None,
+    kv_cache_bytes: int | None = None,
 ) -> dict[str, ReplayEngine]:
     """Start one engine for each of `--methods`, all with the same random model. `stack` closes them.
 
-    `max_draft` (in tokens) and agentspec's `settings` have their defaults if None.
+    `max_draft` (in tokens), agentspec's `settings` and `kv_cache_bytes` have their defaults if None; `shape` is then
+    that of `add_sizes`.
     """
     paths = {"suffix": [arctic.build(options.peer_dir)]} if "suffix" in options.methods else {}
-    shape = ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))
+    shape = shape or ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))
     return {
         method: stack.enter_context(
             ReplayEngine(
@@ -84,6 +92,7 @@ def start_engines(
                 max_draft=max_draft,
                 settings=settings,
                 seed=options.seed,
+                kv_cache_bytes=kv_cache_bytes,
                 module_paths=paths.get(method, ()),
             )
         )

@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import arctic
 import engines
 import numpy as np
-from report import names, positive, print_json, print_table, save, say, speed_ratio
+from report import exit_status, names, positive, print_json, print_table, save, say, speed_ratio
 from trace_files import VOCABULARY, WORKLOADS
 
-from agentspec.errors import AgentSpecError, ConfigurationError
-from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResult, compare, fitting_length
+from agentspec.testing.replay import Call, ModelShape, ReplayResult, compare
 
 OURS = "agentspec"
 METHODS = ("vllm", "none", "ngram", "suffix", OURS)
@@ -37,16 +35,14 @@ TURNS = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        rows = measure(options)
-    except ConfigurationError as error:
-        say(f"error: {error}")
-        return 2
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 1
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    rows = measure(options)
     result = {"machine": _device(), "shape": options.shape, "max_prompt": options.max_prompt, "rows": rows}
     if options.save:
         save("gpu", "serving on a GPU", result)
@@ -54,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_json(result)
     else:
         _print_table(rows)
-    return 0
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -64,10 +59,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for workload in options.workloads
         for batch in options.batch
     }
-    length = fitting_length([call for calls in cells.values() for call in calls])
     rows = []
     with ExitStack() as stack:
-        started = start(options, stack, length)
+        started = engines.start_engines(
+            options,
+            stack,
+            [call for calls in cells.values() for call in calls],
+            batch=max(options.batch),
+            shape=SHAPES[options.shape],
+            kv_cache_bytes=options.kv_cache << 30,
+        )
+        for method, engine in started.items():
+            say(f"{method}: {engine.wait_ready()}")
         for (workload, batch), calls in cells.items():
             say(f"{workload}, batch {batch}: {len(calls)} calls")
             results = compare(started, calls, batch=batch, chunk=max(1, len(calls) // TURNS))
@@ -76,27 +79,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({"workload": workload, "batch": batch, "method": method, **figures(result, ours)})
                 say("  " + ", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     return rows
-
-
-def start(options: argparse.Namespace, stack: ExitStack, length: int) -> dict[str, ReplayEngine]:
-    """Start the methods' engines side by side and wait until all are ready. `length`: max_model_len in tokens."""
-    paths = {"suffix": [arctic.build(options.peer_dir)]} if "suffix" in options.methods else {}
-    started = {
-        method: stack.enter_context(
-            ReplayEngine(
-                method=method,
-                shape=SHAPES[options.shape],
-                max_model_len=length,
-                max_batch=max(options.batch),
-                kv_cache_bytes=options.kv_cache << 30,
-                module_paths=paths.get(method, ()),
-            )
-        )
-        for method in options.methods
-    }
-    for method, engine in started.items():
-        say(f"{method}: {engine.wait_ready()}")
-    return started
 
 
 def read_calls(options: argparse.Namespace, workload: str, batch: int) -> list[Call]:

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import print_json, print_table, say
+from report import exit_status, print_json, print_table, say
 
 from agentspec.cache import Scope
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import RESERVED_TOKENS, Call, ModelShape, ReplayEngine
 
 TARGET = 1.03
@@ -51,21 +51,18 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        rows = measure(options)
-    except ConfigurationError as error:
-        say(f"error: {error}")
-        return 2
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 1
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    rows = measure(options)
     if options.json:
         print_json(rows)
     else:
         _print_table(rows)
-    return 0
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import arctic
 
+from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.testing.replay_types import ReplayResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,6 +107,19 @@ def pin(cpu: int | None) -> None:
     """Keep this process on one core, where the system can."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if cpu is None else cpu})
+
+
+def exit_status(run: Callable[[], None]) -> int:
+    """Run a benchmark. Return its exit status: 2 for input that cannot work, 1 for a failed run. Say what was wrong."""
+    try:
+        run()
+    except ConfigurationError as error:
+        say(f"error: {error}")
+        return 2
+    except AgentSpecError as error:
+        say(f"error: {error}")
+        return 1
+    return 0
 
 
 def say(text: str) -> None:

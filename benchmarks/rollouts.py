@@ -20,10 +20,10 @@ from typing import Any
 
 import arctic
 import engines
-from report import positive, print_json, print_table, say, speed_ratio
+from report import exit_status, positive, print_json, print_table, say, speed_ratio
 from trace_files import VOCABULARY, records
 
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResult, compare, fitting_length
 
 WORKLOAD = "rollouts_codegen"
@@ -37,29 +37,26 @@ Results = dict[str, list[ReplayResult]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
     rows: list[dict[str, Any]] = []
-    try:
-        epochs = read_epochs(options)
-        for batch in options.batch:
-            results = measure(options, epochs, batch)
-            rows += figures(results, batch)
-            if not options.json:
-                _print_table(results, options, batch)
-    except ConfigurationError as error:
-        say(f"error: {error}")
-        return 2
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 1
+    epochs = read_epochs(options)
+    for batch in options.batch:
+        results = measure(options, epochs, batch)
+        rows += figures(results, batch)
+        if not options.json:
+            _print_table(results, options, batch)
     if options.json:
         print_json(rows)
     else:
         columns = ("figure", "value", "target", "met")
         cells = [[str(row[name]) for name in columns] for row in rows]
         print_table("rollouts", columns, cells, left=("figure",), width=120)
-    return 0
 
 
 def read_epochs(options: argparse.Namespace) -> Epochs:

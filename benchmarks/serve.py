@@ -21,9 +21,9 @@ from itertools import islice
 from typing import Any
 
 import engines
-from report import positive, print_json, print_table, say, speed_ratio
+from report import exit_status, positive, print_json, print_table, say, speed_ratio
 
-from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import (
     NGRAM_DRAFT,
     NGRAM_MAX,
@@ -43,24 +43,21 @@ TURNS = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 2 for input that cannot work, 1 for a failed run."""
+    """Run the benchmark. Returns its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        fill_limits(options)
-        calls = read_calls(options)
-        results = measure(options, calls)
-    except ConfigurationError as error:
-        say(f"error: {error}")
-        return 2
-    except AgentSpecError as error:
-        say(f"error: {error}")
-        return 1
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    fill_limits(options)
+    calls = read_calls(options)
+    results = measure(options, calls)
     rows = [row(method, result, results.get(OURS)) for method, result in results.items()]
     if options.json:
         print_json([{"limits": options.limits, **item} for item in rows])
     else:
         _print_table(rows, options, len(calls))
-    return 0
 
 
 def fill_limits(options: argparse.Namespace) -> None:
@@ -147,6 +144,7 @@ def measure(options: argparse.Namespace, calls: Sequence[Call]) -> dict[str, Rep
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser, ("none", "ngram", "suffix", OURS), max_prompt=4096)
+    engines.add_sizes(parser)
     add = parser.add_argument
     add("--workload", required=True, metavar="NAME", help="which recording")
     add("--calls", type=positive, default=40, metavar="N", help="how many calls, in file order (%(default)s)")
