@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from agentspec.cache import Draft, Scope, SuffixCache
 
@@ -14,13 +15,19 @@ def draft(cache: SuffixCache, request: str = "b", most: int = 4) -> tuple[str, l
     return found.source, found.token_ids.tolist()
 
 
-def test_the_next_step_drafts_what_a_sibling_has_just_said() -> None:
+def two_samples() -> tuple[SuffixCache, NDArray[np.int32]]:
+    """Return a cache in which samples a and b have begun, and the engine's token array, in which a has its answer."""
     cache = SuffixCache()
     for name in ("a", "b"):
         cache.start(name, PROMPT, group="g")
     texts = np.zeros((2, 64), np.int32)
     texts[:, :4] = PROMPT
     texts[0, 4:44] = ANSWER
+    return cache, texts
+
+
+def test_the_next_step_drafts_what_a_sibling_has_just_said() -> None:
+    cache, texts = two_samples()
     texts[1, 4] = ANSWER[0]
     limits = [0, 3]
     step = cache.step(["b", "a"], texts[::-1].copy(), [0, 1], [5, 44], [3, 0], [0, 0])
@@ -111,12 +118,7 @@ def test_an_erased_session_is_nobodys_sibling() -> None:
 
 
 def test_a_sibling_whose_tokens_the_engine_took_back() -> None:
-    cache = SuffixCache()
-    for name in ("a", "b"):
-        cache.start(name, PROMPT, group="g")
-    texts = np.zeros((2, 64), np.int32)
-    texts[:, :4] = PROMPT
-    texts[0, 4:44] = ANSWER
+    cache, texts = two_samples()
     texts[1, 4:6] = ANSWER[:2]
     cache.step(["a"], texts, [0], [44], [0], [0])
     assert cache.step(["b"], texts, [1], [6], [4], [0]).lists() == [ANSWER[2:6]]
