@@ -19,16 +19,16 @@ pytestmark = pytest.mark.engine
 
 
 def complete(
-    server: ModelServer, prompt: str, session: str, tokens: int = 60, scope: str = "tenant"
+    server: ModelServer, prompt: str, session: str, tokens: int = 60, scope: str = "tenant", salt: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """One greedy completion and the server's figures of it."""
+    """One greedy completion and the server's figures of it. Requests of another ``salt`` share nothing with it."""
     with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=120) as client:
         reply = client.completions.create(
             model="demo",
             prompt=prompt,
             temperature=0,
             max_tokens=tokens,
-            extra_body={"ignore_eos": True, "vllm_xargs": {"agentspec_scope": scope}},
+            extra_body={"ignore_eos": True, "vllm_xargs": {"agentspec_scope": scope}, "cache_salt": salt},
             extra_headers={"X-Session-ID": session},
         )
     return reply.choices[0].text, server.get(f"/v1/agentspec/requests/{reply.id}")
