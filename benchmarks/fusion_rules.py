@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, StepDrafts
-from agentspec.server_ext.fusion.draft_model import FREE, StepModel
+from agentspec.server_ext import FREE
+from agentspec.server_ext.fusion.draft_model import StepModel
 from agentspec.server_ext.fusion.fusion import DraftFusion, FusedDrafts
 from agentspec.server_ext.fusion.scheduler import PassTime
 from agentspec.server_ext.step import DraftRows

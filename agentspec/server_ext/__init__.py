@@ -13,3 +13,6 @@
 ``endpoints``     ``/v1/agentspec``: those figures over HTTP
 ``speculator``    draft models, in torch alone
 """
+
+FREE = -1
+"""Entry of a proposal at which a draft model takes its own token, for fusion and the speculators alike."""

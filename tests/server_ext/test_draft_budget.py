@@ -12,10 +12,10 @@ from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.store import open_store
 from agentspec.cache.types import SOURCES
 from agentspec.errors import ConfigurationError
+from agentspec.server_ext import FREE
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits, kept_lengths
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
-from agentspec.server_ext.fusion.draft_model import FREE
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings, load_settings

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
-from agentspec.server_ext.fusion import FREE, DraftFusion, ModelDraft
+from agentspec.server_ext import FREE
+from agentspec.server_ext.fusion import DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, pack
 from agentspec.server_ext.fusion.calibrator import (
     BEHIND_AGREED,

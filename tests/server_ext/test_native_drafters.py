@@ -15,9 +15,8 @@ import torch
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
-from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext import FREE, vllm_adapter
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
-from agentspec.server_ext.fusion.draft_model import FREE
 from agentspec.server_ext.vllm_adapter import native_drafters, runner
 from agentspec.server_ext.vllm_adapter.launch import engine_options, uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, as_model_draft

@@ -10,8 +10,8 @@ import torch
 
 from agentspec.cache.store import open_store
 from agentspec.errors import SpeculatorError
+from agentspec.server_ext import FREE
 from agentspec.server_ext.engine import DraftingEngine
-from agentspec.server_ext.fusion import FREE
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings

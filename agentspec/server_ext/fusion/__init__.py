@@ -9,7 +9,7 @@
 Plain Python and numpy: neither torch nor vLLM.
 """
 
-from agentspec.server_ext.fusion.draft_model import FREE, ModelDraft, StepModel
+from agentspec.server_ext.fusion.draft_model import ModelDraft, StepModel
 from agentspec.server_ext.fusion.fusion import DraftFusion
 
-__all__ = ["FREE", "DraftFusion", "ModelDraft", "StepModel"]
+__all__ = ["DraftFusion", "ModelDraft", "StepModel"]

@@ -7,9 +7,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-FREE = -1
-"""Entry of a proposal at which the model takes its own token."""
-
 Int64 = NDArray[np.int64]
 
 

@@ -18,9 +18,10 @@ import numpy as np
 
 from agentspec.cache import StepDrafts, SuffixCache
 from agentspec.cache.core import draft_value
+from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
-from agentspec.server_ext.fusion.draft_model import FREE, Int64, ModelDraft, StepModel
+from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft, StepModel
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows
 

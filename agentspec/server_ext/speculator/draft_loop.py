@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError, first_line
+from agentspec.server_ext import FREE
 from agentspec.server_ext.speculator.gpu import Optimizations
 from agentspec.server_ext.speculator.gpu.fp8 import use_fp8
 from agentspec.server_ext.speculator.gpu.graphs import SIZES, PaddedLoop, Recorder
 from agentspec.server_ext.speculator.gpu.self_check import check_graphs, check_kernels
 from agentspec.server_ext.speculator.models import Speculator
 from agentspec.server_ext.speculator.selection import (
-    FREE,
     MAX_HEAD_ROWS,
     PLAIN,
     DraftedTokens,

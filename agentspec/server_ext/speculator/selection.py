@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.speculator.models import Speculator
 
-FREE = -1
-"""Entry of a proposal at which the speculator takes its own token: fusion's FREE, which needs more than torch."""
 MAX_HEAD_ROWS = 1 << 24
 _ALIGNMENT = 16
 """Number that divides the rows of a rank's slice, as FP8 products need."""

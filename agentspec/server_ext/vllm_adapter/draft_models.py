@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion import ModelDraft
-from agentspec.server_ext.fusion.draft_model import FREE, Int64
+from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from agentspec.errors import SpeculatorError
+from agentspec.server_ext import FREE
 from agentspec.server_ext.speculator.gpu.fp8 import E4M3, Fp8Linear
 from agentspec.server_ext.speculator.gpu.graphs import Loop, PaddedLoop
 from agentspec.server_ext.speculator.models import Speculator
-from agentspec.server_ext.speculator.selection import FREE, DraftedTokens
+from agentspec.server_ext.speculator.selection import DraftedTokens
 
 BATCHES = (1, 17, 33, 65)
 """Batch sizes to compare kernels at: kernels are compiled for up to 16, 32 and 64 rows; torch computes larger ones."""
