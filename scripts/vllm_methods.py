@@ -27,24 +27,45 @@ RECORD = Path(__file__).with_suffix(".json")
 
 READ = (
     "vllm.config.compilation:CompilationConfig.adjust_cudagraph_sizes_for_spec_decode",
+    "vllm.config.speculative:SpeculativeConfig.use_dflash",
+    "vllm.config.speculative:SpeculativeConfig.use_eagle",
+    "vllm.config.speculative:SpeculativeConfig.uses_draft_model",
+    "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
+    "vllm.distributed.parallel_state:get_tp_group",
+    "vllm.engine.arg_utils:EngineArgs.get_batch_defaults",
+    "vllm.utils.import_utils:has_arctic_inference",
+    "vllm.v1.attention.backend:AttentionCGSupport",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
     "vllm.v1.core.sched.output:SchedulerOutput",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request",
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+    "vllm.v1.engine.llm_engine:LLMEngine.step",
+    "vllm.v1.outputs:SamplerOutput",
+    "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor",
+    "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor",
     "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample",
+    "vllm.v1.sample.sampler:Sampler.greedy_sample",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.dummy_run",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.prepare_next_token_ids_padded",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
     "vllm.v1.spec_decode.medusa:MedusaProposer",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
     "vllm.v1.spec_decode.ngram_proposer:NgramProposer.__init__",
+    "vllm.v1.spec_decode.ngram_proposer:NgramProposer.load_model",
     "vllm.v1.spec_decode.ngram_proposer:NgramProposer.propose",
     "vllm.v1.structured_output.utils:apply_grammar_bitmask",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState",
     "vllm.v1.worker.gpu_input_batch:InputBatch",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",
 )
-"""What the adapter calls, or builds on, without wrapping it."""
+"""What the adapter calls, builds on, or replaces on one object alone."""
 
 Fingerprints = dict[str, str | None]
 """Digest by name, as "module:function" or "module:class.method"; None where this vLLM has no such thing."""
@@ -69,13 +90,18 @@ def fingerprints(read: ReadFile) -> Fingerprints:
 
 
 def _fingerprint(read: ReadFile, name: str) -> str | None:
-    module, _, path = name.partition(":")
-    node = _find(read, module, path.split("."))
+    node = find(read, name)
     return None if node is None else hashlib.sha256(ast.unparse(_Bare().visit(node)).encode()).hexdigest()[:16]
 
 
+def find(read: ReadFile, name: str) -> ast.AST | None:
+    """Return the definition of "module:function", "module:class" or "module:class.method"; None: there is none."""
+    module, _, path = name.partition(":")
+    return _find(read, module, path.split("."))
+
+
 def _find(read: ReadFile, module: str, path: list[str]) -> ast.AST | None:
-    """Return the definition of a function, class or method, followed through `from ... import`."""
+    """Return a definition, followed through `from ... import`."""
     file = module.replace(".", "/")
     text = read(f"{file}/__init__.py")
     is_package = text is not None
@@ -186,7 +212,7 @@ def check(place: str | None) -> int:
     record = load_record()
     known = reference(found, record)
     lines = differences(record[known], fingerprints(read))
-    print(f"vLLM {found}, compared with {known}: {len(lines)} of {len(watched())} methods differ")
+    print(f"vLLM {found}, compared with {known}: {len(lines)} of {len(watched())} definitions differ")
     print(*lines, sep="\n", end="\n" if lines else "")
     return 1 if lines else 0
 

@@ -1,5 +1,6 @@
 """Test the record of vLLM's methods: the installed version is as recorded, and what is patched is there in each."""
 
+import ast
 import importlib.util
 import shutil
 import subprocess
@@ -9,9 +10,13 @@ from types import ModuleType
 
 import pytest
 
+from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import NEWEST_VERSION, OLDEST_VERSION, PATCHES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_methods.py"
+ADAPTER = Path(vllm_adapter.__file__).parent
+PUBLIC = {"vllm", "vllm.config", "vllm.platforms", "vllm.sampling_params", "vllm.engine.arg_utils"}
+"""Modules whose names are vLLM's API."""
 REJECTION_SAMPLER = "vllm/v1/sample/rejection_sampler.py"
 
 
@@ -84,3 +89,40 @@ def test_an_unknown_version_is_compared_with_the_newest_before_it(methods: Modul
         "0.10.2",
         "0.9.0",
     ]
+
+
+def adapter_nodes() -> list[ast.AST]:
+    """Return all syntax nodes of the adapter."""
+    return [node for file in sorted(ADAPTER.glob("*.py")) for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def test_what_the_adapter_imports_was_recorded(methods: ModuleType) -> None:
+    imported = {
+        f"{node.module}:{alias.name}"
+        for node in adapter_nodes()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        if node.module not in PUBLIC and node.module != "vllm.entrypoints.cli.main"
+        for alias in node.names
+    }
+    assert len(imported) > 8
+    assert [name for name in imported if not any(seen.startswith(name) for seen in methods.watched())] == []
+
+
+def test_methods_that_the_adapter_replaces_on_one_drafter_were_recorded(methods: ModuleType) -> None:
+    """PATCHES lists what is replaced on a class; what is replaced on one of vLLM's drafters is found here."""
+    _, read = methods.open_vllm(None)
+    watched = set(methods.watched())
+    assigned = {
+        target.attr
+        for node in adapter_nodes()
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    }
+    base = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+    replaced = set()
+    for drafter in (base, "vllm.v1.spec_decode.ngram_proposer:NgramProposer"):
+        body = methods.find(read, drafter).body
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        replaced |= {f"{drafter}.{name}" for name in defined & assigned}
+    assert {f"{base}._greedy_sample", f"{base}.load_model"} <= replaced <= watched
