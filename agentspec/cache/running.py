@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentspec.cache.identifiers import Names
+from agentspec.cache.names import Names
 from agentspec.cache.types import Int32Array
 from agentspec.errors import DuplicateRequestError, UnknownRequestError
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache.core import PreparedSession, native
-from agentspec.cache.identifiers import UNNAMED_TENANT, Names, check_ids, key_of, keys_to_load, name_in
+from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, name_in
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT, DraftPolicy
 from agentspec.cache.running import BatchHandle, RunningRequests
 from agentspec.cache.tokens import (
@@ -57,6 +57,7 @@ from agentspec.errors import (
     InvalidInputError,
     SnapshotError,
 )
+from agentspec.identifiers import check_ids
 
 DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""

@@ -12,8 +12,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentspec.cache import DraftPolicy, Scope
-from agentspec.cache.identifiers import check_session_id
 from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.identifiers import check_session_id
 from agentspec.simulate import Figures, open_tokenizer, read_calls
 from agentspec.simulate import simulate as replay
 

@@ -1,13 +1,23 @@
-"""Add lasting sessions and speculation counts to the OpenAI client, for the agent's process."""
+"""Add lasting sessions and speculation counts to the OpenAI client, for the agent's process.
 
-from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
-from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
-from agentspec.client.client import AgentClient, ReplyStream, Session
-from agentspec.client.conversation import Gap
-from agentspec.client.forecast import Forecast
-from agentspec.client.loops import Stage
-from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
-from agentspec.client.tools import ToolRun
+The names here are the public ones. Each is imported when it is first used, so that a program waits only for what it
+uses: forecasts load numpy, for example.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
+    from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
+    from agentspec.client.client import AgentClient, ReplyStream, Session
+    from agentspec.client.conversation import Gap
+    from agentspec.client.forecast import Forecast
+    from agentspec.client.loops import Stage
+    from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
+    from agentspec.client.tools import ToolRun
 
 __all__ = [
     "AgentClient",
@@ -30,3 +40,33 @@ __all__ = [
     "Stage",
     "ToolRun",
 ]
+
+_MODULES = {
+    "AgentClient": "client",
+    "AsyncAgentClient": "async_client",
+    "AsyncReplyStream": "async_client",
+    "AsyncSession": "async_client",
+    "Attempt": "budget",
+    "Budget": "budget",
+    "DecodeStep": "reply",
+    "DraftedToken": "reply",
+    "Forecast": "forecast",
+    "Gap": "conversation",
+    "LoopResult": "budget",
+    "Progress": "budget",
+    "Reply": "reply",
+    "ReplyStream": "client",
+    "Session": "client",
+    "Speculation": "reply",
+    "Spent": "budget",
+    "Stage": "loops",
+    "ToolRun": "tools",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -6,16 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import openai
 from typing_extensions import Unpack
 
-from agentspec.cache.store import Store
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
-from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
@@ -32,6 +30,10 @@ from agentspec.client.request import (
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError
+
+if TYPE_CHECKING:
+    from agentspec.cache.store import Store
+    from agentspec.client.forecast import Forecast, Tokenize
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import openai
 
-from agentspec.cache.store import Store
 from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
-from agentspec.client.forecast import Forecast, Forecaster, Tokenize
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
@@ -21,6 +19,10 @@ from agentspec.client.request import Call, RequestBuilder, Speculating
 from agentspec.client.session_log import open_log
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, InvalidInputError
+
+if TYPE_CHECKING:
+    from agentspec.cache.store import Store
+    from agentspec.client.forecast import Forecast, Tokenize
 
 OpenAIT = TypeVar("OpenAIT", openai.OpenAI, openai.AsyncOpenAI)
 
@@ -41,6 +43,8 @@ class ClientBase(Generic[OpenAIT]):
         record: str | Path | None,
         tokenizer: str | Tokenize | None,
     ) -> None:
+        from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
+
         self._openai: OpenAIT = connection
         if record is not None and speculation:
             speculation = "detailed"

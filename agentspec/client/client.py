@@ -6,15 +6,13 @@ import logging
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import openai
 from typing_extensions import Unpack
 
-from agentspec.cache.store import Store
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
-from agentspec.client.forecast import Forecast, Tokenize
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
@@ -30,6 +28,10 @@ from agentspec.client.request import (
     has_no_such_session,
 )
 from agentspec.client.session_naming import SessionTags
+
+if TYPE_CHECKING:
+    from agentspec.cache.store import Store
+    from agentspec.client.forecast import Forecast, Tokenize
 
 logger = logging.getLogger(__name__)
 

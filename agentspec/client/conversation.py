@@ -12,10 +12,9 @@ from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from agentspec.cache.identifiers import check_ids
-from agentspec.client.outbox import Place, Said, Stored, conflict_error
-from agentspec.client.session_log import SessionLog
+from agentspec.client.session_log import Place, Said, SessionLog, Stored, conflict_error
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
+from agentspec.identifiers import check_ids
 
 logger = logging.getLogger(__name__)
 

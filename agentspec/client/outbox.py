@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 from agentspec.cache.store import NEW_SESSION, MessageRecord, NewEntry, RecordReader, Store, encode
+from agentspec.client.session_log import Place, Said, Stored, conflict_error
 from agentspec.errors import InvalidInputError, SessionConflictError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -29,38 +29,6 @@ WAIT_S = 0.1
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between attempts while the store is away
 _MAX_BYTES = 64 << 20
-
-
-class Said(NamedTuple):
-    """Hold a message, and how many messages of the session came before it, lost ones included."""
-
-    position: int
-    message: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """Hold what one client knows of a session in the store.
-
-    last: cursor of the last entry that it has read or written; None if there was none. known: False if the session was
-    not read, because its history was taken as empty. offset: positions before the first message of this client.
-    conflict: whether another client wrote behind ``last``, so that nothing more is written from here.
-    """
-
-    session: str
-    last: str | None = None
-    known: bool = True
-    offset: int = 0
-    conflict: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Hold a session as the store has it. next_position: the position of its next message. last: as in Place."""
-
-    history: list[Said] = field(default_factory=list)
-    next_position: int = 0
-    last: str | None = None
 
 
 def read_session(store: Store, session: str) -> Stored:
@@ -278,14 +246,6 @@ class Outbox:
             logger.warning("agentspec: the session store is away (%s); messages wait to be written", failed)
         if recovered:
             logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
-
-
-def conflict_error(session: str) -> SessionConflictError:
-    """Return the error for a session that two clients wrote to."""
-    return SessionConflictError(
-        f"session {session!r}: another client has added messages to it since this one read it. fork() goes on with the"
-        " messages known here, in a new session; reload() drops those that are not stored, and reads the others'"
-    )
 
 
 def _encode(record: MessageRecord, offset: int) -> bytes | None:

@@ -1,24 +1,49 @@
-"""Store a client's messages, so that a later process can resume its sessions.
+"""Describe the log from which a session is resumed, and the messages in it.
 
-Reading may block and fails loudly. Writing happens in the background (`outbox`): it costs no call, whatever the store
-does.
+A session talks to its log, not to a store. So a client without a store loads none of the store's modules.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
-from agentspec.client.outbox import NAMESPACE, Outbox, Place, Said, Stored, read_session
-from agentspec.errors import StoreError, StoreUnavailableError
+from agentspec.errors import SessionConflictError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from agentspec.cache.store import Store
 
-FLUSH_TIMEOUT_S = 2.0
-RETENTION = Retention(days=365, bytes=2 << 30)
-"""Limits of the default store. Beyond them whole sessions are erased, least recently used first."""
+
+class Said(NamedTuple):
+    """Hold a message, and how many messages of the session came before it, lost ones included."""
+
+    position: int
+    message: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Hold what one client knows of a session in the store.
+
+    last: cursor of the last entry that it has read or written; None if there was none. known: False if the session was
+    not read, because its history was taken as empty. offset: positions before the first message of this client.
+    conflict: whether another client wrote behind ``last``, so that nothing more is written from here.
+    """
+
+    session: str
+    last: str | None = None
+    known: bool = True
+    offset: int = 0
+    conflict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Hold a session as the store has it. next_position: the position of its next message. last: as in Place."""
+
+    history: list[Said] = field(default_factory=list)
+    next_position: int = 0
+    last: str | None = None
 
 
 class SessionLog:
@@ -47,83 +72,22 @@ class SessionLog:
         """Write the queued messages."""
 
 
-class StoreLog(SessionLog):
-    """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it."""
-
-    keeps = True
-
-    def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True) -> None:
-        self._open = store if callable(store) else None
-        self._store = None if callable(store) else store
-        self._owned = owned
-        self._lock = threading.Lock()
-        self._closed = False
-        self._outbox = Outbox(self._opened)
-
-    def read(self, session: str) -> Stored:
-        # This process may just have queued messages of the session that it now resumes.
-        if not self._outbox.settle(session, FLUSH_TIMEOUT_S):
-            raise StoreUnavailableError("messages of this process still wait to be written to the store")
-        return read_session(self._opened(), session)
-
-    def append(self, place: Place, said: list[Said]) -> None:
-        self._outbox.put(place, said)
-
-    def check(self, place: Place) -> None:
-        self._outbox.check(place)
-        self._outbox.confirm(place)
-
-    def confirm(self, place: Place) -> None:
-        self._outbox.confirm(place)
-
-    def remove(self, session: str) -> None:
-        with self._outbox.paused(session, FLUSH_TIMEOUT_S):
-            self._opened().erase_session(NAMESPACE, session, mark=False)  # no server follows this log
-
-    def close(self) -> None:
-        self._outbox.close(FLUSH_TIMEOUT_S)
-        with self._lock:
-            self._closed = True
-            store, self._store = self._store, None
-        if store is not None and self._owned:
-            store.close()
-
-    def _opened(self) -> Store:
-        with self._lock:
-            if self._closed:
-                raise StoreError("the client is closed")
-            if self._store is None and self._open is not None:
-                self._store = self._open()
-            assert self._store is not None
-            return self._store
-
-
 def open_log(store: str | Store | None) -> SessionLog:
     """Return the log for a client's `store` option.
 
     A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
-    data folder, is opened when the first session needs it, and kept within RETENTION.
+    data folder, is opened when the first session needs it.
     """
     if store is None:
         return SessionLog()
-    if store == "auto":
-        return StoreLog(_open_default)
-    if not isinstance(store, str):
-        return StoreLog(store, owned=False)
-    return StoreLog(open_store(store))
+    from agentspec.client.store_log import StoreLog  # imported here: the store's modules load numpy and SQLite
+
+    return StoreLog.of(store)
 
 
-def _open_default() -> Store:
-    store = open_store(default_store_url("sessions.db"))
-    threading.Thread(target=_trim, args=(store,), name="agentspec-retention", daemon=True).start()
-    return store
-
-
-def _trim(store: Store) -> None:
-    try:
-        erased = trim_sessions(store, NAMESPACE, RETENTION)
-    except StoreError as error:  # the next client tries again
-        logger.debug("agentspec: the session store could not be trimmed: %s", error)
-        return
-    if erased:
-        logger.info("agentspec: erased %d stored sessions that were not used for long", erased)
+def conflict_error(session: str) -> SessionConflictError:
+    """Return the error for a session that two clients wrote to."""
+    return SessionConflictError(
+        f"session {session!r}: another client has added messages to it since this one read it. fork() goes on with the"
+        " messages known here, in a new session; reload() drops those that are not stored, and reads the others'"
+    )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.cache.identifiers import check_session_id
 from agentspec.errors import InvalidInputError
+from agentspec.identifiers import check_session_id
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 

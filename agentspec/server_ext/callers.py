@@ -17,9 +17,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.store import mac, open_store
 from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError
+from agentspec.identifiers import check_session_id
 from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger("vllm.agentspec")

@@ -19,8 +19,8 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from agentspec.cache import SCOPES, Scope
-from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
 from agentspec.errors import InvalidSessionError
+from agentspec.identifiers import MAX_ID_LENGTH, check_session_id
 from agentspec.server_ext.agent_headers import agent_session
 from agentspec.server_ext.callers import NOBODY, Callers, Presented
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from agentspec.cache import Scope
-from agentspec.cache.identifiers import check_session_id
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
 from agentspec.cache.store import QUEUE_BYTES, Retention, default_store_url
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import ConfigurationError
+from agentspec.identifiers import check_session_id
 
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20

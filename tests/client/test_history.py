@@ -28,7 +28,8 @@ from agentspec import (
     StoreUnavailableError,
 )
 from agentspec.cache.store import Store, open_store
-from agentspec.client.outbox import Outbox, Place, Said, read_session
+from agentspec.client.outbox import Outbox, read_session
+from agentspec.client.session_log import Place, Said
 from agentspec.testing.redis_server import RedisServer
 
 from .fake_server import FakeServer
@@ -141,7 +142,7 @@ def test_what_was_said_during_an_outage_is_stored_after_it(server: FakeServer) -
 def test_a_session_is_not_resumed_before_this_process_has_written_it(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.2)
     store = FailingStore("append")
     with connect(server, store) as client:
         client.session("s").chat("one")  # nobody holds this session any more

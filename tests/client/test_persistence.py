@@ -117,7 +117,7 @@ def test_clear_removes_what_is_stored(server: FakeServer) -> None:
 def test_a_store_that_cannot_write_costs_no_call(
     server: FakeServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.session_log.FLUSH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.3)
     with caplog.at_level(logging.WARNING):
         client = AgentClient(base_url=server.url, model="small", store=FailingStore("append"))
         session = client.session("s")
@@ -199,7 +199,7 @@ def test_the_default_store_erases_whole_sessions_that_were_not_used_for_long(
         for name in ("old", "new"):
             client.session(name).chat("one")
         client.session("new").chat("two")
-    monkeypatch.setattr("agentspec.client.session_log.RETENTION", Retention(records=5))
+    monkeypatch.setattr("agentspec.client.store_log.RETENTION", Retention(records=5))
     with AgentClient(base_url=server.url, model="small") as client:
         assert len(client.session("new").messages) == 4  # opens the store
         store = open_store(default_store_url("sessions.db"))

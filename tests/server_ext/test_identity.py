@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentspec.cache import Scope
-from agentspec.cache.identifiers import check_ids
+from agentspec.identifiers import check_ids
 from agentspec.server_ext.callers import NOBODY, Callers, Presented
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
 from agentspec.server_ext.settings import Settings

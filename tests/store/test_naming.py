@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache.identifiers import MAX_ID_LENGTH, check_session_id
 from agentspec.cache.store import LogNames, frame, mac, model_key
 from agentspec.cache.store.base import check_namespace
 from agentspec.errors import InvalidSessionError
+from agentspec.identifiers import MAX_ID_LENGTH, check_session_id
 
 PARTS = st.lists(st.none() | st.text(st.sampled_from("ab\x00\x01\x02é"), max_size=4), max_size=4)
 

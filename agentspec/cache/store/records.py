@@ -29,9 +29,9 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
-from agentspec.cache.identifiers import check_ids, check_session_id
 from agentspec.cache.types import SCOPES, Int32Array, Scope
 from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidTokenError, RecordVersionError
+from agentspec.identifiers import check_ids, check_session_id
 
 VERSION = 3
 _TURN, _MESSAGE, _ERASE = "turn", "message", "erase"

@@ -1,0 +1,96 @@
+"""Store a client's messages, so that a later process can resume its sessions.
+
+Reading may block and fails loudly. Writing happens in the background (`outbox`): it costs no call, whatever the store
+does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
+from agentspec.client.outbox import NAMESPACE, Outbox, read_session
+from agentspec.client.session_log import Place, Said, SessionLog, Stored
+from agentspec.errors import StoreError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 2.0
+RETENTION = Retention(days=365, bytes=2 << 30)
+"""Limits of the default store. Beyond them whole sessions are erased, least recently used first."""
+
+
+class StoreLog(SessionLog):
+    """Keep messages in a store. Opens the store on first use, and closes it unless the caller opened it."""
+
+    keeps = True
+
+    def __init__(self, store: Store | Callable[[], Store], *, owned: bool = True) -> None:
+        self._open = store if callable(store) else None
+        self._store = None if callable(store) else store
+        self._owned = owned
+        self._lock = threading.Lock()
+        self._closed = False
+        self._outbox = Outbox(self._opened)
+
+    @classmethod
+    def of(cls, store: str | Store) -> StoreLog:
+        """Return the log for a store, a URL or "auto". Raises StoreURLError and StoreError for a URL."""
+        if not isinstance(store, str):
+            return cls(store, owned=False)
+        return cls(_open_default if store == "auto" else open_store(store))
+
+    def read(self, session: str) -> Stored:
+        # This process may just have queued messages of the session that it now resumes.
+        if not self._outbox.settle(session, FLUSH_TIMEOUT_S):
+            raise StoreUnavailableError("messages of this process still wait to be written to the store")
+        return read_session(self._opened(), session)
+
+    def append(self, place: Place, said: list[Said]) -> None:
+        self._outbox.put(place, said)
+
+    def check(self, place: Place) -> None:
+        self._outbox.check(place)
+        self._outbox.confirm(place)
+
+    def confirm(self, place: Place) -> None:
+        self._outbox.confirm(place)
+
+    def remove(self, session: str) -> None:
+        with self._outbox.paused(session, FLUSH_TIMEOUT_S):
+            self._opened().erase_session(NAMESPACE, session, mark=False)  # no server follows this log
+
+    def close(self) -> None:
+        self._outbox.close(FLUSH_TIMEOUT_S)
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None and self._owned:
+            store.close()
+
+    def _opened(self) -> Store:
+        with self._lock:
+            if self._closed:
+                raise StoreError("the client is closed")
+            if self._store is None and self._open is not None:
+                self._store = self._open()
+            assert self._store is not None
+            return self._store
+
+
+def _open_default() -> Store:
+    store = open_store(default_store_url("sessions.db"))
+    threading.Thread(target=_trim, args=(store,), name="agentspec-retention", daemon=True).start()
+    return store
+
+
+def _trim(store: Store) -> None:
+    try:
+        erased = trim_sessions(store, NAMESPACE, RETENTION)
+    except StoreError as error:  # the next client tries again
+        logger.debug("agentspec: the session store could not be trimmed: %s", error)
+        return
+    if erased:
+        logger.info("agentspec: erased %d stored sessions that were not used for long", erased)

@@ -1,0 +1,49 @@
+"""Check session, group and tenant ids, for the client, the server and the cache.
+
+Ids travel in HTTP headers, log lines and database keys. So they are short and hold no character that could end a line
+or hide in a terminal. All other Unicode characters are allowed.
+"""
+
+import unicodedata
+
+from agentspec.errors import InvalidSessionError
+
+MAX_ID_LENGTH = 256
+"""Longest id, in characters."""
+
+# control characters, lone surrogates (not encodable), line and paragraph separators
+_REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
+
+
+def check_session_id(value: str, field: str = "session") -> str:
+    """Return ``value`` if it can serve as an id of a session, group or tenant.
+
+    Raises InvalidSessionError, naming ``field`` and the remedy, for anything but a string of 1 to 256 characters
+    that is not blank and holds no control characters.
+    """
+    if not isinstance(value, str):
+        raise InvalidSessionError(f"{field}: must be a string, got {type(value).__name__}")
+    if not value.strip():
+        raise InvalidSessionError(f"{field}: must not be empty; leave it out to have none")
+    if len(value) > MAX_ID_LENGTH:
+        raise InvalidSessionError(
+            f"{field}: at most {MAX_ID_LENGTH} characters, got {len(value)}; use a hash of it as the id"
+        )
+    if not (value.isascii() and value.isprintable()):
+        _check_characters(value, field)
+    return value
+
+
+def check_ids(**ids: str | None) -> None:
+    """Check each id that is not None with `check_session_id`; the keyword names it in errors."""
+    for name, value in ids.items():
+        if value is not None:
+            check_session_id(value, name)
+
+
+def _check_characters(value: str, field: str) -> None:
+    for position, character in enumerate(value):
+        if unicodedata.category(character) in _REFUSED:
+            raise InvalidSessionError(
+                f"{field}: control character U+{ord(character):04X} at position {position}; remove it"
+            )
