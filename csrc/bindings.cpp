@@ -255,8 +255,13 @@ using LimitNumbers = std::array<std::size_t, 6>;
 
 Limits limits_of(const LimitNumbers& n) { return {{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}}; }
 
-void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, std::int64_t vocab_size) {
-  new (cache) Cache(settings_of(policy), limits_of(limits), vocab_size);
+using WindowNumbers = std::array<std::uint64_t, 2>;
+
+HistoryWindow::Unit unit_of(std::uint64_t number) { return static_cast<HistoryWindow::Unit>(number); }
+
+void init(Cache* cache, const nb::object& policy, const LimitNumbers& limits, std::int64_t vocab_size,
+          const WindowNumbers& window) {
+  new (cache) Cache(settings_of(policy), limits_of(limits), vocab_size, {unit_of(window[0]), window[1]});
 }
 
 nb::tuple stats(Cache& cache) {
@@ -305,7 +310,7 @@ NB_MODULE(_native, module) {
       .def("finish", &PreparedSession::finish, Released())
       .def("bytes", &PreparedSession::bytes);
   nb::class_<Cache>(module, "Core")
-      .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a)
+      .def("__init__", &init, "policy"_a, "limits"_a, "vocab_size"_a, "window"_a)
       .def(
           "start",
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
@@ -382,7 +387,9 @@ NB_MODULE(_native, module) {
           },
           "session"_a.none(), "group"_a.none(), "family"_a.none(), "tenant"_a, Released())
       .def("tenants", [](Cache& cache) { return without_gil([&] { return cache.tenants(); }); })
-      .def("begin_weights", &Cache::begin_weights, "kept"_a, Released())
+      .def(
+          "begin_period", [](Cache& cache, std::uint64_t unit) { cache.begin_period(unit_of(unit)); }, "unit"_a,
+          Released())
       .def("forget_tenant", &Cache::forget_tenant, "tenant"_a, Released())
       .def(
           "catch_up",

@@ -18,6 +18,7 @@ from agentspec.cache.types import (
     Draft,
     Drafts,
     FinishedTurn,
+    HistoryWindow,
     Scope,
     StepDrafts,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "DraftPolicy",
     "Drafts",
     "FinishedTurn",
+    "HistoryWindow",
     "Scope",
     "StepDrafts",
     "SuffixCache",

@@ -37,6 +37,7 @@ from agentspec.cache.tokens import (
 )
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
+    HISTORY_UNITS,
     MAX_PREDICTION,
     SOURCES,
     Budget,
@@ -45,6 +46,7 @@ from agentspec.cache.types import (
     Draft,
     Drafts,
     FinishedTurn,
+    HistoryWindow,
     Int32Array,
     PublicCorpus,
     Scope,
@@ -67,6 +69,8 @@ _LONG = 1e6
 _PUBLIC_BYTES = 14
 """Memory that a token of the public corpus is reckoned to take, before it is added."""
 _SAVE_TRIES = 5
+_UNITS = {unit: number for number, unit in enumerate(HISTORY_UNITS, 1)}
+"""Numbers of the core for the units of a history window."""
 
 
 class SuffixCache:
@@ -78,7 +82,9 @@ class SuffixCache:
     of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
     hold on average. Of what a running request drafts from, the older half goes where nothing else is left. A session
     over its own budget keeps its newest part, and so does its family. vocab_size: token ids must be below it (None:
-    below 2**31). Raises ConfigurationError for a value out of range.
+    below 2**31). history: how long groups and tenants draft from a response, at most; older ones go when a request
+    names their group or tenant, up to 256 each time (None: they stay). A session's own text stays, and stored turns
+    count as written when they are restored. Raises ConfigurationError for a value out of range.
     """
 
     def __init__(
@@ -90,13 +96,15 @@ class SuffixCache:
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
+        history: HistoryWindow | None = None,
     ) -> None:
         limits = limit_numbers(max_tokens, max_bytes, per_tenant, per_session)
         if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
             raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
         self.policy = policy or DraftPolicy()
         self._vocab_size = vocab_size or MAX_VOCAB
-        self._core = native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size)
+        window = (_UNITS[history.unit], history.size) if history else (0, 0)
+        self._core = native.Core(policy=self.policy, limits=limits, vocab_size=self._vocab_size, window=window)
         self._running = RunningRequests()
         self._public_bytes = 0  # of the public corpus
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
@@ -438,17 +446,13 @@ class SuffixCache:
         """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
         return [tenant or None for tenant in self._core.tenants()]
 
-    def begin_weights(self, keep: int | None = None) -> None:
-        """Note that the model has new weights: what is said from now on is another policy's. Drafts stay correct.
+    def begin_weights(self) -> None:
+        """Note that the model has new weights, for a history window in weights. Drafts stay correct without it."""
+        self._core.begin_period(_UNITS["weights"])
 
-        keep: of the responses that groups and tenants share, draft from those of the newest so many weights, the
-        present ones included (None: from all). Older ones go when a request names their group or tenant, at most 256
-        each time. Restored turns count as written under the weights of that moment. A session's own text stays.
-        Raises InvalidInputError.
-        """
-        if keep is not None and keep < 1:
-            raise InvalidInputError(f"keep={keep}: give a number of weights, at least 1, or None")
-        self._core.begin_weights(keep or 0)
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins, for a history window in epochs."""
+        self._core.begin_period(_UNITS["epochs"])
 
     def forget_tenant(self, tenant: str | None) -> bool:
         """Forget a tenant with its corpus, sessions and groups. Returns False where it has running requests: it stays.
@@ -523,10 +527,12 @@ class SuffixCache:
         per_session: Budget | None = None,
         policy: DraftPolicy | None = None,
         vocab_size: int | None = None,
+        history: HistoryWindow | None = None,
     ) -> "SuffixCache":
         """Return a cache with the contents of a file from `save`.
 
-        The other arguments are those of SuffixCache. If `policy` learns differently, what was learned is dropped.
+        The other arguments are those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under
+        a `history` in another unit, what is loaded counts as written now.
         Raises SnapshotError as `load_snapshot` does.
         """
         cache = cls(
@@ -536,6 +542,7 @@ class SuffixCache:
             per_session=per_session,
             policy=policy,
             vocab_size=vocab_size,
+            history=history,
         )
         cache.load_snapshot(path)
         return cache

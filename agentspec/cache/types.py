@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.errors import ConfigurationError
+
 SOURCES = ("request", "session", "group", "global", "public", "sibling", "prediction", "model")
 """Sources of a drafted token; every `sources` array holds indices into this tuple. "sibling": a request of the same
 group or session that runs at the same time. "prediction": what the request's caller expects as its response. "model":
@@ -64,6 +66,41 @@ class Budget:
 
     tokens: int | None = None
     bytes: int | None = None
+
+
+HistoryUnit = Literal["weights", "epochs", "tokens"]
+
+HISTORY_UNITS: tuple[HistoryUnit, ...] = get_args(HistoryUnit)
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryWindow:
+    """Say how long groups and tenants draft from a response: in the newest `size` weights or epochs, or tokens.
+
+    Weights and epochs include the present ones. Tokens are those of the responses that a tenant's requests have
+    finished since. Raises ConfigurationError for a size below 1 and for another unit.
+    """
+
+    size: int
+    unit: HistoryUnit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigurationError(f"{self.size!r} {self.unit}: give a whole number, at least 1")
+        if self.unit not in HISTORY_UNITS:
+            raise ConfigurationError(f"{self.size} {self.unit}: give one of {', '.join(HISTORY_UNITS)} as the unit")
+
+    @classmethod
+    def parse(cls, text: str) -> "HistoryWindow":
+        """Return the window that a text such as "3 epochs" names. Raises ConfigurationError for any other text."""
+        number, _, unit = text.strip().partition(" ")
+        units = {name.removesuffix("s"): name for name in HISTORY_UNITS} | {name: name for name in HISTORY_UNITS}
+        if not number.isascii() or not number.isdigit() or unit.strip() not in units:
+            raise ConfigurationError(f"{text!r}: give a number and a unit: 2 weights, 3 epochs or 200000 tokens")
+        return cls(int(number), units[unit.strip()])
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.unit}"
 
 
 @dataclass(frozen=True, slots=True)

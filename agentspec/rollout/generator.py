@@ -157,6 +157,7 @@ class RolloutGenerator:
             missing = deque(key for key in keys if key not in self._journal)
             figures = EpochFigures(epoch, wanted=len(keys), resumed=len(keys) - len(missing))
             if missing:
+                self._engine.begin_epoch()
                 if self._update_weights is not None:
                     figures.weight_version = self._update_weights(self._engine.llm, epoch)
                 self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)

@@ -95,6 +95,7 @@ class DraftingEngine:
             per_session=Budget(tokens=settings.max_session_tokens),
             policy=draft_policy(settings, max_draft),
             vocab_size=vocab_size,
+            history=settings.history_window,
         )
         self.step_cost = StepCost(settings.verify_cost)
         self.budget = DraftBudget(settings.step_draft_tokens, limits)
@@ -129,6 +130,7 @@ class DraftingEngine:
             file = Path(settings.public).expanduser()
             self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
         self._new_weights = False  # were loaded since the latest step
+        self._new_epoch = False  # began since the latest step
         self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = self._held_back = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
@@ -154,6 +156,10 @@ class DraftingEngine:
     def note_new_weights(self) -> None:
         """Note that weights were loaded into the served model. Calls between two steps count as one update."""
         self._new_weights = True
+
+    def note_new_epoch(self) -> None:
+        """Note that an epoch of rollouts begins. Calls between two steps count as one."""
+        self._new_epoch = True
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
         """Return whether an earlier step started the request with a prompt of that many tokens. It has not finished.
@@ -268,10 +274,15 @@ class DraftingEngine:
             self._recorder.close()
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
+        # Requests that ended before have finished by now: vLLM says so with the step.
         if self._new_weights:
             self._new_weights = False
             self.metrics.counters["weight_updates"] += 1
-            self.cache.begin_weights(self.settings.history_weights)
+            self.cache.begin_weights()
+        if self._new_epoch:
+            self._new_epoch = False
+            self.metrics.counters["epochs"] += 1
+            self.cache.begin_epoch()
         lookup = self._lookup
         loading = self._persistence.has_loaded()
         if loading or step.started:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
 from agentspec.cache.store import QUEUE_BYTES, Retention, default_store_url
-from agentspec.cache.types import DEFAULT_MAX_BYTES
+from agentspec.cache.types import DEFAULT_MAX_BYTES, HistoryWindow
 from agentspec.errors import ConfigurationError
 from agentspec.identifiers import check_session_id
 
@@ -89,8 +89,8 @@ class Settings(BaseModel):
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000)
     """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
-    history_weights: int | None = Field(default=None, ge=1)
-    """Number of the newest weights, the present ones included, whose responses are drafted from. None: of all."""
+    history_window: HistoryWindow | None = None
+    """How long responses are drafted from: "2 weights", "3 epochs" or "200000 tokens". None: while there is room."""
     retention_days: float | None = Field(default=30.0, gt=0.0)
     """Age at which stored turns are removed from the store, in days. None: no limit."""
     retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000)
@@ -132,6 +132,11 @@ class Settings(BaseModel):
     @classmethod
     def _printable(cls, value: str | None) -> str | None:
         return None if value is None else check_session_id(value)
+
+    @field_validator("history_window", mode="before")
+    @classmethod
+    def _window(cls, value: object) -> object:
+        return value if value is None or isinstance(value, HistoryWindow) else HistoryWindow.parse(str(value))
 
     @field_validator("public")
     @classmethod

@@ -30,8 +30,11 @@ void write(const Request& request, Drafts& drafts) {
 
 }  // namespace
 
-Cache::Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size)
-    : settings_(settings), vocab_size_(vocab_size), drafter_(make_drafter(settings)), entries_(settings, limits) {}
+Cache::Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size, HistoryWindow window)
+    : settings_(settings),
+      vocab_size_(vocab_size),
+      drafter_(make_drafter(settings)),
+      entries_(settings, limits, window) {}
 
 std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
   CacheEntry* const teacher = request.teacher();
@@ -132,9 +135,12 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
   }
   if (!turn.response().empty() && wanted) {
     const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
+    // Stored responses are read again: they make no other older.
+    std::size_t fresh = origin == Origin::kStored ? 0 : turn.response().size();
     for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
-      group->corpus.add(session, turn.record, kept_context, turn.response(), entries_.weights);
+      of.tenant->written += std::exchange(fresh, 0);
+      group->corpus.add(session, turn.record, kept_context, turn.response(), entries_.now(*of.tenant));
       if (group->tenant) entries_.trim(*group);
       if (origin != Origin::kFollowed) entries_.touch(*group);
       entries_.count(*group);
@@ -218,10 +224,9 @@ void Cache::mark_loaded(Names names) {
   if (const auto entry = find(names)) entry->loaded = true;
 }
 
-void Cache::begin_weights(std::uint64_t kept) {
+void Cache::begin_period(HistoryWindow::Unit unit) {
   std::lock_guard lock(mutex_);
-  const std::uint64_t now = ++entries_.weights;
-  entries_.oldest_weights = kept == 0 || kept > now ? 0 : now + 1 - kept;
+  if (unit == entries_.window.unit) ++entries_.periods;
 }
 
 std::vector<std::string> Cache::tenants() {

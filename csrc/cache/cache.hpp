@@ -52,7 +52,7 @@ struct ExternalDrafts {
 // Holds the running requests and what is kept of finished ones. Every public call takes the lock.
 class Cache {
  public:
-  Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size);
+  Cache(const PolicySettings& settings, Limits limits, std::int64_t vocab_size, HistoryWindow window = {});
 
   // Starts a request in a slot that the caller knows to be unused. The caller has also checked the tokens. Returns the
   // root of its session's family, empty without a session.
@@ -88,9 +88,9 @@ class Cache {
   // tenant's corpus was restored. Evicting forgets.
   bool needs_load(Names names);
   void mark_loaded(Names names);
-  // Notes that new weights serve. Of the responses that groups and tenants share, those of the newest `kept` weights stay,
-  // the present ones included; older ones are dropped when requests name their group or tenant. 0: all stay.
-  void begin_weights(std::uint64_t kept);
+  // Notes that new weights serve, or that an epoch begins; only what the window counts matters. Of the responses that
+  // groups and tenants share, those that are older than the window are dropped when requests name their group or tenant.
+  void begin_period(HistoryWindow::Unit unit);
   std::vector<std::string> tenants();  // their keys, least recently used first
   // Forgets a tenant with its corpus, sessions and groups. Returns false where it has running requests: then it stays.
   bool forget_tenant(const std::string& tenant);

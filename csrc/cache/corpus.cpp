@@ -23,13 +23,13 @@ std::uint64_t hash_of(const std::string& key) {
 }  // namespace
 
 void Corpus::add(const std::string* session, std::uint64_t record, std::span<const Token> context,
-                 std::span<const Token> response, std::uint64_t weights) {
+                 std::span<const Token> response, std::uint64_t written) {
   const auto begin = static_cast<Position>(index_.size());
   index_.append_boundary();
   index_.append(context, false);
   index_.append(response);
   const auto end = static_cast<Position>(index_.size());
-  documents_.push_back({session ? hash_of(*session) : 0, record, begin, end, weights});
+  documents_.push_back({session ? hash_of(*session) : 0, record, begin, end, written});
   if (record != 0) records_.insert(record);
   tokens_ += end - begin;
 }
@@ -64,14 +64,14 @@ void Corpus::drop_oldest() {
   documents_.pop_front();
 }
 
-std::size_t Corpus::drop_before(std::uint64_t weights, std::size_t most) {
+std::size_t Corpus::drop_before(std::uint64_t time, std::size_t most) {
   std::size_t count = 0;
-  for (; count < most && !documents_.empty() && documents_.front().weights < weights; ++count) drop_oldest();
+  for (; count < most && !documents_.empty() && documents_.front().written < time; ++count) drop_oldest();
   return count;
 }
 
-void Corpus::set_weights(std::uint64_t weights) {
-  for (Document& document : documents_) document.weights = weights;
+void Corpus::set_written(std::uint64_t time) {
+  for (Document& document : documents_) document.written = time;
 }
 
 void Corpus::drop_older_half() {

@@ -23,18 +23,18 @@ class Corpus {
     std::uint64_t session;  // hash of its key; 0: no session
     std::uint64_t record;   // names the turn in the store; 0: it has no name
     Position begin, end;
-    std::uint64_t weights;  // counts the weight updates before it was written
+    std::uint64_t written;  // when, by the clock of the history window
   };
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
-  // Adds a response behind the end of its context. `session` is null if the response belongs to none. `weights`: weight
-  // updates so far.
+  // Adds a response behind the end of its context. `session` is null if the response belongs to none. `written`: the
+  // time by the clock of the history window.
   void add(const std::string* session, std::uint64_t record, std::span<const Token> context,
-           std::span<const Token> response, std::uint64_t weights = 0);
-  // Drops at most `most` of the oldest documents that were written before so many weight updates. Returns how many.
-  std::size_t drop_before(std::uint64_t weights, std::size_t most);
-  // Notes that all was written after so many weight updates.
-  void set_weights(std::uint64_t weights);
+           std::span<const Token> response, std::uint64_t written = 0);
+  // Drops at most `most` of the oldest documents that were written before a time. Returns how many.
+  std::size_t drop_before(std::uint64_t time, std::size_t most);
+  // Notes that all was written at a time.
+  void set_written(std::uint64_t time);
   bool holds_all_of(const Corpus& other) const;  // the records
   bool holds_other_than(const std::string& session) const;  // responses of other sessions
   // Becomes what `from` holds, which is empty then. Returns the index that was here.

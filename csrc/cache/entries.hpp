@@ -20,11 +20,19 @@
 namespace agentspec {
 
 inline constexpr std::size_t kEvictPerCall = 64;  // sessions, groups or documents evicted in one call
-inline constexpr std::size_t kOutdatedPerCall = 256;  // documents of older weights dropped in one call
+inline constexpr std::size_t kOutdatedPerCall = 256;  // documents older than the window dropped in one call
 inline constexpr std::size_t kTenantShare = 4;    // tenants beside their texts may take one part in so many
 inline constexpr std::size_t kClogged = 8;        // one part in so many of the budget may wait to be swept
 
 struct Request;
+
+// Says how long groups and tenants keep responses: until `kept` more weights or epochs began or, of a tenant, so many
+// more tokens were written. 0: as long as there is room. Its clock counts the weights, the epochs, or the tenant's tokens.
+struct HistoryWindow {
+  enum class Unit : std::uint64_t { kNone, kWeights, kEpochs, kTokens };
+  Unit unit = Unit::kNone;
+  std::uint64_t kept = 0;
+};
 
 // Holds responses of several sessions of a tenant: of those that name the group, or of a family, which is a session and
 // all that it started. A session that started none is a family too.
@@ -55,6 +63,7 @@ struct Tenant final : Group {
   std::size_t beside = 0;  // part of its `counted` bytes that is not its texts': its own and what it learned
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
   std::unordered_set<Group*> groups;             // those among them that hold responses of several sessions
+  std::uint64_t written = 0;                     // tokens of the responses that its requests finished so far
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
 };
@@ -83,7 +92,8 @@ struct EntryMap {
 // Holds all sessions, groups and tenants with the sums of their sizes, and evicts what exceeds the budgets.
 class CacheEntries {
  public:
-  CacheEntries(const PolicySettings& settings, Limits limits) : limits(limits), settings_(settings) {}
+  CacheEntries(const PolicySettings& settings, Limits limits, HistoryWindow window)
+      : limits(limits), window(window), settings_(settings) {}
 
   // Each returns the named entry, made if there is none, and marks it as used. Null where none is named.
   std::shared_ptr<Tenant> tenant(const std::string* key, const std::string* tenant_owner);
@@ -101,7 +111,11 @@ class CacheEntries {
   void touch(CacheEntry& entry);
   void count(CacheEntry& entry);  // updates the sums to its present size
   void advance(CacheEntry& entry, WorkBudget& budget);
-  // Drops some of the responses that older weights have written than those that are kept.
+  // Returns the time by the window's clock.
+  std::uint64_t now(const Tenant& tenant) const {
+    return window.unit == HistoryWindow::Unit::kTokens ? tenant.written : periods;
+  }
+  // Drops some of the responses that are older than the window.
   void drop_outdated(Group& group);
   void forget_if_empty(CacheEntry& entry);
   bool over_budget(const CacheEntry& entry) const;  // of a session
@@ -145,13 +159,14 @@ class CacheEntries {
   };
   bool save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
   void thaw(CacheEntry& entry);
-  void load(SnapshotReader& reader, std::int64_t vocab_size);
+  // `same_window`: the clock of what is loaded counts as the present one does. Otherwise all was written now.
+  void load(SnapshotReader& reader, std::int64_t vocab_size, bool same_window);
   bool empty() const { return tenants_.by_key.empty() && held_.bytes == 0; }
 
   Limits limits;
   std::uint64_t erasures = 0;  // calls of remove_session()
-  std::uint64_t weights = 0;   // weight updates so far
-  std::uint64_t oldest_weights = 0;  // responses that were written before so many of them are dropped
+  HistoryWindow window;
+  std::uint64_t periods = 0;   // weights or epochs that began so far, whichever the window counts
 
  private:
   template <class Entry>

@@ -12,7 +12,9 @@ constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session wi
 }  // namespace
 
 void CacheEntries::drop_outdated(Group& group) {
-  if (oldest_weights > 0 && group.corpus.drop_before(oldest_weights, kOutdatedPerCall) > 0) count(group);
+  const std::uint64_t time = now(group.tenant ? *group.tenant : static_cast<const Tenant&>(group));
+  if (window.kept == 0 || time < window.kept) return;
+  if (group.corpus.drop_before(time + 1 - window.kept, kOutdatedPerCall) > 0) count(group);
 }
 
 void CacheEntries::forget_if_empty(CacheEntry& entry) {

@@ -54,6 +54,7 @@ bool CacheEntries::save_some(const EntryMap<Entry>& map, SnapshotWriter& writer,
     writer.number(entry.tenant ? kOfEntry : kOfTenant);
     writer.string(entry.key);
     if (entry.tenant) writer.string(entry.tenant->key);
+    if (!entry.tenant) writer.number(static_cast<Tenant&>(entry).written);
     writer.string(entry.owner->name);
     writer.number(entry.used);
     writer.defer(large);
@@ -86,17 +87,20 @@ void CacheEntries::thaw(CacheEntry& entry) {
   if (!entry.gone) count(entry);
 }
 
-void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
+void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size, bool same_window) {
   std::vector<std::pair<std::uint64_t, CacheEntry*>> uses;
   for (std::uint64_t kind = reader.number(); kind != kEndOfEntries; kind = reader.number()) {
     if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
     const std::string key = reader.string();
     const std::string of_tenant = kind == kOfEntry ? reader.string() : std::string();
+    const std::uint64_t written = kind == kOfTenant ? reader.number() : 0;
     const std::string owner = reader.string();
     std::shared_ptr<CacheEntry> loaded;
     if (kind == kOfTenant) {
       if (tenants_.find(key)) reader.damaged("a tenant is there twice");
-      loaded = tenant(&key, &owner);
+      const auto tenant = this->tenant(&key, &owner);
+      tenant->written = written;
+      loaded = tenant;
     } else {
       if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
       const auto tenant = this->tenant(&of_tenant, nullptr);
@@ -112,6 +116,10 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size) {
     const std::uint64_t used = reader.number();
     describe(reader, loaded->learned, settings_, learned_bits(*loaded));
     describe(reader, *loaded);
+    if (!same_window && !loaded->is_session()) {
+      auto& group = static_cast<Group&>(*loaded);
+      group.corpus.set_written(now(group.tenant ? *group.tenant : static_cast<Tenant&>(group)));
+    }
     if (const bool is_family = key.starts_with('o') && kind == kOfEntry; is_family) {
       auto& family = static_cast<Group&>(*loaded);
       if (family.corpus.holds_other_than("s" + key.substr(1))) family.tenant->groups.insert(&family);
@@ -138,7 +146,8 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
   {
     std::lock_guard lock(mutex_);
     erasures = entries_.erasures;
-    writer.number(entries_.weights);
+    writer.number(static_cast<std::uint64_t>(entries_.window.unit));
+    writer.number(entries_.periods);
   }
   for (bool more = true, again = false; more;) {
     const auto mark = writer.mark();
@@ -183,9 +192,11 @@ std::string Cache::load(const std::string& path, const std::string& identity) {
     throw std::runtime_error("it was saved with vocab_size=" + std::to_string(vocabulary) + ", which is more than " +
                              std::to_string(vocab_size_) + ": it belongs to another model");
   }
-  CacheEntries loaded(settings_, entries_.limits);
-  loaded.weights = reader.number();
-  loaded.load(reader, vocab_size_);
+  CacheEntries loaded(settings_, entries_.limits, entries_.window);
+  const bool same_window = static_cast<HistoryWindow::Unit>(reader.number()) == loaded.window.unit;
+  const std::uint64_t periods = reader.number();
+  if (same_window) loaded.periods = periods;
+  loaded.load(reader, vocab_size_, same_window);
   std::lock_guard lock(mutex_);
   if (!entries_.empty()) throw std::runtime_error("the cache is in use already: load into a new one");
   loaded.limits = entries_.limits;

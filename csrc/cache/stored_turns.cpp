@@ -56,7 +56,7 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
   entries_.bury(prepared.move_to(*to.session));
   if (has_responses) {
     entries_.bury(prepared.move_to(to.group->corpus));
-    to.group->corpus.set_weights(entries_.weights);
+    to.group->corpus.set_written(entries_.now(*to.tenant));
     entries_.count(*to.group);
   }
   entries_.count(*to.session);

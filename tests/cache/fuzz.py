@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentspec.cache import SCOPES, Budget, DraftPolicy, FinishedTurn
+from agentspec.cache import SCOPES, Budget, DraftPolicy, FinishedTurn, HistoryWindow
 from agentspec.cache.tokens import MAX_VOCAB
 from tests.cache.streams import LARGEST, Pair, fibonacci
 
@@ -25,6 +25,7 @@ PARENTS = (None, None, None, "a", "b", "c", "d")
 OWNERS = (None, "t", "x", "y", "y")
 CHANCES = (0.0, 1.0, 1.0, 0.999, 0.999, 0.9, 0.4)
 ROOMS = (0, 1, 1, 2, 2, 3, 4, 32)  # mostly short drafts: the oracle is slow
+WINDOWS = (None, "1 weights", "3 weights", "2 epochs", "1 tokens", "30 tokens", "300 tokens")
 ALPHABETS = ([3], [0, 1], [0, 1, LARGEST], list(range(12)), list(range(5000)))
 
 
@@ -39,7 +40,9 @@ class Fuzzer:
         self.limits = self.draw_limits()
         # Where the alphabet has more tokens, prompts hold placeholders that the model cannot say.
         self.vocab_size = {12: 10, 5000: 4000}.get(len(self.alphabet), MAX_VOCAB)
-        self.pair = Pair(self.policy, vocab_size=self.vocab_size, **self.limits)
+        window = self.rng.choice(WINDOWS)
+        history = HistoryWindow.parse(window) if window else None
+        self.pair = Pair(self.policy, vocab_size=self.vocab_size, history=history, **self.limits)
         self.texts: dict[str, list[int]] = {}
         self.drafts: dict[str, list[int]] = {}
         self.turns: list[FinishedTurn] = []
@@ -86,9 +89,9 @@ class Fuzzer:
             "evict",
             "reload",
             "publish",
-            "begin_weights",
+            "begin_period",
         ]
-        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 0.3, 1, 0.05, 0.1, 0.5]
+        weights = [10, 30, 20, 30, 20, 9, 1, 4, 1, 0.5, 0.3, 1, 0.05, 0.1, 1]
         for name in self.rng.choices(names, weights, k=operations):
             if name in ("extend", "propose", "step", "merge_drafts", "finish", "abort") and not self.texts:
                 name = "start"
@@ -250,8 +253,8 @@ class Fuzzer:
             self.pair.catch_up(self.rng.choice([1, 50, 500]))
         self.pair.check_stats()
 
-    def begin_weights(self) -> None:
-        self.pair.begin_weights(self.rng.choice([None, 1, 2, 5]))
+    def begin_period(self) -> None:
+        self.rng.choice([self.pair.begin_weights, self.pair.begin_epoch])()
 
     def publish(self) -> None:
         """Some worlds have a public corpus early, some late; a second one replaces it."""

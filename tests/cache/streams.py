@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.cache import Budget, DraftPolicy, Drafts, FinishedTurn, Scope, StepDrafts, SuffixCache, _native
+from agentspec.cache import (
+    Budget,
+    DraftPolicy,
+    Drafts,
+    FinishedTurn,
+    HistoryWindow,
+    Scope,
+    StepDrafts,
+    SuffixCache,
+    _native,
+)
 from agentspec.cache.tokens import MAX_VOCAB, as_prompt
 from agentspec.cache.types import record_of
 from tests.oracle.cache import Drafted, Oracle
@@ -32,13 +42,16 @@ class Pair:
         policy: DraftPolicy | None = None,
         max_tokens: int | None = None,
         vocab_size: int = MAX_VOCAB,
+        history: HistoryWindow | None = None,
         **budgets: Any,
     ) -> None:
         _native.watch_clock(False)  # the oracle knows no clock: answers may not depend on the machine's speed
         self.policy = policy
         self.vocab_size = vocab_size
-        self.core = SuffixCache(policy=policy, max_tokens=max_tokens, vocab_size=vocab_size, **budgets)
-        self.oracle = Oracle(policy, limits_of(max_tokens=max_tokens, **budgets), vocab_size)
+        self.history = history
+        budgets |= {"max_tokens": max_tokens}
+        self.core = SuffixCache(policy=policy, vocab_size=vocab_size, history=history, **budgets)
+        self.oracle = Oracle(policy, limits_of(**budgets), vocab_size, history)
         self.published: list[list[int]] | None = None
 
     def start(
@@ -157,9 +170,13 @@ class Pair:
         self.oracle.mark_loaded(tenant, session, group, family)
         return needed
 
-    def begin_weights(self, keep: int | None) -> None:
-        self.core.begin_weights(keep)
-        self.oracle.begin_weights(keep)
+    def begin_weights(self) -> None:
+        self.core.begin_weights()
+        self.oracle.begin_period("weights")
+
+    def begin_epoch(self) -> None:
+        self.core.begin_epoch()
+        self.oracle.begin_period("epochs")
 
     def publish(self, texts: list[list[int]]) -> None:
         self.published = texts
@@ -187,7 +204,8 @@ class Pair:
     def reload(self, folder: Path, **limits: Any) -> None:
         """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
         self.core.save(folder / "trees")
-        self.core = SuffixCache.load(folder / "trees", policy=self.policy, vocab_size=self.vocab_size, **limits)
+        as_before: dict[str, Any] = {"policy": self.policy, "vocab_size": self.vocab_size, "history": self.history}
+        self.core = SuffixCache.load(folder / "trees", **as_before, **limits)
         self.oracle.reload()
         if self.published is not None:
             self.publish(self.published)

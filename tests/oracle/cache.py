@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, Scope
+from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, HistoryWindow, Scope
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
+from agentspec.cache.types import HistoryUnit
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
 from tests.oracle.entries import CacheEntries, CacheEntry, Group, Key, Limits, Session, Tenant, work_on
@@ -108,7 +109,11 @@ class Request:
 
 class Oracle:
     def __init__(
-        self, policy: DraftPolicy | None = None, limits: Limits | None = None, vocab_size: int = 2**31
+        self,
+        policy: DraftPolicy | None = None,
+        limits: Limits | None = None,
+        vocab_size: int = 2**31,
+        history: HistoryWindow | None = None,
     ) -> None:
         self._policy = policy or DraftPolicy()
         self._drafter = ArcticSuffixRule(self._policy) if self._policy.arctic else SuffixDrafter(self._policy)
@@ -116,7 +121,7 @@ class Oracle:
         self._requests: dict[str, Request] = {}
         self._slots: list[str | None] = []  # running requests in the order in which catch_up visits them
         self._free: list[int] = []
-        self._held = CacheEntries(self._policy, limits or Limits())
+        self._held = CacheEntries(self._policy, limits or Limits(), history)
         self._public: SuffixIndex | None = None
 
     def start(
@@ -135,8 +140,8 @@ class Oracle:
     ) -> None:
         of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner, parent)
         for sharing in (of_group, of_tenant):
-            if sharing:
-                sharing.corpus.drop_before(self._held.oldest_weights)
+            if sharing and of_tenant:
+                self._held.drop_outdated(sharing.corpus, of_tenant)
         shared = scope == "tenant"
         teacher = of_tenant if shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
@@ -335,10 +340,9 @@ class Oracle:
     def forget_tenant(self, tenant: str | None) -> bool:
         return self._held.forget_tenant(tenant)
 
-    def begin_weights(self, keep: int | None = None) -> None:
-        self._held.weights += 1
-        kept = keep or 0
-        self._held.oldest_weights = 0 if kept == 0 else max(self._held.weights + 1 - kept, 0)
+    def begin_period(self, unit: HistoryUnit) -> None:
+        window = self._held.window
+        self._held.periods += window is not None and window.unit == unit
 
     def publish(self, texts: Sequence[Sequence[int]]) -> None:
         """Replace the public corpus, from which all requests draft that share anything."""
@@ -509,15 +513,20 @@ class Oracle:
         if turn.response and wanted:
             context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
-            if group and not group.gone and not group.corpus.holds(turn.record):
-                group.corpus.add(key, turn.record, context, turn.response, self._held.weights)
-                self._held.trim_family(group)
+            to_group = group if group and not group.gone and not group.corpus.holds(turn.record) else None
+            to_tenant = tenant if tenant and shared and not tenant.corpus.holds(turn.record) else None
+            if tenant and (to_group or to_tenant) and origin != "stored":
+                tenant.written += len(turn.response)
+            written = self._held.now(tenant) if tenant else 0
+            if to_group:
+                to_group.corpus.add(key, turn.record, context, turn.response, written)
+                self._held.trim_family(to_group)
                 if origin != "followed":
-                    self._held.touch(group)
-            if tenant and shared and not tenant.corpus.holds(turn.record):
-                tenant.corpus.add(key, turn.record, context, turn.response, self._held.weights)
+                    self._held.touch(to_group)
+            if to_tenant:
+                to_tenant.corpus.add(key, turn.record, context, turn.response, written)
                 if origin != "followed":
-                    tenant.used = self._held.next_tick()
+                    to_tenant.used = self._held.next_tick()
         if session and has_text and origin != "followed":
             self._held.touch(session)
 

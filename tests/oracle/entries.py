@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentspec.cache import Budget, DraftPolicy
+from agentspec.cache import Budget, DraftPolicy, HistoryWindow
 from tests.oracle.index import SuffixIndex
 from tests.oracle.scoring import Learned
 from tests.oracle.session import Turns
 
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
-OUTDATED_PER_CALL = 256  # documents of older weights dropped in one call
+OUTDATED_PER_CALL = 256  # documents older than the window dropped in one call
 GENERATIONS = 16  # of a family that are looked at to find its root
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
@@ -36,7 +36,7 @@ class Document:
     record: int  # the turn's name in the store; 0: none
     begin: int
     end: int
-    weights: int  # weight updates before it was written
+    written: int  # when, by the clock of the history window
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class Corpus:
     dropped: deque[Document] = field(default_factory=deque)
     tokens: int = 0
 
-    def add(self, session: Key | None, record: int, context: list[int], response: list[int], weights: int) -> None:
+    def add(self, session: Key | None, record: int, context: list[int], response: list[int], written: int) -> None:
         begin = len(self.index)
         self.index.append_boundary()
         self.index.append(context, findable=False)
         self.index.append(response)
-        self.documents.append(Document(session, record, begin, len(self.index), weights))
+        self.documents.append(Document(session, record, begin, len(self.index), written))
         self.tokens += len(self.index) - begin
 
     def holds(self, record: int) -> bool:
@@ -67,10 +67,10 @@ class Corpus:
         self.tokens -= document.end - document.begin
         self.dropped.append(document)
 
-    def drop_before(self, weights: int) -> None:
-        """Drop the oldest documents that were written before so many weight updates, at most OUTDATED_PER_CALL."""
+    def drop_before(self, time: int) -> None:
+        """Drop the oldest documents that were written before a time, at most OUTDATED_PER_CALL."""
         for _ in range(OUTDATED_PER_CALL):
-            if self.documents and self.documents[0].weights < weights:
+            if self.documents and self.documents[0].written < time:
                 self.drop_oldest()
 
     def drop_older_half(self) -> None:
@@ -121,6 +121,7 @@ class Tenant:
     running: int = 0
     corpus: Corpus = field(default_factory=Corpus)
     loaded: bool = False  # what the store holds of its corpus was restored
+    written: int = 0  # tokens of the responses that its requests finished so far
 
 
 @dataclass(slots=True, eq=False)
@@ -225,14 +226,23 @@ class Limits:
 class CacheEntries:
     """Hold all sessions, groups and tenants, and evict what exceeds the budgets."""
 
-    def __init__(self, policy: DraftPolicy, limits: Limits) -> None:
+    def __init__(self, policy: DraftPolicy, limits: Limits, window: HistoryWindow | None) -> None:
         self.limits = limits
-        self.weights = 0  # weight updates so far
-        self.oldest_weights = 0  # responses that were written before so many of them are dropped
+        self.window = window
+        self.periods = 0  # weights or epochs that began so far, whichever the window counts
         self.held: dict[Key, CacheEntry] = {}  # least recently used first
         self.tenants: dict[str, Tenant] = {}
         self._policy = policy
         self._tick = 0
+
+    def now(self, tenant: Tenant) -> int:
+        """Return the time by the window's clock."""
+        return tenant.written if self.window is not None and self.window.unit == "tokens" else self.periods
+
+    def drop_outdated(self, corpus: Corpus, tenant: Tenant) -> None:
+        """Drop some of the responses that are older than the window."""
+        if self.window is not None:
+            corpus.drop_before(self.now(tenant) + 1 - self.window.size)
 
     def next_tick(self) -> int:
         self._tick += 1
@@ -428,7 +438,6 @@ class CacheEntries:
 
     def reload(self) -> None:
         """Do as saving and loading do: what the store holds may have changed meanwhile."""
-        self.oldest_weights = 0
         for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
 

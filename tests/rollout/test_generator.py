@@ -9,6 +9,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
+from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 
 vllm = pytest.importorskip("vllm")
 
@@ -16,9 +17,11 @@ vllm = pytest.importorskip("vllm")
 class Engine:
     """Answers ``batch`` requests a step with one token, and counts what it was asked."""
 
-    def __init__(self, batch: int = 2, fail_after: int | None = None) -> None:
+    def __init__(self, batch: int = 2, fail_after: int | None = None, drafts: bool = False) -> None:
         scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model)
+        spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model, speculative_config=spec)
+        self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
         self.batch, self.fail_after = batch, fail_after
         self.open: deque[str] = deque()
         self.asked: list[tuple[str, Any]] = []
@@ -65,6 +68,9 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
+
+    def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
+        self.llm_engine.told.append((len(self.llm_engine.asked), args))
 
 
 PROBLEMS = [
@@ -143,6 +149,17 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     assert calls == [0, 1, 2]
     assert [sample.weight_version for sample in samples] == [f"step {epoch}" for epoch in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     assert engine.asked[0][1].extra_args["weight_version"] == "step 1"
+
+
+def test_each_epoch_that_lacks_samples_is_announced(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=1, epochs=1))
+    engine = Engine(drafts=True)
+    run(path, Plan(samples=1, epochs=3), engine)
+    assert engine.told == [(0, ("new_epoch",)), (3, ("new_epoch",))]
+    plain = Engine()
+    run(tmp_path / "plain.jsonl", Plan(samples=1, epochs=3), plain)
+    assert not plain.told
 
 
 def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import FinishedTurn, Scope, SuffixCache
+from agentspec.cache import FinishedTurn, HistoryWindow, Scope, SuffixCache
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import NewEntry, TurnRecord, open_store
 from agentspec.cache.store.records import decode
@@ -37,10 +37,10 @@ class Engine:
         record: Path | None = None,
         scope: Scope = "tenant",
         snapshot: Path | None = None,
-        history_weights: int | None = None,
+        history_window: HistoryWindow | None = None,
     ) -> None:
         settings = Settings(
-            tenant=tenant, store=url, record=str(record) if record else None, history_weights=history_weights
+            tenant=tenant, store=url, record=str(record) if record else None, history_window=history_window
         )
         self.store = open_store(url)
         self.persistence = Persistence(self.store, LOGS, 100)
@@ -104,17 +104,29 @@ def test_a_second_turn_drafts_from_the_first() -> None:
     assert second < first / 3
 
 
-@pytest.mark.parametrize(("kept", "drafts"), [(None, True), (2, True), (1, False)])
-def test_an_old_policys_samples_fade(kept: int | None, drafts: bool) -> None:
-    engine = Engine(history_weights=kept)
+@pytest.mark.parametrize(
+    ("kept", "drafts"),
+    [
+        (None, True),
+        ("2 weights", True),
+        ("1 weight", False),
+        ("2 epochs", True),
+        ("1 epoch", False),
+        ("1 token", False),
+    ],
+)
+def test_an_old_policys_samples_fade(kept: str | None, drafts: bool) -> None:
+    engine = Engine(history_window=HistoryWindow.parse(kept) if kept else None)
     engine.run("a", [1, 2, 3, 100], TEXT[1:], group="g")
     for _ in range(3):  # one update, tensor by tensor
         engine.proposer.note_new_weights()
+    engine.proposer.note_new_epoch()
     engine.run("first", [900], [901, 902], group="g")
     engine.proposer.cache.catch_up()
     steps = engine.run("b", [1, 2, 3, 100], TEXT[1:], group="g")
     assert steps < len(TEXT) / 3 if drafts else steps == len(TEXT) - 1
-    assert engine.proposer.stats()["counters"]["weight_updates"] == 1
+    counters = engine.proposer.stats()["counters"]
+    assert counters["weight_updates"] == counters["epochs"] == 1
 
 
 def test_another_session_draws_nothing_where_sessions_keep_to_themselves() -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.errors import InvalidInputError
+from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
+from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,11 @@ class OfflineEngine:
     def step(self) -> list[Answer]:
         """Run one engine step. Return the answers that it finished."""
         return [_answer(output) for output in self._engine.step() if output.finished]
+
+    def begin_epoch(self) -> None:
+        """Tell agentspec in the engine, if it drafts there, that an epoch begins (setting ``history_window``)."""
+        if uses_agentspec(self._engine.vllm_config):
+            self.llm.collective_rpc(RPC_METHOD, args=("new_epoch",))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without an answer."""

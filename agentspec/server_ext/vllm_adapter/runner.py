@@ -255,11 +255,13 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     """Answer ``ask_engines`` for ``stats``, ``request`` with an id and who asks, and ``session`` with a job.
 
-    Return None in a worker without an engine.
+    Note a ``new_epoch`` of rollouts. Return None for that, and in a worker without an engine.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
+    if what == "new_epoch":
+        return extension.engine.note_new_epoch()
     if what == "session":
         return extension.engine.session(*args)
     if what == "request":
