@@ -205,6 +205,7 @@ class DraftingEngine:
             self._keep(state, output_limit)
         session = state.identity.session
         if state.identity.final and session is not None:
+            self.metrics.counters["sessions_ended"] += 1
             self.cache.free_session(state.identity.tenant, session)
 
     def _keep(self, state: RequestState, output_limit: int | None) -> None:

@@ -94,7 +94,7 @@ class Metrics:
 
     def __init__(self, max_bytes: int = _KEPT_REQUESTS * _REQUEST_BYTES) -> None:
         self._kept = min(_KEPT_REQUESTS, max_bytes // _REQUEST_BYTES)
-        self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0)
+        self.counters: Counter[str] = Counter(started=0, finished=0, drafts=0, sessions_ended=0)
         self.drafted = [0] * len(SOURCES)
         self.accepted = [0] * len(SOURCES)
         self.draft_seconds = Histogram()

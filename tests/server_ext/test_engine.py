@@ -153,6 +153,7 @@ def test_a_session_that_its_client_ends_is_freed(length: int) -> None:
     stats = engine.proposer.cache.stats()
     assert (stats.sessions, stats.tokens, stats.requests) == (0, 0, 0)
     assert len(engine.turns()) == 1 + (length > 1)  # the store has them
+    assert engine.proposer.stats()["counters"]["sessions_ended"] == 1
     engine.run("c", [1, 2, 3, 100], TEXT[1:], session="s")
     assert engine.proposer.cache.stats().sessions == 1
 
