@@ -35,6 +35,7 @@ class FakeServer:
     extension: bool = False
     api_key: str | None = None
     failures: list[int] = field(default_factory=list)  # statuses of the next chat calls
+    retry_after: tuple[str, str] = ("Retry-After-Ms", "1")  # header by which clients are told how long to wait
     answers: list[dict[str, Any]] = field(default_factory=list)  # messages of the next replies
     probe: Callable[[], tuple[int, Any]] | None = None
     counts: dict[str, Any] | None = None
@@ -230,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "text/html" if is_text else "application/json")
         self.send_header("Content-Length", str(len(payload)))
-        self.send_header("Retry-After-Ms", "1")  # the OpenAI client waits as long as it is told to
+        self.send_header(*self.state.retry_after)
         self.end_headers()
         self.wfile.write(payload)
 

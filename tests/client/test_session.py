@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import openai
@@ -66,6 +67,15 @@ def test_the_openai_client_retries(server: FakeServer) -> None:
         assert len(session.messages) == 2
     assert len(server.chats) == 3
     assert {chat.headers["x-session-id"] for chat in server.chats} == {"s"}
+
+
+def test_a_server_that_is_busy_says_when_to_come_back(server: FakeServer) -> None:
+    """Unasked, the OpenAI client waits for half a second at most before its first retry."""
+    server.failures, server.retry_after = [429], ("Retry-After", "1")
+    with connect(server, max_retries=1) as client:
+        begin = time.monotonic()
+        assert client.session("s").chat("hello").text == "answer 2"
+        assert time.monotonic() - begin >= 1
 
 
 def test_timeouts_and_connections_fail_as_in_the_openai_client(server: FakeServer) -> None:
