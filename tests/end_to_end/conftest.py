@@ -42,8 +42,11 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator[tuple[ModelServer, ModelServer]]:
-    """(without, with) the extension: the same options, started side by side."""
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, database: Path
+) -> Iterator[tuple[ModelServer, ModelServer]]:
+    """(without, with) the extension: the same options, started side by side. One that no test asks for stays down."""
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     logs = tmp_path_factory.mktemp("logs")
     plain = ModelServer(
         MODEL, agentspec=False, options=OPTIONS, name="demo", log=logs / "plain.log", environment=ENVIRONMENT
@@ -55,10 +58,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterato
         log=logs / "fast.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{database}"},
     )
+    needed = [server for name, server in (("plain", plain), ("fast", fast)) if name in asked]
     try:
-        for server in (plain, fast):
+        for server in needed:
             server.launch()
-        for server in (plain, fast):
+        for server in needed:
             server.wait()
         yield plain, fast
     finally:

@@ -1,4 +1,7 @@
-"""The demo's model as one of the MiMo family, which has a layer for multi-token prediction; that layer is random."""
+"""Drafters for the demo's model whose layers are random: multi-token prediction and EAGLE heads.
+
+They mostly draft what the target has just chosen, so that some of their tokens are right: code repeats itself.
+"""
 
 import json
 import shutil
@@ -44,13 +47,38 @@ def write_mtp_model(source: Path, folder: Path) -> None:
     for layer in range(given["num_hidden_layers"]):
         for name in _PROJECTIONS:  # the family has biases there
             weights[f"model.layers.{layer}.{name}.bias"] = torch.zeros(width, dtype=torch.float16)
-    last = f"model.layers.{given['num_hidden_layers'] - 1}."
-    layer_weights = {name.removeprefix(last): value for name, value in weights.items() if name.startswith(last)}
-    generator = torch.Generator().manual_seed(0)
-    mtp = {name: torch.randn(value.shape, generator=generator) * 0.05 for name, value in layer_weights.items()}
+    layer_weights = _last_layer(weights, given["num_hidden_layers"])
+    mtp = _random_like(layer_weights)
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", "post_attention_layernorm")
     mtp |= {f"{name}.weight": torch.ones(width) for name in norms}
-    # Mostly what the target has just chosen, so that some of its tokens are right: code repeats itself.
     mtp["input_proj.weight"] = torch.cat([torch.eye(width) * 0.1, torch.eye(width)], dim=1)
     weights |= {f"model.mtp_layers.0.{name}": value.half() for name, value in mtp.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_eagle_head(source: Path, folder: Path) -> None:
+    """Write the folder of a head for vLLM's method `eagle` and the Llama in ``source``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, "num_hidden_layers": 1}))
+    weights = load_file(source / "model.safetensors")
+    width = given["hidden_size"]
+    layer = _random_like(_last_layer(weights, given["num_hidden_layers"]))
+    del layer["input_layernorm.weight"]  # such a head has none
+    layer["post_attention_layernorm.weight"] = torch.ones(width)
+    head = {f"layers.0.{name}": value for name, value in layer.items()}
+    head["fc.weight"] = torch.cat([torch.eye(width) * 0.1, torch.eye(width)], dim=1)
+    head["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    save_file({name: value.half() for name, value in head.items()}, folder / "model.safetensors")
+
+
+def _last_layer(weights: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the last of a Llama's layers, without its number."""
+    prefix = f"model.layers.{layers - 1}."
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def _random_like(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return random weights of the same shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(value.shape, generator=generator) * 0.05 for name, value in weights.items()}
