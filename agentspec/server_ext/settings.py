@@ -2,9 +2,12 @@
 
 Settings come from ``--additional-config '{"agentspec": {...}}'``, which vLLM prints at start. So settings that may hold
 a secret, such as the store URL with its password, can come from the environment, which takes precedence:
-``AGENTSPEC_STORE``, ``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``.
+``AGENTSPEC_STORE``, ``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``. Where a trainer makes the engine, the
+environment is the only way in: ``AGENTSPEC_SETTINGS`` holds a JSON object of settings, which apply where the engine's
+own say nothing.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +27,7 @@ from agentspec.identifiers import check_session_id
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
+_SETTINGS = "AGENTSPEC_SETTINGS"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -164,6 +168,7 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
     if not isinstance(section, Mapping):
         kind = type(section).__name__
         raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {kind}")
+    section = {**_from_environment(environ), **section}
     if "drafter" in section:
         raise ConfigurationError(
             "agentspec setting 'drafter' has gone: give the method to vLLM, with the same keys: --speculative-config "
@@ -177,6 +182,20 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
         return Settings(**values)
     except ValidationError as error:
         raise ConfigurationError(_explain(error)) from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in ``AGENTSPEC_SETTINGS``. Raises ConfigurationError if it is no JSON object."""
+    text = environ.get(_SETTINGS)
+    if not text:
+        return {}
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{_SETTINGS} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{_SETTINGS} must be a JSON object of settings, got {type(values).__name__}")
+    return values
 
 
 def _explain(error: ValidationError) -> str:

@@ -26,6 +26,20 @@ def test_the_environment_wins_so_that_secrets_need_no_argument() -> None:
     assert settings.tenant == "a"
 
 
+def test_settings_in_the_environment_apply_where_the_engine_has_none() -> None:
+    environ = {"AGENTSPEC_SETTINGS": '{"max_draft": 2, "scope": "none"}'}
+    assert load_settings(None, environ).max_draft == 2
+    settings = load_settings({"agentspec": {"scope": "session"}}, environ)
+    assert (settings.scope, settings.max_draft) == ("session", 2)
+    for wrong, message in (
+        ("{", "AGENTSPEC_SETTINGS is not JSON"),
+        ("[1]", "must be a JSON object of settings, got list"),
+        ('{"max_draft": 0}', "max_draft"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            load_settings({}, {"AGENTSPEC_SETTINGS": wrong})
+
+
 @pytest.mark.parametrize(
     ("section", "field"),
     [
