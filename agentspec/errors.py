@@ -16,6 +16,7 @@ AgentSpecError
 │   ├── StoreUnavailableError
 │   └── StoreVersionError
 ├── SnapshotError
+├── RolloutError (also a RuntimeError)
 └── RecordError
     ├── CorruptRecordError
     └── RecordVersionError
@@ -90,6 +91,10 @@ class StoreVersionError(StoreError):
 
 class SnapshotError(AgentSpecError):
     """Raised for a snapshot of the suffix indexes that cannot be written, is damaged or is of another version."""
+
+
+class RolloutError(AgentSpecError, RuntimeError):
+    """Raised for a rollout whose workers don't start, or die again and again. Run it again to go on."""
 
 
 class RecordError(AgentSpecError):

@@ -65,13 +65,24 @@ def rollout(
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for vLLM.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
+    ray: Annotated[
+        int | None, typer.Option(help="Sample on so many Ray actors, each an engine. For several machines, with Redis.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")] = "{}",
 ) -> None:
     """Sample answers to problems over several epochs, with drafts from earlier answers.
 
     Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing.
     """
-    from agentspec.rollout import Journal, OfflineEngine, Plan, RolloutGenerator, read_problems, rollout_options
+    from agentspec.rollout import (
+        Journal,
+        OfflineEngine,
+        Plan,
+        RayEngine,
+        RolloutGenerator,
+        read_problems,
+        rollout_options,
+    )
     from agentspec.rollout.formats import write_trl, write_verl
     from agentspec.rollout.generator import sampling_options
     from agentspec.server_ext.vllm_adapter.launch import json_object
@@ -86,7 +97,8 @@ def rollout(
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     options |= {name: value for name, value in limits.items() if value is not None} | json_object("--engine", engine)
     with Journal(out) as journal:
-        started = OfflineEngine.start(model, **options)  # slow, so only once the arguments are known to be good
+        # slow, so only once the arguments are known to be good
+        started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
         generator = RolloutGenerator(started, journal, reward=judge, update_weights=update)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         table = _table()
@@ -104,6 +116,7 @@ def rollout(
                     write = write_trl if format is Format.TRL else write_verl
                     folder = out.with_suffix(f".{format.value}")
                     write(list(journal.samples(figures.epoch)), folder, figures.epoch, started.decode)
+        started.close()
         Console().print(table)
 
 

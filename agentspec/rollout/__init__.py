@@ -11,6 +11,7 @@
 from agentspec.rollout.generator import EpochFigures, Plan, RolloutGenerator, rollout_options
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem, read_problems
+from agentspec.rollout.ray_engine import RayEngine
 from agentspec.server_ext.vllm_adapter.offline import OfflineEngine
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "OfflineEngine",
     "Plan",
     "Problem",
+    "RayEngine",
     "RolloutGenerator",
     "Sample",
     "read_problems",

@@ -12,6 +12,7 @@ from typing import Any
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem
+from agentspec.rollout.ray_engine import RayEngine
 from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sampling
 
 logger = logging.getLogger(__name__)
@@ -120,14 +121,14 @@ def sampling_options() -> dict[str, Any]:
 class RolloutGenerator:
     """Sample problems with an engine, and write the samples to a journal.
 
-    engine: made with ``rollout_options`` it drafts, and the samples have draft figures. A problem's samples are a
-    group: they draft from each other and from those of earlier epochs and runs. max_waiting: requests given to the
-    engine beyond those that it runs, so that it always has a next one.
+    engine: of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft figures.
+    A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
+    max_waiting: requests given to the engine beyond those that it runs, so that it always has a next one.
     """
 
     def __init__(
         self,
-        engine: OfflineEngine,
+        engine: OfflineEngine | RayEngine,
         journal: Journal,
         *,
         reward: Reward | None = None,
@@ -159,7 +160,7 @@ class RolloutGenerator:
             if missing:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
-                    figures.weight_version = self._update_weights(self._engine.llm, epoch)
+                    figures.weight_version = self._engine.update_weights(self._update_weights, epoch)
                 self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)
             yield figures
 

@@ -1,6 +1,6 @@
 """Run a ``vllm.LLM`` of this process one step at a time, so that each answer is seen as soon as it is finished."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +100,24 @@ class OfflineEngine:
         if uses_agentspec(self._engine.vllm_config):
             self.llm.collective_rpc(RPC_METHOD, args=("new_epoch",))
 
+    def settle(self) -> None:
+        """Run the step in which an engine of this process, with nothing left to do, notes what finished in the last.
+
+        Until then the last answer is neither drafted from nor in the store. An engine core of its own does so itself.
+        """
+        self._engine.step()
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without an answer."""
         self._engine.abort_request(list(request_ids))
+
+    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
+        """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return their version."""
+        return update(self.llm, epoch)
+
+    def close(self) -> None:
+        """End the engine, once the store has every finished turn."""
+        self._engine.engine_core.shutdown()
 
 
 def _answer(output: Any) -> Answer:

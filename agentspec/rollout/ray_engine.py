@@ -1,0 +1,283 @@
+"""Sample on several machines: engines in Ray actors, which the generator drives as if they were one.
+
+    engine = RayEngine.start("MODEL", 4, **rollout_options())
+    generator = RolloutGenerator(engine, Journal(Path("rollouts.jsonl")))
+
+The journal stays with the driver, so each sample is written once, whichever worker dies. The workers draft from each
+other's samples where they share a store. Ray is imported when an engine starts.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentspec.errors import ConfigurationError, RolloutError
+from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sampling
+
+logger = logging.getLogger(__name__)
+
+_TURN_SECONDS = 0.2
+"""A worker steps so long before it looks for new requests, or until a request finishes."""
+_MOST_DEATHS = 3
+"""Workers that may die one after the other while nothing finishes."""
+_HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")
+"""Prefixes of the environment variables that the workers get from the driver."""
+
+Weights = tuple[Callable[[Any, int], str | None], int]
+"""A function that loads an epoch's weights, and the epoch."""
+Request = tuple[str, list[int], Sampling, dict[str, Any]]
+"""Arguments of ``OfflineEngine.add``."""
+
+
+class RayWorker:
+    """Hold an engine in a Ray actor and step it.
+
+    environment: set before vLLM is imported. weights: loaded first, for a worker in the place of a dead one.
+    """
+
+    def __init__(
+        self, model: str, options: Mapping[str, Any], environment: Mapping[str, str], weights: Weights | None
+    ) -> None:
+        os.environ.update(environment)
+        # In the actor's own process, the engine ends with it.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._engine = OfflineEngine.start(model, **options)
+        if weights is not None:
+            self._engine.update_weights(*weights)
+        self._open: set[str] = set()
+
+    def max_running(self) -> int:
+        """Return the most requests that run at once. The first answer of a worker: its engine is ready."""
+        return self._engine.max_running
+
+    def work(self, requests: Sequence[Request]) -> list[Answer]:
+        """Start requests, and step until some request finishes or the turn is over. Return what finished."""
+        for request in requests:
+            self._engine.add(*request)
+            self._open.add(request[0])
+        answers: list[Answer] = []
+        end = time.monotonic() + _TURN_SECONDS
+        while self._open and not answers and time.monotonic() < end:
+            answers = self._engine.step()
+            self._open.difference_update(answer.request_id for answer in answers)
+        if answers and not self._open:
+            self._engine.settle()
+        return answers
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests without an answer."""
+        self._engine.abort(request_ids)
+        self._open.difference_update(request_ids)
+
+    def tokenise(self, prompt: Any) -> list[int]:
+        """Return a prompt's token ids."""
+        return self._engine.tokenise(prompt)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._engine.decode(tokens)
+
+    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
+        """Load an epoch's weights. Return their version."""
+        return self._engine.update_weights(update, epoch)
+
+    def begin_epoch(self) -> None:
+        """Tell agentspec that an epoch begins."""
+        self._engine.begin_epoch()
+
+    def close(self) -> None:
+        """End the engine, so that the store has every finished turn."""
+        self._engine.close()
+
+
+@dataclass(slots=True)
+class _Member:
+    """Hold what the driver knows of a worker.
+
+    waiting: requests that it has not been given. open: all that it owes an answer, by id. call: its turn's future.
+    given: requests so far.
+    """
+
+    number: int
+    actor: Any
+    waiting: list[Request] = field(default_factory=list)
+    open: dict[str, Request] = field(default_factory=dict)
+    call: Any = None
+    given: int = 0
+
+
+class RayEngine:
+    """Start, step and abort requests on workers, as ``OfflineEngine`` does on its engine.
+
+    A worker that dies is replaced, and its requests start again.
+    """
+
+    def __init__(self, ray: Any, make: Callable[[int, Weights | None], Any], workers: int) -> None:
+        self._ray, self._make = ray, make
+        self._weights: Weights | None = None
+        self._deaths = 0
+        self._groups: dict[str, _Member] = {}
+        self._members = [_Member(number, make(number, None)) for number in range(workers)]
+        try:
+            self.max_running = sum(self._get(member.actor.max_running.remote()) for member in self._members)
+        except ray.exceptions.RayError as error:
+            raise RolloutError(f"a worker did not start: {_reason(error)}") from error
+
+    @classmethod
+    def start(cls, model: str, workers: int, **options: Any) -> "RayEngine":
+        """Start workers on the cluster that ``ray.init`` finds, or on this machine, and wait until all are ready.
+
+        options: as ``vllm.LLM`` takes them. A worker takes one CPU, and in a cluster with GPUs as many as its engine
+        has tensor-parallel ranks. Raises ConfigurationError without Ray, for fewer than one worker, and for more than
+        the cluster has room for. Raises RolloutError if a worker does not start.
+        """
+        ray = _import_ray()
+        if workers < 1:
+            raise ConfigurationError(f"workers: at least 1 expected, got {workers}")
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, include_dashboard=False)
+        resources = ray.cluster_resources()
+        gpus = int(options.get("tensor_parallel_size", 1)) if resources.get("GPU") else 0
+        room = int(resources.get("GPU", 0) // gpus if gpus else resources.get("CPU", 0))
+        if workers > room:
+            raise ConfigurationError(f"workers: the Ray cluster has room for {room}, got {workers}; start fewer")
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
+        actor = ray.remote(RayWorker).options(num_cpus=1, num_gpus=gpus)
+
+        def make(number: int, weights: Weights | None) -> Any:
+            # Engines with one seed would draw the same samples.
+            seed = {"seed": int(options["seed"]) + number} if "seed" in options else {}
+            return actor.remote(model, {**options, **seed}, environment, weights)
+
+        return cls(ray, make, workers)
+
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
+        """Start a request, on its group's worker unless that has more than its share to do."""
+        group = extra.get("group_id", request_id)
+        least = min(self._members, key=lambda member: (len(member.open), member.given))
+        member = self._groups.setdefault(group, least)
+        if len(member.open) > len(least.open) + self.max_running // len(self._members):
+            member = self._groups[group] = least
+        member.given += 1
+        member.open[request_id] = (request_id, prompt, sampling, extra)
+        member.waiting.append(member.open[request_id])
+
+    @property
+    def given(self) -> list[int]:
+        """Requests that each worker was given so far."""
+        return [member.given for member in self._members]
+
+    def step(self) -> list[Answer]:
+        """Wait for a worker's turn. Return the answers that it finished."""
+        for member in self._members:
+            if member.call is None and member.open:
+                member.call = member.actor.work.remote(member.waiting)
+                member.waiting = []
+        calls = {member.call: member for member in self._members if member.call is not None}
+        ready, _ = self._ray.wait(list(calls), num_returns=1)
+        answers: list[Answer] = []
+        for call in ready:
+            member = calls[call]
+            member.call = None
+            try:
+                found: list[Answer] = self._get(call)
+            except self._ray.exceptions.RayError as error:
+                self._replace(member, error)
+                continue
+            # A replaced worker's answers are gone, so each request is open until its one answer is here.
+            answers += [answer for answer in found if member.open.pop(answer.request_id, None) is not None]
+        if answers:
+            self._deaths = 0
+        return answers
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests without an answer."""
+        ending = set(request_ids)
+        for member in self._members:
+            ended = ending & member.open.keys()
+            member.open = {name: request for name, request in member.open.items() if name not in ended}
+            member.waiting = [request for request in member.waiting if request[0] not in ended]
+            if ended:
+                member.actor.abort.remote(sorted(ended))
+
+    def tokenise(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        """Return a prompt's token ids. Raises what ``OfflineEngine.tokenise`` raises."""
+        tokens: list[int] = self._ask("tokenise", prompt)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        text: str = self._ask("decode", tokens)
+        return text
+
+    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
+        """Load an epoch's weights on every worker, at the same time. Return their version."""
+        self._weights = (update, epoch)
+        calls = [member.actor.update_weights.remote(update, epoch) for member in self._members]
+        version: str | None = None
+        for member, call in zip(self._members, calls, strict=True):
+            try:
+                version = self._get(call)
+            except self._ray.exceptions.RayError as error:
+                self._replace(member, error)
+        return version
+
+    def begin_epoch(self) -> None:
+        """Tell agentspec in the workers that an epoch begins (setting ``history_window``)."""
+        for member in self._members:
+            member.actor.begin_epoch.remote()
+
+    def close(self) -> None:
+        """End the workers, once the store has what they finished."""
+        calls = [member.actor.close.remote() for member in self._members]
+        for member, call in zip(self._members, calls, strict=True):
+            try:
+                self._get(call)
+            except self._ray.exceptions.RayError as error:
+                logger.warning("agentspec: worker %d ended early: %s", member.number, _reason(error))
+            self._ray.kill(member.actor)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the first worker."""
+        member = self._members[0]
+        while True:
+            try:
+                return self._get(getattr(member.actor, method).remote(*arguments))
+            except self._ray.exceptions.RayError as error:
+                self._replace(member, error)
+
+    def _get(self, call: Any) -> Any:
+        """Return a call's result. Raises the worker's own error without Ray's around it, and RayError if it died."""
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def _replace(self, member: _Member, error: Exception) -> None:
+        """Start a worker in the place of a dead one, with its weights and requests. The others go on meanwhile.
+
+        Raises RolloutError if worker after worker dies and nothing finishes.
+        """
+        self._deaths += 1
+        if self._deaths > _MOST_DEATHS:
+            raise RolloutError(f"{self._deaths} workers died one after the other: {_reason(error)}") from error
+        logger.warning("agentspec: worker %d died, %d requests start again", member.number, len(member.open))
+        member.actor, member.call = self._make(member.number, self._weights), None
+        member.waiting = list(member.open.values())
+
+
+def _reason(error: Exception) -> str:
+    """Return the first and the last line of a dead worker's error: what happened, and an error that caused it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " … ".join(dict.fromkeys((lines[0].strip(), lines[-1].strip())))
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigurationError("--ray needs Ray: pip install 'agentspec[ray]'") from None
+    return ray
