@@ -49,20 +49,22 @@ def main() -> None:
     requests = [make_task(1_000_200 + number).request for number in range(arguments.prompts)]
     chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": request}] for request in requests]})
     lines: list[dict[str, Any]] = []
+    rollout_seconds: list[float] = []
 
     class Figures(TrainerCallback):  # type: ignore[misc]
         """Note after each step what TRL logged and what drafting did in it."""
 
-        before = (0, 0)
+        before = (0, 0, 0.0)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "reward" not in logs:
                 return
-            now = drafting(trainer.vllm_generation.llm)
+            now = (*drafting(trainer.vllm_generation.llm), sum(rollout_seconds))
             line = {
                 "step": state.global_step,
                 "drafted": now[0] - self.before[0],
                 "accepted": now[1] - self.before[1],
+                "rollout_seconds": now[2] - self.before[2],
                 "reward": logs["reward"],
                 "tokens": logs["completions/mean_length"] * arguments.generations,
                 "logp_difference": logs.get("sampling/sampling_logp_difference/mean"),
@@ -92,6 +94,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=arguments.model, reward_funcs=reward, args=config, train_dataset=chats, callbacks=[Figures()]
         )
+        timed(trainer.vllm_generation, rollout_seconds)
         begin = time.perf_counter()
         trainer.train()
     if arguments.figures is not None:
@@ -101,6 +104,20 @@ def main() -> None:
             f"step {line['step']}: reward {line['reward']:.3f}, {line['tokens']:.0f} tokens, "
             f"{line['drafted']} drafted, {line['accepted']} accepted"
         )
+
+
+def timed(generation: Any, seconds: list[float]) -> None:
+    """Note how long each of the trainer's rollouts takes."""
+    generate = generation.generate
+
+    def measured(*given: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return generate(*given, **named)
+        finally:
+            seconds.append(time.perf_counter() - begin)
+
+    generation.generate = measured
 
 
 def drafting(llm: Any) -> tuple[int, int]:
