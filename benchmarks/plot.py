@@ -277,6 +277,32 @@ def plot_replicas() -> Figure:
     return figure
 
 
+def plot_rollouts() -> Figure:
+    """Draw steps of plain vLLM over each method's, by epoch, one panel for each batch size."""
+    rows = load("rollouts")["rows"]
+    steps = {(row["batch"], row["method"], row["epoch"]): row["steps"] for row in rows}
+    sizes = sorted({row["batch"] for row in rows})
+    epochs = sorted({row["epoch"] for row in rows})
+    figure, axes = _figure(11, 3.2, 1, len(sizes))
+    for axis, size in zip(axes, sizes, strict=True):
+        for method, (label, colour, line) in ROLLOUTS.items():
+            found = [steps[size, "none", epoch] / steps[size, method, epoch] for epoch in epochs]
+            axis.plot(epochs, found, line, marker="o", ms=3.5, color=colour, label=label)
+            if method == "priced":
+                for epoch, ratio in zip(epochs, found, strict=True):
+                    axis.annotate(f"{ratio:.2f}", (epoch, ratio), (0, 5), textcoords="offset points", ha="center")
+        axis.set_xticks(epochs)
+        axis.set_xlim(-0.3, epochs[-1] + 0.3)
+        axis.set_ylim(0.9, 3.2)
+        axis.set_title(f"{size} at a time" if size > 1 else "one at a time")
+        axis.set_xlabel("epoch")
+        _line_at_one(axis)
+    figure.suptitle("Rollouts: steps of plain vLLM over each method's, by epoch", weight="bold", fontsize=11)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
 MICRO = "µ"
 SPREADS = (
     ("turn by turn", True, "turns go around, shared", BLUE, "-"),
@@ -290,6 +316,13 @@ METHODS = {
     "suffix, default": ("ArcticInference's rule, default", RED),
     "ngram": ("n-gram", GRAY),
 }
+ROLLOUTS = {
+    "priced": ("agentspec, told the price", BLUE, "-"),
+    "agentspec": ("agentspec, price measured", "#56B4E9", "-"),
+    "off": ("agentspec, history off", "#56B4E9", ":"),
+    "suffix": ("vLLM suffix (ArcticInference)", ORANGE, "-"),
+    "ngram": ("vLLM ngram", GRAY, "-"),
+}
 PLOTS: Mapping[str, Callable[[], Figure]] = {
     "results": plot_results,
     "drafting": plot_drafting,
@@ -299,6 +332,7 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
     "batch": plot_batch,
     "soak": plot_soak,
     "replicas": plot_replicas,
+    "rollouts": plot_rollouts,
 }
 
 

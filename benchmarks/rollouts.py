@@ -1,33 +1,47 @@
 """Replay recorded samples of problems on real vLLM, epoch after epoch, and compare what drafting gains.
 
-    python benchmarks/rollouts.py --traces DIR --problems 16 --samples 4 --epochs 3 --batch 1 8 --json
+    python benchmarks/rollouts.py --traces DIR [--problems 16] [--samples 8] [--epochs 3] [--batch 1 8] [--save]
 
 An epoch samples each problem a few times; the next one replays other recorded samples of the same problems, so its text
-drifts as a policy's does. Prompts carry no ids: agentspec finds the groups. `off` is agentspec with scope none, which
-drafts from a sample's own text alone. The first epoch shows what siblings are worth, the last what epochs are. Output
-is a list of {figure, value, target, met}. Targets: siblings take at least 1.26 times fewer steps than plain decoding
-(Seer, arXiv 2511.14617: 26 to 48 % from siblings' drafts), epochs 1.5 times, both 1.15 times fewer than vLLM's suffix
-decoding; and at least .97 of plain vLLM's tokens a second with the price measured.
+drifts as a policy's does. Prompts carry no ids: agentspec finds the groups. `agentspec` measures the price of verifying
+a token, `priced` is told it (`--verify-cost`), so that its counts repeat, and `off` is `priced` with scope none, which
+drafts from a sample's own text alone. The first epoch shows what siblings are worth, the last what epochs are. The
+engines start once. Each batch size has token ids of its own, so that none knows the text of the one before.
+
+`--json` prints a list of {figure, value, target, met}. Targets: siblings take at least 1.26 times fewer steps than
+plain decoding (Seer, arXiv 2511.14617: 26 to 48 % from siblings' drafts), epochs 1.5 times, both 1.15 times fewer than
+vLLM's suffix decoding; and at least .97 of plain vLLM's tokens a second with the price measured.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import arctic
 import engines
-from report import exit_status, positive, print_json, print_table, say, speed_ratio
+import numpy as np
+from report import exit_status, positive, print_json, print_table, save, say, speed_ratio
 from trace_files import VOCABULARY, records
 
 from agentspec.errors import ConfigurationError
-from agentspec.testing.replay import Call, ModelShape, ReplayEngine, ReplayResult, compare, fitting_length
+from agentspec.testing.replay import (
+    RESERVED_TOKENS,
+    Call,
+    ModelShape,
+    ReplayEngine,
+    ReplayResult,
+    compare,
+    fitting_length,
+)
 
 WORKLOAD = "rollouts_codegen"
-CONTENDERS = ("none", "ngram", "suffix", "off", "agentspec")
+CONTENDERS = ("none", "ngram", "suffix", "off", "priced", "agentspec")
+OURS = ("priced", "agentspec")
 SIBLINGS, EPOCHS, AHEAD, SPEED = 1.26, 1.5, 1.15, 0.97
 TURNS = 6
 
@@ -45,10 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Measure and print."""
     rows: list[dict[str, Any]] = []
-    epochs = read_epochs(options)
-    for batch in options.batch:
-        results = measure(options, epochs, batch)
+    counts: list[dict[str, Any]] = []
+    for batch, results in measure(options, read_epochs(options)):
         rows += figures(results, batch)
+        counts += _counts(results, batch)
+        if options.save:
+            sizes = {name: getattr(options, name) for name in ("problems", "samples", "epochs", "verify_cost")}
+            save(
+                "rollouts", "rollouts, recorded samples forced on real vLLM", {**sizes, "figures": rows, "rows": counts}
+            )
         if not options.json:
             _print_table(results, options, batch)
     if options.json:
@@ -83,55 +102,93 @@ def _epoch(problems: list[list[dict[str, Any]]], epoch: int, samples: int) -> It
             yield Call(session=None, prompt=problem[number]["prompt"], response=problem[number]["response"])
 
 
-def measure(options: argparse.Namespace, epochs: Epochs, batch: int) -> Results:
-    """Run all epochs on one engine for each contender; the engines take turns."""
+def measure(options: argparse.Namespace, epochs: Epochs) -> Iterator[tuple[int, Results]]:
+    """Run all epochs on one engine for each contender, which take turns. Yields the results of each batch size."""
     calls = [call for epoch in epochs for call in epoch]
-    say(f"batch {batch}: {len(calls)} samples, {sum(len(call.response) for call in calls):,} tokens; starting vLLM")
+    say(f"{len(calls)} samples, {sum(len(call.response) for call in calls):,} tokens; starting vLLM")
     shape = ModelShape(VOCABULARY, options.hidden, options.layers, max(1, options.hidden // 32))
+    told = {"verify_cost": options.verify_cost}
+    settings: dict[str, dict[str, Any]] = {"off": {"scope": "none", **told}, "priced": told}
     with ExitStack() as stack:
         started = {
             name: stack.enter_context(
                 ReplayEngine(
-                    method="agentspec" if name == "off" else name,
+                    method="agentspec" if name in settings else name,
                     shape=shape,
                     max_model_len=fitting_length(calls, None),
-                    max_batch=batch,
-                    settings={"store": "memory://", **({"scope": "none"} if name == "off" else {})},
+                    max_batch=max(options.batch),
+                    settings={"store": "memory://", **settings.get(name, {})},
                     seed=options.seed,
                     module_paths=[arctic.build(options.peer_dir)] if name == "suffix" else (),
                 )
             )
             for name in options.methods
         }
-        results: Results = {name: [] for name in started}
-        for number, epoch in enumerate(epochs):
-            done = compare(started, epoch, batch=batch, chunk=max(1, len(epoch) // TURNS))
-            for name, result in done.items():
-                results[name].append(result)
-            say(f"batch {batch}, epoch {number}: done")
-        return results
+        for batch in options.batch:
+            results: Results = {name: [] for name in started}
+            for number, epoch in enumerate(epochs):
+                shifted = [_shifted(call, 1_009 * batch) for call in epoch]
+                done = compare(started, shifted, batch=batch, chunk=max(batch, len(epoch) // TURNS))
+                for name, result in done.items():
+                    results[name].append(result)
+                say(f"batch {batch}, epoch {number}: done")
+            yield batch, results
+
+
+def _shifted(call: Call, by: int) -> Call:
+    """Return the call with other token ids, which keeps every repetition. Special tokens stay, the end's included."""
+    ids = VOCABULARY - RESERVED_TOKENS
+    prompt, response = (
+        np.where(tokens < RESERVED_TOKENS, tokens, (tokens - RESERVED_TOKENS + by) % ids + RESERVED_TOKENS)
+        for tokens in (call.prompt, call.response)
+    )
+    return replace(call, prompt=prompt, response=response)
 
 
 def figures(results: Mapping[str, Sequence[ReplayResult]], batch: int) -> list[dict[str, Any]]:
-    """Return what is compared with a target."""
-    ours = results["agentspec"]
+    """Return what is compared with a target, and without one what agentspec gains with its history off."""
     rows = []
-    for epoch, what, target in ((0, "siblings", SIBLINGS), (len(ours) - 1, "epochs", EPOCHS)):
-        if "none" in results:
-            ratio = results["none"][epoch].steps / ours[epoch].steps
-            rows.append(_row(f"batch {batch}: steps of none over agentspec's, {what}", ratio, target))
-        if "suffix" in results:
-            ratio = results["suffix"][epoch].steps / ours[epoch].steps
-            rows.append(_row(f"batch {batch}: steps of suffix over agentspec's, {what}", ratio, AHEAD))
-    if "none" in results:
-        speed, noise = speed_ratio(_total(ours), _total(results["none"]))
-        row = _row(f"batch {batch}: tokens/s of agentspec over none's, all epochs", speed, SPEED)
-        rows.append({**row, "noise": round(noise, 4)})
+    for ours in (name for name in OURS if name in results):
+        found = results[ours]
+        for epoch, what, target in ((0, "siblings", SIBLINGS), (len(found) - 1, "epochs", EPOCHS)):
+            for other, least in (("none", target), ("suffix", AHEAD), ("off", None)):
+                if other in results:
+                    ratio = results[other][epoch].steps / found[epoch].steps
+                    rows.append(_row(f"batch {batch}: steps of {other} over {ours}'s, {what}", ratio, least))
+    for other, least in (("none", SPEED), ("suffix", None)):
+        if other in results and "agentspec" in results:
+            total, theirs = _total(results["agentspec"]), _total(results[other])
+            speed, noise = speed_ratio(total, theirs)
+            row = _row(f"batch {batch}: tokens/s of agentspec over {other}'s, all epochs", speed, least)
+            rows.append({**row, "noise": round(noise, 4)})
+            if total.cpu_seconds:
+                ratio = total.tokens_per_cpu_second / theirs.tokens_per_cpu_second
+                rows.append(_row(f"batch {batch}: tokens a CPU second of agentspec over {other}'s", ratio, None))
     return rows
 
 
-def _row(figure: str, value: float, target: float) -> dict[str, Any]:
-    return {"figure": figure, "value": round(value, 4), "target": target, "met": value >= target}
+def _row(figure: str, value: float, target: float | None) -> dict[str, Any]:
+    met = None if target is None else value >= target
+    return {"figure": figure, "value": round(value, 4), "target": target, "met": met}
+
+
+def _counts(results: Mapping[str, Sequence[ReplayResult]], batch: int) -> list[dict[str, Any]]:
+    """Return what each contender did in each epoch."""
+    return [
+        {
+            "batch": batch,
+            "method": name,
+            "epoch": epoch,
+            "tokens": result.tokens,
+            "steps": result.steps,
+            "drafted": result.drafted,
+            "accepted": result.accepted,
+            "tokens_per_second": round(result.tokens_per_second, 1),
+            "tokens_per_cpu_second": round(result.tokens_per_cpu_second, 1),
+        }
+        for name, epochs in results.items()
+        for epoch, result in enumerate(epochs)
+    ]
 
 
 def _total(results: Sequence[ReplayResult]) -> ReplayResult:
@@ -166,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
     add("--workload", default=WORKLOAD, metavar="NAME", help="recording with several samples a problem (%(default)s)")
     add("--problems", type=positive, default=16, help="(%(default)s)")
-    add("--samples", type=positive, default=4, help="of each problem in an epoch (%(default)s)")
+    add("--samples", type=positive, default=8, help="of each problem in an epoch (%(default)s)")
     add("--epochs", type=positive, default=3, help="(%(default)s)")
     add("--batch", type=positive, nargs="+", default=[1, 8, 32, 64], metavar="B", help="requests in flight")
     add("--methods", type=_methods, default=",".join(CONTENDERS), metavar="A,B", help="%(default)s")
@@ -174,6 +231,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--hidden", type=positive, default=64, help="hidden size of the random model, a multiple of 32 (%(default)s)")
     add("--layers", type=positive, default=2, help="its layers (%(default)s)")
     add("--seed", type=int, default=0, help="of its weights (%(default)s)")
+    add(
+        "--verify-cost",
+        type=float,
+        default=0.02,
+        metavar="P",
+        help="price that `priced` and `off` are told (%(default)s)",
+    )
+    add("--save", action="store_true", help="keep the result in benchmarks/results, which plot.py reads")
     add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
     return parser
 
@@ -181,8 +246,8 @@ def _parser() -> argparse.ArgumentParser:
 def _methods(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in CONTENDERS]
-    if unknown or "agentspec" not in names:
-        raise argparse.ArgumentTypeError(f"{text!r}: give agentspec and any of {', '.join(CONTENDERS)}")
+    if unknown or not set(OURS) & set(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: give {' or '.join(OURS)}, and any of {', '.join(CONTENDERS)}")
     return list(dict.fromkeys(names))
 
 
