@@ -30,13 +30,25 @@ def prompts(count: int) -> list[list[int]]:
     ]
 
 
-def run(folder: Path, method: str, rounds: list[dict[str, Any]], model: Path = MODEL) -> list[dict[str, Any]]:
+def run(
+    folder: Path,
+    method: str,
+    rounds: list[dict[str, Any]],
+    model: Path = MODEL,
+    seed: int = 0,
+    in_process: bool = True,
+) -> list[dict[str, Any]]:
     """The answers of an engine of its own to some rounds."""
     out = folder / f"{method}.json"
     script = Path(__file__).with_name("offline_run.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(model), method, json.dumps({"rounds": rounds}), str(out)],
-        env={**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        [sys.executable, str(script), str(model), method, json.dumps({"rounds": rounds, "seed": seed}), str(out)],
+        env={
+            **os.environ,
+            **CPU_ENVIRONMENT,
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -74,6 +86,15 @@ def test_log_probabilities_are_those_of_a_recomputation(tmp_path: Path) -> None:
             expected = recomputed(asked[number // n], answer["tokens"], temperature, model)
             assert len(answer["logprobs"]) == 64
             assert (expected - torch.tensor(answer["logprobs"])).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_what_generate_returned_is_in_the_history_and_soon_in_the_store(in_process: bool, tmp_path: Path) -> None:
+    few = {"prompts": prompts(3), "n": 4, "temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+    found = run(tmp_path, "agentspec", [few, few], in_process=in_process)
+    assert [each["written"] for each in found] == [12, 12]
+    if in_process:  # all end with the last step. A process of its own takes that in before it answers anything else
+        assert [each["finished"] for each in found] == [12, 12]
 
 
 def test_new_weights_with_the_old_policys_history(tmp_path: Path) -> None:

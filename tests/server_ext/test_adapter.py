@@ -132,6 +132,32 @@ class TestTakingDrafts:
         assert cheap_steps.take_draft_token_ids(lambda self: "theirs", holder) == "theirs"
 
 
+class TestFinishedRequests:
+    """The worker hears of them with the next step, which an engine in the caller's process must not wait for."""
+
+    @staticmethod
+    def extra_steps(*, finished: bool = True, running: bool = False, method: str = "custom_class", **core: Any) -> int:
+        steps: list[int] = []
+        spec = SimpleNamespace(method=method, model=PROPOSER_PATH)
+        scheduler = SimpleNamespace(has_finished_requests=lambda: finished, has_unfinished_requests=lambda: running)
+        of_caller = {"batch_queue": None, "vllm_config": SimpleNamespace(speculative_config=spec)}
+        engine = SimpleNamespace(scheduler=scheduler, step=lambda: steps.append(1), **(of_caller | core))
+        cheap_steps.post_step(lambda core, executed: None, engine, True)
+        return len(steps)
+
+    def test_the_last_ones_end_at_once(self) -> None:
+        assert self.extra_steps() == 1
+
+    def test_others_end_with_the_next_step(self) -> None:
+        assert self.extra_steps(running=True) == self.extra_steps(finished=False) == 0
+
+    def test_an_engine_core_of_its_own_steps_by_itself(self) -> None:
+        assert self.extra_steps(output_queue=object()) == self.extra_steps(batch_queue=object()) == 0
+
+    def test_an_engine_of_another_method_is_left_alone(self) -> None:
+        assert self.extra_steps(method="draft_model") == 0
+
+
 class TestAskingForDrafts:
     """The engine core asks the worker for drafts after a step, unless the runner's output says that there are none."""
 
@@ -142,7 +168,7 @@ class TestAskingForDrafts:
             holder.agentspec = SimpleNamespace(drafted_nothing=nothing)
         output = SimpleNamespace(req_ids=["r"] * rows)
         sent = pickle.loads(pickle.dumps(cheap_steps.sample_tokens(lambda runner, grammar: output, holder, None)))
-        core = SimpleNamespace(scheduler=SimpleNamespace())
+        core = SimpleNamespace(scheduler=SimpleNamespace(), output_queue=None)
         taken = cheap_steps.update_from_output(lambda scheduler, step, result: result, core.scheduler, None, sent)
         assert taken is sent
         asked: list[bool] = []

@@ -102,9 +102,16 @@ def update_from_output(
 
 
 def post_step(original: Callable[..., None], core: Any, model_executed: bool) -> None:
-    """Leave out the round trip to the worker that fetches drafts, where there are none."""
+    """Leave out the round trip to the worker that fetches drafts, where there are none.
+
+    The worker hears of finished requests with the next step. An engine in the caller's process runs that with its next
+    request, which may never come: so run it at once, without a token. An engine core of its own does so itself.
+    """
     if not getattr(core.scheduler, _NO_DRAFTS, False):
         original(core, model_executed)
+    of_caller = not hasattr(core, "output_queue") and core.batch_queue is None and uses_agentspec(core.vllm_config)
+    if of_caller and core.scheduler.has_finished_requests() and not core.scheduler.has_unfinished_requests():
+        core.step()
 
 
 # --- Verification of greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
