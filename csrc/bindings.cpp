@@ -395,6 +395,8 @@ NB_MODULE(_native, module) {
           "catch_up",
           [](Cache& cache, std::size_t budget, double seconds) { return cache.catch_up(WorkBudget(budget, seconds)); },
           "budget"_a, "seconds"_a, Released())
+      .def("index_until_closed", &Cache::index_until_closed, Released())
+      .def("close", &Cache::close)
       .def(
           "resize", [](Cache& cache, const LimitNumbers& limits) { cache.resize(limits_of(limits)); }, "limits"_a)
       .def("stats", &stats)

@@ -5,6 +5,7 @@ fails.
 """
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ class DraftingEngine:
     def warm_up(self) -> int:
         """Wait for the snapshot, then read stored turns into the cache. Return the number of turns.
 
-        Each takes at most ``preload_timeout`` seconds.
+        Each takes at most ``preload_timeout`` seconds. From then on a thread indexes what waits, beside the steps.
         """
         timeout = self.settings.preload_timeout
         if self._keeper is not None:
@@ -151,6 +152,7 @@ class DraftingEngine:
             self._keeper.start()
         if self._public is not None:
             self._public.start()
+        threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True).start()
         return restored
 
     def note_new_weights(self) -> None:
@@ -266,6 +268,7 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Write the queued turns and records, and the snapshot. A second call does nothing."""
+        self.cache.close()
         if self._public is not None:
             self._public.close()
         self._persistence.close()

@@ -56,7 +56,7 @@ void Cache::count(Request& request) {
 
 std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
                          std::span<const Token> prediction) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   auto fresh = std::make_unique<Request>();
   fresh->tenant = entries_.tenant(names.tenant, names.tenant_owner);
   fresh->session = entries_.session(names, fresh->tenant);
@@ -82,13 +82,13 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
 }
 
 void Cache::extend(std::size_t slot, std::span<const Token> tokens) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   request(slot).take(*drafter_, public_.get(), tokens, kMaxDraft);
   count(request(slot));
 }
 
 std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   const Request& current = request(slot);
   const auto tenant = current.tenant;
   std::optional<Turn> turn;
@@ -103,7 +103,7 @@ std::optional<Turn> Cache::finish(std::size_t slot, std::optional<std::size_t> o
 }
 
 void Cache::abort(std::size_t slot) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   release(slot);
 }
 
@@ -249,21 +249,6 @@ bool Cache::forget_tenant(const std::string& tenant) {
   }
 }
 
-std::size_t Cache::catch_up(WorkBudget budget) {
-  std::lock_guard lock(mutex_);
-  entries_.evict_tenants(budget);
-  entries_.work(budget);
-  for (const auto& current : requests_) {
-    if (!current || current->pending() == 0) continue;
-    for (SuffixIndex* index : {&current->prediction, &current->index}) {
-      budget.run([&] { return index->pending() > 0; }, [&](std::size_t n) { return index->advance(n); });
-    }
-    count(*current);
-  }
-  worked_ += budget.spent();
-  return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();
-}
-
 void Cache::resize(Limits limits) {
   std::lock_guard lock(mutex_);
   entries_.limits = limits;
@@ -289,19 +274,6 @@ Size Cache::recount() {
   return sum;
 }
 
-// Indexes pending positions of a request, its prediction first, and its entries, and removes dropped ones.
-void Cache::advance(Request& request, WorkBudget& budget) {
-  SuffixIndex &own = request.index, &prediction = request.prediction;
-  budget.run([&] { return prediction.pending() > 0; }, [&](std::size_t most) { return prediction.advance(most); });
-  if (own.pending() > 0) {
-    own.advance(kOwnPerStep);
-    budget.run([&] { return own.pending() > 0; }, [&](std::size_t most) { return own.advance(most); });
-  }
-  for (CacheEntry* entry : request.entries()) {
-    if (entry) entries_.advance(*entry, budget);
-  }
-}
-
 std::size_t Cache::draft_limit(std::int32_t max_draft) const {
   return std::min({count_of(max_draft), settings_.max_draft, kMaxDraft});
 }
@@ -323,7 +295,7 @@ Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::
 Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
                    std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
                    std::span<const std::int32_t> num_verified, double cost, double seconds) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   Drafts drafts;
   WorkBudget budget(kWorkPerStep, seconds);
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -358,7 +330,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
 Drafts Cache::merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,
                            std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
                            double cost) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   Drafts drafts;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Request& current = request(static_cast<std::size_t>(slots[i]));

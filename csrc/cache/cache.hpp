@@ -96,6 +96,10 @@ class Cache {
   bool forget_tenant(const std::string& tenant);
   // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
   std::size_t catch_up(WorkBudget budget);
+  // Does that work whenever some waits, until close() is called. It leaves the lock as soon as the engine wants it, but
+  // for some tens of microseconds. For a thread of its own, whose priority becomes the lowest.
+  void index_until_closed();
+  void close();
   void resize(Limits limits);
   Stats stats();
   std::int64_t worked() const { return worked_; }  // CPU time of the work beside drafting so far, in nanoseconds
@@ -123,6 +127,25 @@ class Cache {
   std::string load(const std::string& path, const std::string& identity);
 
  private:
+  // Holds the lock for a call that the engine waits for. The indexing thread leaves it then, and is told of new work.
+  class EngineCall {
+   public:
+    explicit EngineCall(Cache& cache) : cache_(cache) {
+      ++cache.calling_;
+      cache.mutex_.lock();
+      --cache.calling_;
+    }
+    ~EngineCall() {
+      cache_.want_indexing();
+      cache_.mutex_.unlock();
+    }
+    EngineCall(const EngineCall&) = delete;
+    EngineCall& operator=(const EngineCall&) = delete;
+
+   private:
+    Cache& cache_;
+  };
+
   // Thaws an entry in the end, if there is one.
   struct Thawing {
     Cache& cache;
@@ -152,6 +175,9 @@ class Cache {
   void find_or_make(Names names, Request& to);
   std::shared_ptr<CacheEntry> find(Names names) const;
   void advance(Request& request, WorkBudget& budget);
+  std::size_t work(WorkBudget& budget);
+  bool index_some();
+  void want_indexing();
   std::size_t draft_limit(std::int32_t max_draft) const;
   bool legal(Token token) const { return token >= 0 && token < vocab_size_; }
 
@@ -164,6 +190,10 @@ class Cache {
   std::shared_ptr<const SuffixIndex> public_;  // whole and read-only: nothing that a request says gets into it
   std::size_t public_bytes_ = 0;               // as counted
   std::atomic<std::int64_t> worked_ = 0;
+  std::atomic<int> calling_ = 0;         // calls of the engine that wait for the lock
+  std::atomic<bool> indexing_ = false;   // a thread is in index_until_closed
+  std::atomic<bool> wanted_ = false;     // there may be work for it
+  std::atomic<bool> closed_ = false;
   std::vector<std::unique_ptr<Request>> requests_;  // by slot
 };
 

@@ -41,7 +41,7 @@ void Cache::find_or_make(Names names, Request& to) {
 }
 
 bool Cache::adopt(Names names, PreparedSession& prepared) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   const auto held = entries_.find_session(*names.session);
   if (held && !prepared.session().holds_all_of(*held)) return false;
   const bool has_responses = !prepared.responses().empty();
@@ -67,7 +67,7 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
 }
 
 void Cache::restore(Names names, Turn turn, bool held_only) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   Request to;
   if (held_only) {
     if (!find_held(names, to)) return;

@@ -1,6 +1,7 @@
 """One thread decodes; others look, erase, tidy up and save meanwhile. A thread sanitizer sees what this test cannot."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,13 +27,15 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
         lambda: cache.save(tmp_path / "trees"),
     ]
     threads = [threading.Thread(target=again, args=(n, call)) for n, call in enumerate(others)]
-    for thread in threads:
+    indexing = threading.Thread(target=cache.index_until_closed)
+    for thread in (*threads, indexing):
         thread.start()
     try:
         accepted = decode(cache)
     finally:
         stop.set()
-        for thread in threads:
+        cache.close()
+        for thread in (*threads, indexing):
             thread.join()
     assert accepted > 0 and all(calls)
     assert SuffixCache.load(tmp_path / "trees").stats().tokens > 0
@@ -55,3 +58,34 @@ def decode(cache: SuffixCache) -> int:
         for name in names:
             cache.finish(name)
     return accepted
+
+
+def test_a_thread_indexes_what_waits_without_any_step() -> None:
+    cache = SuffixCache()
+    thread = threading.Thread(target=cache.index_until_closed, daemon=True)
+    thread.start()
+    try:
+        rng = np.random.default_rng(6)
+        for number in range(3):  # it waits for work between them
+            prompt = rng.integers(0, 30_000, 20_000, np.int32)
+            cache.start(f"r{number}", prompt, session="s", tenant="t")
+            wait_until_indexed(cache)
+            cache.extend(f"r{number}", prompt[100:110])
+            draft = cache.propose([f"r{number}"], 8)[0].token_ids.tolist()
+            assert len(draft) > 2
+            assert draft == prompt[110 : 110 + len(draft)].tolist()
+            cache.finish(f"r{number}")
+            wait_until_indexed(cache)
+    finally:
+        cache.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    cache.start("later", [1, 2, 3] * 4)
+    assert cache.propose(["later"], 3)[0].token_ids.tolist() == [1, 2, 3]
+
+
+def wait_until_indexed(cache: SuffixCache) -> None:
+    deadline = time.monotonic() + 60
+    while cache.stats().pending:
+        assert time.monotonic() < deadline, "nothing indexes"
+        time.sleep(0.001)

@@ -104,6 +104,17 @@ def test_a_second_turn_drafts_from_the_first() -> None:
     assert second < first / 3
 
 
+def test_a_long_turn_is_indexed_without_further_steps() -> None:
+    engine = Engine()
+    prompt = np.random.default_rng(1).integers(0, 1000, 20_000).tolist()
+    engine.run("a", prompt, TEXT[:4], session="s")
+    deadline = time.monotonic() + 60
+    while engine.proposer.stats()["cache"]["pending"]:
+        assert time.monotonic() < deadline, "nothing indexes"
+        time.sleep(0.01)
+    engine.proposer.close()
+
+
 @pytest.mark.parametrize(
     ("kept", "drafts"),
     [

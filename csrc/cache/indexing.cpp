@@ -1,0 +1,91 @@
+// Indexing what waits, evicting, and giving memory back: by the steps, by catch_up, and by a thread of its own.
+#ifdef __linux__
+#include <sys/resource.h>
+#include <unistd.h>
+#endif
+
+#include <thread>
+
+#include "cache/cache.hpp"
+
+namespace agentspec {
+namespace {
+
+constexpr std::size_t kPiece = 32;  // positions that are indexed between two looks at whether a step waits: some 50 us
+constexpr std::int64_t kSlice = 200'000;  // CPU time for which the indexing thread keeps the lock at most, in ns
+
+// The engine's threads come first. Only Linux has priorities of threads.
+void yield_to_others() {
+#ifdef __linux__
+  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
+#endif
+}
+
+}  // namespace
+
+// Indexes pending positions of a request, its prediction first, and its entries, and removes dropped ones.
+void Cache::advance(Request& request, WorkBudget& budget) {
+  SuffixIndex &own = request.index, &prediction = request.prediction;
+  budget.run([&] { return prediction.pending() > 0; }, [&](std::size_t most) { return prediction.advance(most); });
+  if (own.pending() > 0) {
+    own.advance(kOwnPerStep);
+    budget.run([&] { return own.pending() > 0; }, [&](std::size_t most) { return own.advance(most); });
+  }
+  for (CacheEntry* entry : request.entries()) {
+    if (entry) entries_.advance(*entry, budget);
+  }
+}
+
+// Does a part of the work that waits. Returns how much was done.
+std::size_t Cache::work(WorkBudget& budget) {
+  entries_.evict_tenants(budget);
+  entries_.work(budget);
+  for (const auto& current : requests_) {
+    if (!current || current->pending() == 0) continue;
+    for (SuffixIndex* index : {&current->prediction, &current->index}) {
+      budget.run([&] { return index->pending() > 0; }, [&](std::size_t n) { return index->advance(n); });
+    }
+    count(*current);
+  }
+  return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();
+}
+
+std::size_t Cache::catch_up(WorkBudget budget) {
+  std::lock_guard lock(mutex_);
+  const std::size_t done = work(budget);
+  worked_ += budget.spent();
+  return done;
+}
+
+bool Cache::index_some() {
+  std::lock_guard lock(mutex_);
+  const Stopwatch stopwatch;
+  do {
+    WorkBudget budget(kPiece, 1.0);
+    if (work(budget) == 0) return false;
+  } while (calling_ == 0 && !stopwatch.over(kSlice));
+  return true;
+}
+
+void Cache::index_until_closed() {
+  yield_to_others();
+  indexing_ = true;
+  while (!closed_) {
+    wanted_ = false;
+    while (!closed_ && index_some()) std::this_thread::sleep_for(kBetweenSlices);
+    if (!closed_) wanted_.wait(false);
+  }
+}
+
+void Cache::close() {
+  closed_ = true;
+  wanted_ = true;
+  wanted_.notify_all();
+}
+
+void Cache::want_indexing() {
+  const bool waits = entries_.held().pending > 0 || entries_.has_work();
+  if (indexing_ && waits && !wanted_.exchange(true)) wanted_.notify_one();
+}
+
+}  // namespace agentspec
