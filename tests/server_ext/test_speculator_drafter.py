@@ -10,7 +10,7 @@ import torch
 
 from agentspec.cache.store import open_store
 from agentspec.errors import SpeculatorError
-from agentspec.server_ext import FREE
+from agentspec.server_ext import FREE, vllm_adapter
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -18,7 +18,7 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.speculative_methods import NOTHING
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, save_speculator
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.vllm_adapter import draft_models, runner
+from agentspec.server_ext.vllm_adapter import draft_models
 from agentspec.server_ext.vllm_adapter.draft_models import SpeculatorDrafter
 from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
@@ -200,31 +200,58 @@ def test_steps_of_many_rows_may_be_left_without_drafts(folder: Path) -> None:
     assert server.proposer.propose(step) == [[], []]
 
 
-def test_weights_that_sleep_discarded_are_read_again(folder: Path) -> None:
-    """vLLM's sleep level 2 discards all weights, and it brings back those of the target alone."""
-    given, proposals = forward([[5]], None), np.full((1, 3), FREE)
-    extension = object.__new__(RunnerExtension)
-    extension.draft_model, extension._weights_lost = drafter(folder), False
-    before = extension.draft_model.bind(given).launch([0], proposals)()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(agentspec=extension, get_model=lambda: torch.nn.Linear(2, 2)))
+class SleepingWeights:
+    """vLLM's place for a mechanism of sleep: zeroes all weights, and gives them back after level 1 alone."""
 
-    def discard(worker: Any, level: int) -> None:
-        for parameter in worker.model_runner.agentspec.draft_model.loop.speculator.parameters():
-            parameter.data.zero_()
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+        self.kept: dict[str, torch.Tensor] = {}
 
-    runner.sleep(discard, worker, level=2)
-    runner.wake_up(lambda worker, tags: None, worker, tags=["kv_cache"])
-    assert extension.draft_model.bind(given).launch([0], proposals)().tokens.tolist() != before.tokens.tolist()
-    runner.wake_up(lambda worker, tags: None, worker)
-    after = extension.draft_model.bind(given).launch([0], proposals)()
-    assert after.tokens.tolist() == before.tokens.tolist()
-    assert after.probabilities.tolist() == before.probabilities.tolist()
+    def suspend(self, level: int) -> None:
+        self.kept = {name: weight.clone() for name, weight in self.weights.items()} if level == 1 else {}
+        for weight in self.weights.values():
+            weight.zero_()
+
+    def resume(self, tags: list[str] | None) -> None:
+        if tags is None or "weights" in tags:
+            for name, weight in self.kept.items():
+                self.weights[name].copy_(weight)
 
 
-def test_weights_that_sleep_kept_are_not_read_again(folder: Path) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("waking", [[None], [["weights"], ["kv_cache"]]])
+def test_a_speculator_drafts_as_before_after_vllms_own_sleep_and_waking(
+    level: int, waking: list[list[str] | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level 2 discards all weights, and vLLM and its caller bring back those of the target alone."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    vllm_adapter.install([patch for patch in vllm_adapter.current_patches() if patch.name in ("sleep", "wake_up")])
+    for name, answer in (("synchronize", None), ("get_memory_info", (0, 0)), ("is_available", False)):
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    given, proposals, target = forward([[5]], None), np.full((1, 3), FREE), torch.nn.Linear(2, 2)
     extension = object.__new__(RunnerExtension)
     extension.draft_model, extension._weights_lost = drafter(folder), False
     loop = extension.draft_model.loop
-    extension.sleep(1)
-    extension.wake(torch.nn.Linear(2, 2))
-    assert extension.draft_model.loop is loop
+    assert loop is not None
+    before = extension.draft_model.bind(given).launch([0], proposals)()
+
+    worker = object.__new__(Worker)
+    worker.model_runner = SimpleNamespace(
+        agentspec=extension, model=target, get_model=lambda: target, get_draft_model=lambda: None
+    )
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+    worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=[])
+    worker._sleep_saved_buffers, worker._sleep_saved_draft_buffers, worker._sleep_saved_parameters = {}, {}, {}
+    names = {f"{i}": parameter.data for i, parameter in enumerate(loop.speculator.parameters())}
+    worker._sleep_mode_backend = SleepingWeights(names)
+
+    worker.sleep(level)
+    asleep = extension.draft_model.bind(given).launch([0], proposals)()
+    assert asleep.tokens.tolist() != before.tokens.tolist()
+    for tags in waking:
+        worker.wake_up(tags)
+    after = extension.draft_model.bind(given).launch([0], proposals)()
+    assert after.tokens.tolist() == before.tokens.tolist()
+    assert after.probabilities.tolist() == before.probabilities.tolist()
+    assert (extension.draft_model.loop is loop) == (level == 1)  # what sleep kept is not read again
