@@ -3,9 +3,9 @@
 Usage: python offline_run.py MODEL {plain|agentspec} JOB OUT
 
 JOB is a JSON object with the engine's seed and a list of rounds: {"seed": 0, "rounds": [{"prompts": [[token ids]],
-"n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights" loads the weights of this folder first.
-OUT gets the rounds' answers, each a list of {"tokens", "logprobs"}, what each round added to COUNTERS, and how
-many turns were in the store soon after ("written").
+"n": 8, "temperature": 1.0, "max_tokens": 64}, ...]}. A round with "weights" loads the weights of this folder first,
+one with "sleep" sleeps at this level and wakes before that. OUT gets the rounds' answers, each a list of {"tokens",
+"logprobs"}, what each round added to COUNTERS, and how many turns were in the store soon after ("written").
 """
 
 import json
@@ -41,6 +41,9 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     before = dict.fromkeys((*COUNTERS, "written"), 0)
     for each in job["rounds"]:
+        if "sleep" in each:
+            llm.sleep(level=each["sleep"])
+            llm.wake_up()
         if "weights" in each:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": each["weights"]})
             llm.reset_prefix_cache()

@@ -1,9 +1,12 @@
-"""Rollouts that draft train as well as rollouts that don't: log probabilities, and new weights."""
+"""Rollouts that draft train as well as rollouts that don't: log probabilities, distribution, and new weights."""
 
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,12 @@ from safetensors.torch import load_file, save_file
 from agentspec.testing.server import CPU_ENVIRONMENT
 from demo.tasks import make_task
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from tests.end_to_end.mixed_load import code
 
-pytestmark = [pytest.mark.engine, pytest.mark.rl, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.rl, pytest.mark.timeout(3200)]
+
+
+SAMPLES, ROUNDS, POSITIONS = 20_000, 16, 4
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -52,7 +59,7 @@ def run(
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,6 +95,40 @@ def test_log_probabilities_are_those_of_a_recomputation(tmp_path: Path) -> None:
             assert (expected - torch.tensor(answer["logprobs"])).abs().max() < 1e-4
 
 
+def chi_square(ours: Counter[Any], theirs: Counter[Any]) -> float:
+    """The chance that two samples of one distribution differ by as much. Outcomes seen less than 20 times are one."""
+    both = ours + theirs
+    rare = {outcome for outcome, count in both.items() if count < 20}
+    cells = [(ours[outcome], theirs[outcome]) for outcome in both if outcome not in rare]
+    if sum(both[outcome] for outcome in rare) >= 20:
+        cells.append((sum(ours[outcome] for outcome in rare), sum(theirs[outcome] for outcome in rare)))
+    assert len(cells) > 2, "the distribution is too narrow to tell anything"
+    share = ours.total() / (ours.total() + theirs.total())
+    # The counts of one sample given those of both: their expected values are in proportion to the samples' sizes.
+    statistic = sum((x - share * (x + y)) ** 2 / (share * (1 - share) * (x + y)) for x, y in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def test_20_000_samples_have_plain_vllms_distribution(tmp_path: Path) -> None:
+    """Next-token counts at each position, and of whole answers. Each engine has a seed of its own."""
+    from transformers import AutoTokenizer
+
+    prompt = AutoTokenizer.from_pretrained(MODEL).encode(code(77, 8))  # half of what is drafted behind it is accepted
+    one = {"prompts": [prompt], "n": SAMPLES // ROUNDS, "temperature": 1.0, "max_tokens": POSITIONS}
+    samples = {}
+    for seed, method in enumerate(("plain", "agentspec"), 1):
+        found = run(tmp_path, method, [{**one, "ignore_eos": True}] * ROUNDS, seed=seed)
+        samples[method] = [tuple(answer["tokens"]) for each in found for answer in each["answers"]]
+        assert len(samples[method]) == SAMPLES
+    drafted, accepted = (sum(each[name] for each in found) for name in ("drafted", "accepted"))
+    assert accepted > SAMPLES / 10 and drafted - accepted > SAMPLES / 10, "too little was drafted to tell anything"
+    outcomes: list[Callable[[tuple[int, ...]], object]] = [itemgetter(position) for position in range(POSITIONS)]
+    outcomes.append(lambda answer: answer)
+    chances = [chi_square(*(Counter(map(of, samples[name])) for name in samples)) for of in outcomes]
+    assert min(chances) > 1e-4 / len(chances)
+
+
 @pytest.mark.parametrize("in_process", [True, False])
 def test_what_generate_returned_is_in_the_history_and_soon_in_the_store(in_process: bool, tmp_path: Path) -> None:
     few = {"prompts": prompts(3), "n": 4, "temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
@@ -95,6 +136,15 @@ def test_what_generate_returned_is_in_the_history_and_soon_in_the_store(in_proce
     assert [each["written"] for each in found] == [12, 12]
     if in_process:  # all end with the last step. A process of its own takes that in before it answers anything else
         assert [each["finished"] for each in found] == [12, 12]
+
+
+def test_sleeping_and_waking_keep_the_history(tmp_path: Path) -> None:
+    """On a CPU vLLM empties its KV cache and keeps the weights, which a trainer loads again after level 2."""
+    greedy = {"prompts": prompts(4), "temperature": 0.0, "max_tokens": 60}
+    rounds = [greedy, {**greedy, "sleep": 1}, {**greedy, "sleep": 2, "weights": str(MODEL)}]
+    first, *later = run(tmp_path, "agentspec", rounds)
+    for each in later:
+        assert each["answers"] == first["answers"] and each["accepted"] > first["accepted"]
 
 
 def test_new_weights_with_the_old_policys_history(tmp_path: Path) -> None:
