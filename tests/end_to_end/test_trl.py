@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.testing.server import CPU_ENVIRONMENT
+from agentspec.testing.server import CPU_ENVIRONMENT, free_port
 from tests.end_to_end.conftest import ENVIRONMENT
 
 pytestmark = [
@@ -31,6 +31,7 @@ def train(folder: Path, switch: str) -> tuple[list[dict[str, Any]], str]:
     command = [sys.executable, str(ROOT / "examples" / "rl" / "grpo.py"), "--steps", str(STEPS)]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "AGENTSPEC": switch, "AGENTSPEC_STORE": "memory://"}
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    environment["MASTER_PORT"] = str(free_port())  # two trainers on one machine would both take 29500
     done = subprocess.run(
         [*command, "--figures", str(figures)],
         cwd=folder,

@@ -67,3 +67,14 @@ def test_the_samples_load_as_a_dataset(tmp_path: Path) -> None:
     )
     assert loaded["completion_ids"][:] == [sample.completion_ids for sample in SAMPLES]
     assert loaded["logprobs"][0] == [-0.1, -0.2]
+    rows = for_rollout_func(Sample(**row) for row in loaded)
+    assert rows["prompt_ids"] == [sample.prompt_ids for sample in SAMPLES], "what was loaded goes to TRL as it is"
+
+
+def test_what_trainers_read_loads_as_a_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = {"parquet": write_trl(SAMPLES, tmp_path, 3, decode), "json": write_verl(SAMPLES, tmp_path, 3, decode)}
+    for kind, path in kinds.items():
+        loaded = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        assert len(loaded) == len(SAMPLES)
+        assert loaded["completion" if kind == "parquet" else "output"][:] == ["six", "five", "two three", "six"]
