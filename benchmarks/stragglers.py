@@ -1,0 +1,162 @@
+"""Count whether rows with much left to say should be drafted for more, in batches that drain. No engine.
+
+    python benchmarks/stragglers.py --traces DIR [--batch 8 32 64] [--problems 48] [--json]
+
+All samples of a batch start at once, nobody waits for their place, and the batch ends with its longest. A step takes
+FIXED + rows + draft tokens, in units of a token. `agentspec serve` has one price for all rows, 1 / (1 + FIXED / rows):
+the fewer rows are alive, the cheaper a draft. A rule for stragglers has a price for each row, 1 / (1 + FIXED * share),
+where share is its part of the tokens that are left, each row's to the power of --sharp. `exact` knows how many are
+left; `past` expects what was left, at this length, of the group's finished samples. Each problem has 8 samples in
+either of two epochs. Output is a list of {figure, value, target, met}: the time of a rule over that of the one price.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import engines
+from report import exit_status, positive, print_json, print_table, say
+from trace_files import records
+
+from agentspec.cache import SuffixCache, _native
+from agentspec.cache.policy import MAX_DRAFT
+from agentspec.server_ext.step_cost import HIGHEST_COST, LOWEST_COST
+
+WORKLOAD, SAMPLES, EPOCHS = "rollouts_codegen", 8, 2
+FIXED = (400, 100, 25)
+"""Duration of a step without rows and drafts, in those that each row or draft token adds: a GPU's to a CPU's."""
+
+Problem = list[dict[str, Any]]
+
+
+class Lengths:
+    """Remember how long a group's finished samples were."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, list[int]] = defaultdict(list)
+
+    def add(self, group: str, length: int) -> None:
+        """Note a finished sample."""
+        self._of[group].append(length)
+
+    def left(self, group: str, done: int) -> float:
+        """Return how many tokens the longer ones of the group had left after so many; of all groups if it has none."""
+        longer = [known - done for known in self._of[group] if known > done]
+        if not longer:
+            longer = [known - done for each in self._of.values() for known in each if known > done]
+        return sum(longer) / len(longer) if longer else 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns its exit status."""
+    options = _parser().parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Count and print."""
+    _native.watch_clock(False)  # a late machine must not change the counts
+    groups = groupby(records(options.traces, options.workload), key=lambda record: str(record["group"]))
+    problems = list(islice((list(islice(samples, SAMPLES * EPOCHS)) for _, samples in groups), options.problems))
+    rows: list[dict[str, Any]] = []
+    for batch in options.batch:
+        for fixed in FIXED:
+            one_price = list(replay(problems, batch, fixed, lambda left: 1 / len(left)))
+            for name in ("exact", "past"):
+                for sharp in options.sharp:
+                    times = replay(problems, batch, fixed, _shares(sharp), exact=name == "exact")
+                    for epoch, (time, base) in enumerate(zip(times, one_price, strict=True)):
+                        figure = f"batch {batch}, fixed {fixed}, {name}, sharp {sharp:g}, epoch {epoch}"
+                        rows.append({"figure": figure, "value": round(time / base, 4), "target": None, "met": None})
+            say(f"batch {batch}, fixed {fixed}: done")
+    if options.json:
+        print_json(rows)
+    else:
+        cells = [[str(row["figure"]), str(row["value"])] for row in rows]
+        print_table("time over that of one price", ("rule", "ratio"), cells, left=("rule",))
+
+
+Share = Callable[[Mapping[str, float]], float | Mapping[str, float]]
+"""Returns the share of the fixed time that a row's token saves: one for all rows, or each row's."""
+
+
+def _shares(sharp: float) -> Share:
+    def shares(left: Mapping[str, float]) -> dict[str, float]:
+        powers = {name: value**sharp for name, value in left.items()}
+        return {name: power / sum(powers.values()) for name, power in powers.items()}
+
+    return shares
+
+
+def replay(problems: Sequence[Problem], batch: int, fixed: int, share: Share, *, exact: bool = True) -> Iterator[float]:
+    """Yield the time of each epoch. exact: rows know how many tokens they have left."""
+    cache, lengths = SuffixCache(), Lengths()
+    together = max(1, batch // SAMPLES)
+    for epoch in range(EPOCHS):
+        time = 0.0
+        for begin in range(0, len(problems), together):
+            rows: dict[str, tuple[str, list[int], int]] = {}
+            for number, problem in enumerate(problems[begin : begin + together], begin):
+                for sample, record in enumerate(problem[epoch * SAMPLES : (epoch + 1) * SAMPLES]):
+                    cache.start(f"{number}-{sample}", record["prompt"], group=str(number))
+                    cache.extend(f"{number}-{sample}", record["response"][:1])
+                    rows[f"{number}-{sample}"] = (str(number), list(record["response"]), 1)
+            time += _drain(cache, rows, fixed, share, None if exact else lengths, lengths)
+        yield time
+
+
+def _drain(
+    cache: SuffixCache,
+    rows: dict[str, tuple[str, list[int], int]],
+    fixed: int,
+    share: Share,
+    past: Lengths | None,
+    finished: Lengths,
+) -> float:
+    """Return the time of a batch. rows: group, response and tokens said of each request."""
+    time = 0.0
+    while True:
+        for name, (group, response, done) in list(rows.items()):
+            if done == len(response):
+                cache.finish(name)
+                finished.add(group, done)
+                del rows[name]
+        if not rows:
+            return time
+        left = {
+            name: past.left(group, done) if past else float(len(response) - done)
+            for name, (group, response, done) in rows.items()
+        }
+        shares = share(left)
+        time += fixed + len(rows)
+        for name, (group, response, done) in list(rows.items()):
+            part = shares if isinstance(shares, float) else shares[name]
+            price = min(max(1 / (1 + fixed * part), LOWEST_COST), HIGHEST_COST)
+            limit = min(MAX_DRAFT, len(response) - done - 1)
+            draft = cache.propose([name], limit, cost=price)[0].token_ids.tolist()
+            same = next((i for i, token in enumerate(draft) if token != response[done + i]), len(draft))
+            cache.extend(name, response[done : done + same + 1])
+            rows[name] = (group, response, done + same + 1)
+            time += len(draft)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
+    add("--workload", default=WORKLOAD, metavar="NAME", help="recording with several samples a problem (%(default)s)")
+    add("--problems", type=positive, default=48, help="the first so many (%(default)s)")
+    add("--batch", type=positive, nargs="+", default=[8, 32, 64], metavar="B", help="samples that start together")
+    add(
+        "--sharp", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="P", help="power of the tokens that are left"
+    )
+    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
