@@ -17,7 +17,7 @@ from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unke
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
-from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_reply, read_speculation
+from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
 from agentspec.client.request import (
     PROBE_PATH,
     TIMEOUT_S,
@@ -206,9 +206,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**self._client._requests.build(call, turn.messages))
-            reply = read_reply(raw, call.session, call.model_class)
-            turn.commit(reply.message)
-            self._client._note(call, turn.messages, reply)
+            reply = self._client._take(call, turn, raw)
             await asyncio.to_thread(self._conversation.confirm)
             return reply
 
@@ -278,9 +276,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                 async for event in events:
                     if text := answer.add(event):
                         yield text
-            reply = read_reply(answer.completion(), call.session, call.model_class)
-            turn.commit(reply.message)
-            self._client._note(call, turn.messages, reply)
+            reply = self._client._take(call, turn, answer.completion())
             await asyncio.to_thread(self._conversation.confirm)
             yield reply
 

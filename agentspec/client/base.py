@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import openai
+from openai.types.chat import ChatCompletion
 
-from agentspec.client.conversation import Conversation, Conversations, OnUnavailable
+from agentspec.client.conversation import Conversation, Conversations, OnUnavailable, Turn
 from agentspec.client.messages import Content, MessageLike, as_message, tool_message
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
-from agentspec.client.reply import ParsedT, Reply
+from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating
 from agentspec.client.session_log import open_log
 from agentspec.client.session_naming import SessionTags
@@ -63,10 +64,14 @@ class ClientBase(Generic[OpenAIT]):
         """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
 
-    def _note(self, call: Call, sent: Sequence[Mapping[str, Any]], reply: Reply[Any]) -> None:
-        self._forecaster.note(call.session, call.group, sent, reply, call.resumed)
+    def _take(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
+        """Read the answer to a call, add it to its session, and note it for forecasts and the record."""
+        reply = read_reply(raw, call.session, call.model_class)
+        turn.commit(reply.message)
+        self._forecaster.note(call.session, call.group, turn.messages, reply, call.resumed)
         if self._record is not None:
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
+        return reply
 
     def _to_offer(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
         """Yield the request that tells a server of a session that was resumed here, before its first call."""
