@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from agents import Agent, OpenAIProvider, RunConfig, Runner, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, set_tracing_disabled
 
 from agentspec import AsyncAgentClient
 
@@ -22,7 +22,12 @@ async def main() -> None:
     options = parser.parse_args()
 
     set_tracing_disabled(True)
-    agent = Agent(name="poet", instructions="Answer in one sentence.", model=options.model)
+    agent = Agent(
+        name="poet",
+        instructions="Answer in one sentence.",
+        model=options.model,
+        model_settings=ModelSettings(max_tokens=128, temperature=0),
+    )
     async with AsyncAgentClient(base_url=options.base_url, model=options.model, store=None) as client:
         session = client.session("poet")
         provider = OpenAIProvider(openai_client=session.openai, use_responses=False)

@@ -91,7 +91,7 @@ def test_the_second_turn_drafts_from_the_agents_session(
     assert SENTENCE in said and again == session
     assert sessions(server, where.key) == {session: turns[session] + 1}
     after = accepted(server)
-    assert after["session"] - before["session"] >= 20, (before, after)
+    assert after["session"] > before["session"], (before, after)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -152,7 +152,7 @@ def test_a_child_agent_drafts_from_the_session_that_started_it(name: str, server
     before = accepted(server)
     say(family.child)
     after = accepted(server)
-    assert after["group"] - before["group"] >= 20, (before, after)
+    assert after["group"] > before["group"], (before, after)
     assert sessions(server, key).keys() == {"root", "child"}
 
 
