@@ -6,6 +6,8 @@ tests.cache.mutations` go on for as long as wanted.
 
 import os
 import random
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.cache import mutations
 from tests.cache.fuzz import Fuzzer
 from tests.cache.streams import LARGEST, Pair, fibonacci
 
+ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("AGENTSPEC_FUZZ_EXAMPLES", "16"))
 
 
@@ -125,3 +128,12 @@ def test_core_and_oracle_agree_on_random_calls(seed: int, tmp_path: Path) -> Non
 def test_damaged_snapshots_are_refused_or_harmless() -> None:
     loaded = mutations.run(0, 400)
     assert 40 < loaded < 360  # some damage must pass the checks, or nothing was tested
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_program_that_damages_snapshots_compiles() -> None:
+    """Only scripts/fuzz_snapshots.sh builds it, which nothing else runs."""
+    source = ROOT / "tests/cache/fuzz_snapshots.cpp"
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
