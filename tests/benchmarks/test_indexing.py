@@ -1,0 +1,25 @@
+"""The replay of sessions in steps of a given length, with and without the thread that indexes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import indexing  # isort: skip
+
+
+def test_a_thread_makes_a_long_prompt_known_sooner() -> None:
+    prompt = np.random.default_rng(2).integers(0, 50_000, 60_000, np.int32)
+    response = np.concatenate([prompt[start : start + 40] for start in range(59_000, 39_000, -1000)])
+    session = [{"session": "s", "prompt": prompt, "response": response}]
+    alone, with_thread = (indexing.replay([session], 1, 0.005, thread=thread) for thread in (False, True))
+    assert alone.tokens == with_thread.tokens == len(response)
+    assert with_thread.row_steps < alone.row_steps
+
+
+def test_all_turns_are_replayed(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--traces", str(traces), "--workload", "chat_mtbench", "--batch", "2", "--step", "0.1", "--json"]
+    assert indexing.main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 8 and all(row["value"] > 0 for row in rows)
