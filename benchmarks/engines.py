@@ -45,6 +45,15 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str], max_pro
     add("--json", action="store_true", help="print a JSON list, one object a method, instead of a table")
 
 
+def add_recording(parser: argparse.ArgumentParser, workload: str | None = None) -> None:
+    """Register which recording to read, `workload` if not None, and that the figures may be printed as JSON."""
+    add = parser.add_argument
+    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
+    what = "which recording" if workload is None else "recording with several samples a problem (%(default)s)"
+    add("--workload", required=workload is None, default=workload, metavar="NAME", help=what)
+    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Register the sizes of the tiny random model."""
     add = parser.add_argument

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import engines
@@ -108,12 +107,10 @@ def _wave(cache: SuffixCache, name: str, samples: Problem, naming: Naming) -> It
 
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_recording(parser, WORKLOAD)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
-    add("--workload", default=WORKLOAD, metavar="NAME", help="recording with several samples a problem (%(default)s)")
     add("--problems", type=positive, default=164, help="the first so many (%(default)s)")
     add("--at-once", type=positive, default=8, help="samples of a problem that run at the same time (%(default)s)")
-    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
     return parser
 
 

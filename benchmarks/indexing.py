@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 import engines
@@ -136,13 +135,11 @@ def replay(sessions: Sequence[Sequence[Record]], batch: int, step_seconds: float
 
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_recording(parser)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
-    add("--workload", required=True, metavar="NAME", help="which recording")
     add("--calls", type=positive, default=200, help="the first so many (%(default)s)")
     add("--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="B", help="sessions at once")
     add("--step", type=float, default=6.0, metavar="MS", help="length of a step beside the call (%(default)s)")
-    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
     return parser
 
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import arctic
@@ -219,9 +218,8 @@ def _print_table(results: Mapping[str, Sequence[ReplayResult]], options: argpars
 
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_recording(parser, WORKLOAD)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
-    add("--workload", default=WORKLOAD, metavar="NAME", help="recording with several samples a problem (%(default)s)")
     add("--problems", type=positive, default=16, help="(%(default)s)")
     add("--samples", type=positive, default=8, help="of each problem in an epoch (%(default)s)")
     add("--epochs", type=positive, default=3, help="(%(default)s)")
@@ -239,7 +237,6 @@ def _parser() -> argparse.ArgumentParser:
         help="price that `priced` and `off` are told (%(default)s)",
     )
     add("--save", action="store_true", help="keep the result in benchmarks/results, which plot.py reads")
-    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
     return parser
 
 

@@ -15,7 +15,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 import engines
@@ -146,15 +145,13 @@ def _drain(
 
 def _parser() -> argparse.ArgumentParser:
     parser = engines.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_recording(parser, WORKLOAD)
     add = parser.add_argument
-    add("--traces", type=Path, required=True, metavar="DIR", help="folder with load.py and NAME.tok.npz files")
-    add("--workload", default=WORKLOAD, metavar="NAME", help="recording with several samples a problem (%(default)s)")
     add("--problems", type=positive, default=48, help="the first so many (%(default)s)")
     add("--batch", type=positive, nargs="+", default=[8, 32, 64], metavar="B", help="samples that start together")
     add(
         "--sharp", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="P", help="power of the tokens that are left"
     )
-    add("--json", action="store_true", help="print a JSON list of {figure, value, target, met}")
     return parser
 
 

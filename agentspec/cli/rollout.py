@@ -85,7 +85,7 @@ def rollout(
     )
     from agentspec.rollout.formats import write_trl, write_verl
     from agentspec.rollout.generator import sampling_options
-    from agentspec.server_ext.vllm_adapter.launch import json_object
+    from agentspec.server_ext.settings import json_object
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     tasks = read_problems(problems)

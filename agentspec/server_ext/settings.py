@@ -187,15 +187,18 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings in ``AGENTSPEC_SETTINGS``. Raises ConfigurationError if it is no JSON object."""
     text = environ.get(_SETTINGS)
-    if not text:
-        return {}
+    return json_object(_SETTINGS, text, "a JSON object of settings") if text else {}
+
+
+def json_object(name: str, text: str, what: str = "a JSON object") -> dict[str, Any]:
+    """Return the JSON object that an option or a variable holds. Raises ConfigurationError if it is none."""
     try:
-        values = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"{_SETTINGS} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{_SETTINGS} must be a JSON object of settings, got {type(values).__name__}")
-    return values
+        raise ConfigurationError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{name} must be {what}, got {type(value).__name__}")
+    return value
 
 
 def _explain(error: ValidationError) -> str:

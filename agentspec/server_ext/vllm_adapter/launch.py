@@ -16,7 +16,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
-from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, describe
@@ -210,17 +210,6 @@ def _take_option(arguments: list[str], *names: str) -> str | None:
             del arguments[i : i + (1 if equals else 2)]
             return value
     return None
-
-
-def json_object(name: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that an option holds. Raises ConfigurationError, naming the option."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{name} must be a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
