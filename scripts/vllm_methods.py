@@ -37,6 +37,7 @@ READ = (
     "vllm.v1.attention.backend:AttentionCGSupport",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
     "vllm.v1.core.sched.output:SchedulerOutput",
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request",

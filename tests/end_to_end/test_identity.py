@@ -3,6 +3,7 @@
 Two answers may part at a tie (see ``greedy``), and there may be only a few of them.
 """
 
+import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
@@ -10,6 +11,9 @@ from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
 
 pytestmark = pytest.mark.engine
+
+BLOCK = 32
+"""Tokens of a block of the servers' KV cache."""
 
 
 def test_greedy_text_is_identical_in_mixed_concurrent_batches(
@@ -37,6 +41,25 @@ def test_the_conditions_really_occurred(plain: ModelServer, fast: ModelServer) -
     stats = fast.stats()
     assert stats["running"] == 0
     assert stats["counters"]["started"] == stats["counters"]["finished"]
+
+
+def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(fast: ModelServer) -> None:
+    """vLLM does that where one token is left to compute, and waits for ever where a step has no room for the longest
+    draft: a step here takes 128 tokens, and the row would have 129."""
+
+    def drafted() -> tuple[float, int]:
+        theirs = metric(fast.text("/metrics"), "vllm:spec_decode_num_draft_tokens_total")
+        return theirs, fast.stats()["counters"]["drafted"]
+
+    theirs, ours = drafted()
+    prompt = [300 + k % 40 for k in range(BLOCK + 1)]
+    with openai.OpenAI(base_url=fast.base_url, api_key="none", timeout=30, max_retries=0) as client:
+        for turn in range(3):
+            reply = client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0)
+            assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
+            assert reply.usage.prompt_tokens_details.cached_tokens == (BLOCK if turn else 0)
+    theirs_now, ours_now = drafted()
+    assert theirs_now - theirs == ours_now - ours  # what vLLM verified is what was drafted
 
 
 def metric(text: str, name: str) -> float:

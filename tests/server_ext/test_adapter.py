@@ -192,6 +192,33 @@ class TestAskingForDrafts:
         assert self.asks(nothing=True, ours=False)
 
 
+class TestRowsFilledUp:
+    """vLLM fills up a row that has one token left to compute, unless it has a table of draft tokens by batch size."""
+
+    @staticmethod
+    def table(*, method: str = "custom_class", configured: list[int] | None = None) -> list[int] | None:
+        def init(scheduler: Any, vllm_config: Any) -> None:
+            scheduler.vllm_config = vllm_config
+            scheduler.scheduler_config = SimpleNamespace(max_num_seqs=3)
+            scheduler.num_spec_tokens = 128
+            scheduler.dynamic_sd_lookup = configured
+
+        scheduler = SimpleNamespace()
+        spec = SimpleNamespace(method=method, model=PROPOSER_PATH)
+        cheap_steps.init_scheduler(init, scheduler, vllm_config=SimpleNamespace(speculative_config=spec))
+        table: list[int] | None = scheduler.dynamic_sd_lookup
+        return table
+
+    def test_every_batch_size_may_draft_as_much_as_configured(self) -> None:
+        assert self.table() == [128] * 4
+
+    def test_a_configured_table_stays(self) -> None:
+        assert self.table(configured=[0, 5, 3, 1]) == [0, 5, 3, 1]
+
+    def test_a_scheduler_of_another_method_is_left_alone(self) -> None:
+        assert self.table(method="draft_model") is None
+
+
 def test_a_worker_that_shuts_down_closes_the_extension_first() -> None:
     order: list[str] = []
     extension = SimpleNamespace(close=lambda: order.append("extension"))

@@ -205,6 +205,8 @@ PATCHES = (
           "writes the identity where the worker finds it"),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
           "allocates it for the drafts that there are; later versions lay it out for the longest", until=(0, 32)),
+    Patch("engine core", _SCHEDULER, "__init__", cheap_steps.init_scheduler,
+          "fills no request up with placeholders of the longest draft"),
     Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,
           "notes whether the step drafted anything"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,

@@ -114,6 +114,24 @@ def post_step(original: Callable[..., None], core: Any, model_executed: bool) ->
         core.step()
 
 
+# --- Requests with one token left to compute: the prefix cache holds the rest of the prompt, or they resume. vLLM fills
+# --- such a row up with num_speculative_tokens placeholders, so that it fits a full CUDA graph of drafts of one length.
+# --- Ours are ragged, so that brings nothing, and costs a forward pass over 129 tokens. Where max_num_batched_tokens is
+# --- smaller, vLLM waits for room that never comes, and no request runs any more.
+
+
+def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Let a request begin with the tokens that it has.
+
+    vLLM does so where the number of draft tokens depends on the batch size. Give it a table of that kind, with the same
+    number for every size.
+    """
+    original(scheduler, *args, **kwargs)
+    if scheduler.dynamic_sd_lookup is None and uses_agentspec(scheduler.vllm_config):
+        sizes = scheduler.scheduler_config.max_num_seqs + 1
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
+
+
 # --- Verification of greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
 # --- and those of each row once, float32 over the whole vocabulary, before it takes their largest. On a CPU the copies
 # --- take as long as the output layer of a small model does; on a GPU they take microseconds.
