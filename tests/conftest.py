@@ -1,13 +1,16 @@
-"""Fixtures of many tests."""
+"""Fixtures of all tests."""
 
 from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clock_off() -> Iterator[None]:
-    """Let budgets in tokens alone decide how much a call does, so that answers do not depend on the machine."""
+    """Let budgets in tokens alone decide how much a call of the cache does.
+
+    By the clock, a slow machine would index text later than a test expects. It runs in processes that tests start.
+    """
     from agentspec.cache import _native
 
     _native.watch_clock(False)
@@ -16,10 +19,8 @@ def clock_off() -> Iterator[None]:
 
 
 @pytest.fixture
-def clock_on() -> Iterator[None]:
-    """Let calls end by the clock, as in serving. Tests beside the oracle leave it off."""
+def clock_on(clock_off: None) -> None:
+    """Let calls end by the clock, as in serving."""
     from agentspec.cache import _native
 
     _native.watch_clock(True)
-    yield
-    _native.watch_clock(False)

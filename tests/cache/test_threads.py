@@ -32,12 +32,14 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
         thread.start()
     try:
         accepted = decode(cache)
+        while not all(calls):  # on a busy machine a thread may begin late
+            accepted += decode(cache)
     finally:
         stop.set()
         cache.close()
         for thread in (*threads, indexing):
             thread.join()
-    assert accepted > 0 and all(calls)
+    assert accepted > 0
     assert SuffixCache.load(tmp_path / "trees").stats().tokens > 0
 
 

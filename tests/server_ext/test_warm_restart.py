@@ -71,7 +71,7 @@ def keep(path: Path, cache: SuffixCache, note: bytes = b"") -> SnapshotKeeper:
     return keeper
 
 
-def test_a_restart_goes_on_as_if_it_had_not_happened(tmp_path: Path, clock_off: None) -> None:
+def test_a_restart_goes_on_as_if_it_had_not_happened(tmp_path: Path) -> None:
     """With what was learned, the note, and the turns that were stored after the snapshot."""
     path, never_stopped = tmp_path / "trees", make()
     keeper = keep(path, never_stopped, note=b"prices")
