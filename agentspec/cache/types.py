@@ -70,6 +70,7 @@ class Budget:
 
 HistoryUnit = Literal["weights", "epochs", "tokens"]
 
+_LARGEST_WINDOW = 10**15
 HISTORY_UNITS: tuple[HistoryUnit, ...] = get_args(HistoryUnit)
 
 
@@ -78,15 +79,15 @@ class HistoryWindow:
     """Say how long groups and tenants draft from a response: in the newest `size` weights or epochs, or tokens.
 
     Weights and epochs include the present ones. Tokens are those of the responses that a tenant's requests have
-    finished since. Raises ConfigurationError for a size below 1 and for another unit.
+    finished since. Raises ConfigurationError for a size out of range and for another unit.
     """
 
     size: int
     unit: HistoryUnit
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigurationError(f"{self.size!r} {self.unit}: give a whole number, at least 1")
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or not 1 <= self.size <= _LARGEST_WINDOW:
+            raise ConfigurationError(f"{self.size!r} {self.unit}: give a whole number from 1 to {_LARGEST_WINDOW}")
         if self.unit not in HISTORY_UNITS:
             raise ConfigurationError(f"{self.size} {self.unit}: give one of {', '.join(HISTORY_UNITS)} as the unit")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.cache import SOURCES
-from agentspec.errors import StoreError
+from agentspec.errors import ConfigurationError, StoreError
 from agentspec.server_ext.traces import Trace
 
 logger = logging.getLogger(__name__)
@@ -171,12 +171,11 @@ class Recorder:
     rows. The lines of a session that was erased have neither its name nor its key.
 
     A thread of its own writes the file; the decode path only appends to a deque. max_bytes: limit of what waits there.
+    The constructor raises what `make_record` does.
     """
 
     def __init__(self, path: str | Path, max_bytes: int = _QUEUED_LINES * _LINE_BYTES) -> None:
-        self.path = Path(path).expanduser()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()  # an unusable path fails here, at start, and not in the thread
+        self.path = make_record(path)  # an unusable path fails here, at start, and not in the thread
         self._queue: deque[dict[str, Any]] = deque(maxlen=max(1, max_bytes // _LINE_BYTES))
         self._erasures: deque[tuple[str, Future[None]]] = deque()
         self._stop = threading.Event()
@@ -234,6 +233,17 @@ class Recorder:
                 done.set_exception(StoreError(f"the step record {self.path} cannot be changed: {error.strerror}"))
             else:
                 done.set_result(None)
+
+
+def make_record(path: str | Path) -> Path:
+    """Make an empty step record where there is none. Raises ConfigurationError if the file cannot be written."""
+    file = Path(path).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
+            return file
+    except OSError as error:
+        raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None
 
 
 def _blank_session(path: Path, session_key: str) -> None:

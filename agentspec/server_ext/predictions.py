@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
+from agentspec.server_ext.session_texts import encode_text
 from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import predicting
 
@@ -69,7 +70,7 @@ def read_prediction(body: bytes, tokenizer: Any) -> list[int]:
         return []
     text = _text_of(prediction)
     if len(text) <= _LONGEST_TOKEN * MAX_PREDICTION:
-        tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+        tokens = encode_text(text, tokenizer, "prediction.content")
         if len(tokens) <= MAX_PREDICTION:
             return tokens
     raise InvalidInputError(f"prediction.content: too long; give at most {MAX_PREDICTION} tokens")

@@ -234,7 +234,10 @@ def _parse(body: bytes) -> ExportedSession | SessionTexts:
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
     if isinstance(given, ExportedSession):
         return given
-    turns = [ExportedTurn(**turn) for turn in turns_of(given, engine.get_tokenizer())]
+    try:
+        turns = [ExportedTurn(**turn) for turn in turns_of(given, engine.get_tokenizer())]
+    except InvalidInputError as error:
+        raise _refused(str(error)) from None
     return ExportedSession(version=1, id=session_id, log=log, turns=turns)
 
 

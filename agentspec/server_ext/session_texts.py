@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
+from agentspec.errors import InvalidInputError
+
 logger = logging.getLogger("vllm.agentspec")
 
 _NO_HASH = "0" * 16
@@ -31,11 +33,12 @@ def turns_of(given: SessionTexts, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield a turn, in the form of an export, for the conversation and for each text. Empty texts give none.
 
     tokenizer: the served model's (`encode`, `apply_chat_template`). A turn is named by its tokens, so one that is given
-    again changes nothing.
+    again changes nothing. Raises InvalidInputError, naming the field, for a text that has no tokens.
     """
-    texts = [_rendered(given.messages, tokenizer)] if given.messages else []
-    for text in (*texts, *given.texts):
-        tokens = list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    texts = [("messages", _rendered(given.messages, tokenizer))] if given.messages else []
+    texts += [(f"texts.{i}", text) for i, text in enumerate(given.texts)]
+    for field, text in texts:
+        tokens = encode_text(text, tokenizer, field)
         if tokens:
             name = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
             yield {
@@ -48,6 +51,21 @@ def turns_of(given: SessionTexts, tokenizer: Any) -> Iterator[dict[str, Any]]:
                 "response": tokens,
                 "created": time.time(),
             }
+
+
+def encode_text(text: str, tokenizer: Any, field: str) -> list[int]:
+    """Return the tokens of a text, without special ones.
+
+    Raises InvalidInputError, naming the field, for half of a surrogate pair: JSON can spell it (``\\ud83d`` alone), but
+    no character is made of it, so tokenizers refuse the text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"{field}: half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}; remove it"
+        ) from None
+    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
 def _rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str:

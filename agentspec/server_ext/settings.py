@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
@@ -26,6 +26,7 @@ from agentspec.identifiers import check_session_id
 
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
+_MOST_BYTES = 1 << 50
 _ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _SETTINGS = "AGENTSPEC_SETTINGS"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -87,19 +88,19 @@ class Settings(BaseModel):
     model_key: str | None = None
     """Name that stands for the model's config in the names of logs; servers share turns where it is the same. None: the
     hash of the config."""
-    max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1_000_000)
+    max_bytes: int = Field(default=DEFAULT_MAX_BYTES, ge=1_000_000, le=_MOST_BYTES)
     """Budget of all that agentspec holds in memory, in bytes: indexes, figures, queues of the store."""
     max_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
-    max_session_tokens: int | None = Field(default=None, ge=1_000)
+    max_session_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
     """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
     history_window: HistoryWindow | None = None
     """How long responses are drafted from: "2 weights", "3 epochs" or "200000 tokens". None: while there is room."""
-    retention_days: float | None = Field(default=30.0, gt=0.0)
+    retention_days: float | None = Field(default=30.0, gt=0.0, le=36_500.0)
     """Age at which stored turns are removed from the store, in days. None: no limit."""
-    retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000)
+    retention_bytes: int | None = Field(default=2 << 30, ge=1_000_000, le=_MOST_BYTES)
     """Size of the store beyond which its oldest turns are removed, in bytes. None: no limit."""
-    retention_records: int | None = Field(default=None, ge=1)
+    retention_records: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
     """Number of stored turns beyond which the oldest are removed. None: no limit."""
     preload_records: int = Field(default=2_000, ge=0, le=1_000_000)
     """Number of a tenant's newest stored turns to read: at start or at its first request."""
@@ -134,8 +135,8 @@ class Settings(BaseModel):
 
     @field_validator("tenant", "model_key")
     @classmethod
-    def _printable(cls, value: str | None) -> str | None:
-        return None if value is None else check_session_id(value)
+    def _printable(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else check_session_id(value, str(info.field_name))
 
     @field_validator("history_window", mode="before")
     @classmethod
@@ -209,7 +210,8 @@ def _explain(error: ValidationError) -> str:
             names = ", ".join(sorted(Settings.model_fields))
             lines.append(f"agentspec setting {field!r} is not known; known are: {names}")
         else:
-            lines.append(f"agentspec setting {field!r}: {item['msg']}{_shown_input(item)}")
+            message = item["msg"].removeprefix("Value error, ").removeprefix(f"{field}: ")
+            lines.append(f"agentspec setting {field!r}: {message}{_shown_input(item)}")
     return "; ".join(lines)
 
 

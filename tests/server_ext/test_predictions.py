@@ -98,12 +98,14 @@ def test_a_stream_has_them_in_its_usage(start: Start, headers: dict[str, str]) -
         ({"type": "content", "content": [{"type": "text"}]}, "prediction:"),
         ({"type": "content", "content": [5]}, "prediction:"),
         ({"type": "content", "content": "x" * (MAX_PREDICTION + 1)}, "prediction.content:"),
+        ({"type": "content", "content": "half a pair: \ud83d"}, "prediction.content:"),
         ({"type": "content", "content": "x" * (64 * MAX_PREDICTION + 1)}, "prediction.content:"),
     ],
 )
 def test_an_unusable_one_is_refused_by_field(start: Start, prediction: Any, field: str) -> None:
     server, _, seen = serve(start)
-    answer = server.post("/v1/chat/completions", json={"messages": [], "prediction": prediction})
+    body = json.dumps({"messages": [], "prediction": prediction})
+    answer = server.post("/v1/chat/completions", content=body)
     assert answer.status_code == 400 and not seen
     assert answer.json()["error"]["message"].startswith(field) and answer.json()["error"]["param"] == "prediction"
 

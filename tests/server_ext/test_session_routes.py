@@ -451,6 +451,8 @@ class TestTexts:
             ({"messages": ["hello"]}, "messages.0"),
             ({"texts": [], "more": 1}, "more"),
             ({"texts": ["\u2603"]}, "turns.0"),
+            ({"texts": ["whole", "half a pair: \ud83d"]}, "texts.1"),
+            ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages"),
         ],
     )
     def test_wrong_ones_are_refused_by_field(self, server: Server, body: Any, field: str) -> None:

@@ -54,11 +54,23 @@ def test_settings_in_the_environment_apply_where_the_engine_has_none() -> None:
         ({"cost": 0.1}, "verify_cost"),
         ({"judge": False}, "score_suffix_drafts"),
         ("text", "agentspec"),
+        # Numbers that no core, SQLite column or clock could hold.
+        *(({name: 10**30}, name) for name in ("max_bytes", "max_session_tokens", "retention_days", "retention_bytes")),
+        ({"retention_days": float("inf")}, "retention_days"),
+        ({"retention_records": 10**30}, "retention_records"),
+        ({"history_window": f"{10**30} tokens"}, "history_window"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(section: object, field: str) -> None:
     with pytest.raises(ConfigurationError, match=field):
         load_settings({"agentspec": section}, environ={})
+
+
+@pytest.mark.parametrize("field", ["tenant", "model_key"])
+def test_an_unusable_name_is_reported_under_its_own(field: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"agentspec": {field: ""}}, environ={})
+    assert str(error.value) == f"agentspec setting '{field}': must not be empty; leave it out to have none (got '')"
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:
@@ -163,6 +175,12 @@ class TestLaunch:
     def test_a_draft_limit_out_of_range_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="num_speculative_tokens"):
             serve_arguments([], {}, 1000)
+
+    @pytest.mark.parametrize("place", ["", "file/below-a-file"])
+    def test_a_step_record_that_cannot_be_written_is_refused(self, tmp_path: Path, place: str) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigurationError, match=f"record {tmp_path / place}: .*; name another file"):
+            serve_arguments([], {"record": str(tmp_path / place)}, 8, {})
 
     def test_broken_json_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="additional-config"):

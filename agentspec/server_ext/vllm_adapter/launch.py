@@ -16,6 +16,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
+from agentspec.server_ext.metrics import make_record
 from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
@@ -78,6 +79,8 @@ def serve_arguments(
     admin_key()
     if checked.api_keys_file is not None:
         ApiKeysFile(checked.api_keys_file)
+    if checked.record is not None:
+        make_record(checked.record)
     result += ["--speculative-config", json.dumps(config or own_config(max_draft))]
     result += ["--additional-config", json.dumps(additional)]
     return result
