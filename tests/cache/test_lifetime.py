@@ -212,11 +212,11 @@ def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
     """Runs of one token: every place is found after a long comparison, and the clock decides how many a call takes."""
     from agentspec.cache import _native
 
-    cache = SuffixCache(max_tokens=200_000)
+    cache = SuffixCache(max_tokens=80_000)
     _native.watch_clock(True)
     try:
         for number in range(4):
-            run(cache, [7] * 20_000 + [number], tenant="t")
+            run(cache, [7] * 8_000 + [number], tenant="t")
         while cache.catch_up(4096):
             pass
         cache.resize(max_tokens=1000)
@@ -224,7 +224,7 @@ def test_a_sweep_that_takes_long_ends_early_and_is_taken_up_again() -> None:
         while cache.catch_up(4096):
             calls += 1
         assert cache.stats().tokens <= 1000 and cache.stats().pending == 0
-        assert calls > 4 * 20_000 // 4096  # more than the budget alone would need
+        assert calls > 4 * 8_000 // 4096  # more than the budget alone would need
     finally:
         _native.watch_clock(False)
     assert finds(cache, [7], tenant="t") == []

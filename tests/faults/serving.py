@@ -74,7 +74,7 @@ class Serving:
     def settle(self) -> None:
         """End the decoding, and wait until everything is in the store."""
         self.stop()
-        assert self.persistence._writer.flush(30)
+        assert self.persistence._writer.flush(60)
 
     def acknowledged(self) -> int:
         """Return the number of turns that the store has acknowledged."""

@@ -195,7 +195,7 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
         for number in range(20):
             for log in logs:
                 writer.put(log, turn("s", number))
-        assert writer.flush(30)
+        assert writer.flush(60)
         first.freeze() if fault == "frozen" else first.kill()
         reader = open_store(servers.url)
         ends = {log: store.newest(log) for log in others}

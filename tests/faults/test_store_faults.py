@@ -151,7 +151,7 @@ def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.Log
             assert time.perf_counter() - begin < 0.05 * count
 
         put(300)
-        assert writer.flush(30)
+        assert writer.flush(60)
         server.kill()
         for _ in range(5):
             put(100)
@@ -162,9 +162,9 @@ def test_redis_killed_in_the_middle_costs_nothing_but_waiting(caplog: pytest.Log
         assert stats.persisted == 300
         assert stats.queued == 600
         server.start()
-        assert writer.flush(30)
+        assert writer.flush(60)
         put(100)
-        assert writer.flush(30)
+        assert writer.flush(60)
         assert stored(store) == list(range(1000))
         assert writer.stats().persisted == 1000
         assert writer.stats().dropped == 0
@@ -187,7 +187,7 @@ def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> 
             server.kill()
             assert writer.stats().persisted < 3000
             server.start()
-        assert writer.flush(20)
+        assert writer.flush(60)
         assert stored(store) == list(range(3000))
         writer.close()
         store.close()
@@ -212,7 +212,7 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
             wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1, 10)
         finally:
             subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
-        assert writer.flush(30)
+        assert writer.flush(60)
         wait_until(lambda: loader.take() and not loader.is_pending(S))
         assert stored(store) == [1]
         writer.close()

@@ -149,11 +149,11 @@ def test_all_engines_answer_and_get_no_time_limit(start: Start) -> None:
 def test_an_engine_that_does_not_answer_is_a_503(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend, "_RPC_SECONDS", 0.05)
     server, engine = start()
-    engine.delay = 30.0
+    engine.delay = 60.0
     begin = time.monotonic()
     answer = server.get("/v1/agentspec/stats")
     assert answer.status_code == 503 and "try again" in answer.json()["detail"]
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def test_a_path_that_vllm_leaves_unguarded_makes_nobody(start: Start) -> None:

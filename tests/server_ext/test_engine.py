@@ -1,6 +1,7 @@
 """The engine-side logic without vLLM: real trees, a real store, plain steps."""
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,7 +92,7 @@ class Engine:
 
     def turns(self) -> list[TurnRecord]:
         """The turns that are stored."""
-        assert self.persistence._writer.flush(5)
+        assert self.persistence._writer.flush(60)
         records = (decode(entry.payload) for log in self.store.namespaces("") for entry in self.store.read(log))
         return [record for record in records if isinstance(record, TurnRecord)]
 
@@ -564,17 +565,18 @@ def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
 
 def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
     engine = Engine(f"sqlite:///{tmp_path / 'log.db'}")
-    append = engine.store.append
+    append, decoded, held = engine.store.append, threading.Event(), []
 
     def slow(*args: object) -> list[str]:
-        time.sleep(0.2)
+        held.append(decoded.wait(30))
         return append(*args)  # type: ignore[arg-type]
 
     engine.store.append = slow  # type: ignore[method-assign,assignment]
-    start = time.monotonic()
     for i in range(5):
         engine.run(f"r{i}", [1, 2, 3], TEXT[:5], session=f"s{i}")
-    assert time.monotonic() - start < 0.2
+    decoded.set()
+    assert len(engine.turns()) == 5
+    assert held and all(held)  # decoding did not wait until the store gave up
     engine.proposer.close()
 
 

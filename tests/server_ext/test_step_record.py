@@ -27,7 +27,7 @@ def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path)
     given = [line(1, "fix-42", KEY), line(2, "fix-42", OTHER), line(3, None, None), line(4, "fix-42", KEY)]
     for item in given:
         recorder.add(item)
-    recorder.erase(KEY).result(10)
+    recorder.erase(KEY).result(60)
     blank = {"session": None, "session_key": None}
     assert lines(path) == [{**given[0], **blank}, given[1], given[2], {**given[3], **blank}]
     recorder.add(line(5, "next", OTHER))
@@ -43,7 +43,7 @@ def test_any_name_goes_and_no_other_line_is_taken_for_it(tmp_path: Path, name: s
     other = line(1, f'"session_key":"{KEY}"', OTHER)
     for item in (other, line(2, name, KEY), other):
         recorder.add(item)
-    recorder.erase(KEY).result(10)
+    recorder.erase(KEY).result(60)
     assert lines(path) == [other, {**line(2, None, None)}, other]
     recorder.close()
 
@@ -81,5 +81,5 @@ def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     with pytest.raises(StoreError, match=r"steps\.jsonl"):
-        recorder.erase(KEY).result(10)
+        recorder.erase(KEY).result(60)
     recorder.close()

@@ -16,6 +16,7 @@ import pytest
 from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
 from agentspec.cache.types import Int32Array
 from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
+from tests.timing import assert_fast, cpu
 
 NUMBERS = np.random.default_rng(7)
 PHRASES = NUMBERS.integers(0, 900, (40, 12), np.int32)
@@ -124,28 +125,28 @@ def test_steps_run_while_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
-    """The lock is held for a piece of a millisecond. CPU time: a step that waits uses none, so wall time with slack."""
+    """The lock is held for a piece of a millisecond. Wall time, because a step that waits uses no CPU time."""
     cache = make()
     for record in range(1, 120):
         cache.restore(FinishedTurn("t", f"s{record % 5}", 0, text(20), text(8000), writer="w", number=record))
     cache.catch_up()
     cache.start("q", text(50), tenant="t")
-    done = threading.Event()
 
-    def save() -> None:
-        cache.save(tmp_path / "trees")
-        done.set()
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    times = []
-    while not done.is_set():
+    def measure() -> dict[str, float]:
+        thread = threading.Thread(target=lambda: cache.save(tmp_path / "trees"))
+        steps = []
         begin = time.perf_counter()
-        cache.propose(["q"], 8)
-        times.append(time.perf_counter() - begin)
-        time.sleep(0.0005)
-    thread.join()
-    assert len(times) > 20 and float(np.percentile(times, 90)) < 0.005  # the save itself takes a hundred times as long
+        thread.start()
+        while thread.is_alive():
+            before = time.perf_counter()
+            cache.propose(["q"], 8)
+            steps.append(time.perf_counter() - before)
+            time.sleep(0.0005)
+        saving = time.perf_counter() - begin
+        assert len(steps) > 20
+        return {"share": float(np.percentile(steps, 90)) / saving}
+
+    assert_fast(measure, share=0.05)
 
 
 def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Pat
     time.sleep(0.15)
     assert not path.exists()  # not before it was started
     keeper.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     before = path.stat().st_size
@@ -258,16 +259,20 @@ def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Pat
     assert not (tmp_path / "none").exists() and bounded.stats()["errors"] == 1
 
 
-def test_a_large_cache_is_loaded_within_a_second_of_cpu_time(tmp_path: Path) -> None:
+def test_a_large_cache_is_loaded_in_a_fraction_of_the_time_that_indexing_it_takes(tmp_path: Path) -> None:
+    """Some .2 s of CPU time for a million tokens, while vLLM loads its weights."""
     cache = make()
     for record in range(1, 101):
         cache.restore(
             FinishedTurn("t", f"s{record % 50}", 0, text(200), text(9800), writer="w", number=record, scope="session")
         )
-    cache.catch_up()
+    indexing = cpu(cache.catch_up)
     cache.save(tmp_path / "trees")
-    loaded = make()
-    begin = time.thread_time()
-    loaded.load_snapshot(tmp_path / "trees")
-    assert loaded.stats().tokens >= 1_000_000 and loaded.stats().pending == 0
-    assert time.thread_time() - begin < 0.5  # five times as much within a second, while vLLM loads its weights
+
+    def measure() -> dict[str, float]:
+        loaded = make()
+        loading = cpu(lambda: loaded.load_snapshot(tmp_path / "trees"))
+        assert loaded.stats().tokens >= 1_000_000 and loaded.stats().pending == 0
+        return {"share": loading / indexing}
+
+    assert_fast(measure, share=0.5)

@@ -68,7 +68,7 @@ def entry_of(record: TurnRecord) -> NewEntry:
     return NewEntry(record.session, encode(record), record.group)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Wait for ``condition``; an AssertionError if it does not come true in time."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -94,7 +94,7 @@ class FlakyStore(MemoryStore):
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
         found = super().wait(cursors, timeout)
-        assert self.gate.wait(10)
+        assert self.gate.wait(120)
         if self.error is not None:
             raise self.error
         return found
@@ -106,7 +106,7 @@ class FlakyStore(MemoryStore):
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         self.calls += 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(120)
         if self.error is not None:
             raise self.error
         sequences = super().append(namespace, entries, expect=expect)
@@ -123,7 +123,7 @@ class FlakyStore(MemoryStore):
         newest: int | None = None,
     ) -> Iterator[Entry]:
         self.calls += 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(120)
         if self.error is not None:
             raise self.error
         return self._failing(super().read(namespace, session=session, group=group, after=after, newest=newest))

@@ -318,9 +318,10 @@ def test_whole_sessions_are_erased_least_recently_used_first(store: Store) -> No
     assert trim_sessions(store, NS, Retention(records=100)) == 6
     assert [(usage.session, usage.records) for usage in store.sessions(NS)] == [("s0", 31), ("s8", 30), ("s9", 30)]
     assert len(list(store.read(NS))) == 91  # no tombstones
-    time.sleep(0.6)
+    begin = time.time()
+    time.sleep(1.5)
     store.append(NS, [NewEntry("s8", b"again")])
-    assert trim_sessions(store, NS, Retention(days=0.5 / 86_400)) == 2
+    assert trim_sessions(store, NS, Retention(days=(time.time() - begin - 0.1) / 86_400)) == 2
     assert [usage.session for usage in store.sessions(NS)] == ["s8"]
     assert trim_sessions(store, NS, Retention()) == 0
 
@@ -415,9 +416,9 @@ def test_a_wait_names_the_logs_that_have_more(store: Store) -> None:
     ends = {name: store.newest(name) for name in (NS, "other", "third")}
     begin = time.monotonic()
     assert store.wait(ends, 0.05) == []
-    assert 0.04 < time.monotonic() - begin < 5
+    assert 0.04 < time.monotonic() - begin < 10
     store.append("other", [NewEntry("s", b"1")])
-    assert store.wait(ends, 10) == ["other"]
+    assert store.wait(ends, 60) == ["other"]
     store.erase_session(NS, "s")
     store.append("unwatched", [NewEntry("s", b"1")])
     assert sorted(store.wait(ends, 10)) == sorted([NS, "other"])
@@ -431,10 +432,10 @@ def test_an_append_elsewhere_ends_a_wait(store: Store, request: pytest.FixtureRe
     ends = {NS: store.newest(NS)}
     for number in range(3):
         delay = threading.Timer(0.1, lambda: other.append(NS, [NewEntry("s", b"x")]))
-        delay.start()
         begin = time.monotonic()
-        assert store.wait(ends, 10) == [NS]
-        assert 0.05 < time.monotonic() - begin < 5
+        delay.start()
+        assert store.wait(ends, 60) == [NS]
+        assert 0.05 < time.monotonic() - begin < 30
         delay.join()
         ends[NS] = store.newest(NS)
         assert len(list(store.read(NS))) == number + 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import pytest
 from cryptography import x509
@@ -196,14 +197,14 @@ def test_a_cluster_spreads_logs_over_its_nodes(shards: int) -> None:
         ends = {f"{NS}x{number}": store.newest(f"{NS}x{number}") for number in range(12)}
         other = open_store(f"{servers.url}?shards={shards}")
         assert other.wait(ends, 0.1) == []
-        slowest = 0.0
+        waits = []
         for name in ends:  # one connection hears what is published on any node
             store.append(name, [NewEntry("s", b"1")])
             begin = time.monotonic()
-            assert other.wait(ends, 5) == [name]
-            slowest = max(slowest, time.monotonic() - begin)
+            assert other.wait(ends, 60) == [name]
+            waits.append(time.monotonic() - begin)
             ends[name] = other.newest(name)
-        assert slowest < 0.5  # it was woken: a look at all of them comes once a second only
+        assert median(waits) < 0.3  # it was woken: a look at all of them comes once a second only
         store.close()
         other.close()
 

@@ -38,12 +38,14 @@ def stored(store: FlakyStore) -> list[int]:
 
 def test_records_arrive_in_order_and_in_batches(store: FlakyStore) -> None:
     writer = BackgroundWriter(store)
+    store.gate.clear()  # else a batch may go before it is full
     for number in range(1000):
         writer.put(NS, turn(f"s{number % 3}", number))
-    assert writer.flush(20)
+    store.gate.set()
+    assert writer.flush(60)
     assert stored(store) == list(range(1000))
     assert all(len(batch) <= 64 for batch in store.appended)
-    assert len(store.appended) < 20
+    assert len(store.appended) <= 17  # sixteen, and the one that was on its way
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.failed, stats.queued, stats.queued_bytes) == (1000, 0, 0, 0, 0)
     assert stats.as_dict()["state"] == "closed"
@@ -62,7 +64,7 @@ def test_turns_and_messages_go_alike(store: FlakyStore) -> None:
 def test_a_lone_record_is_written_soon_without_a_flush(store: FlakyStore) -> None:
     writer = BackgroundWriter(store, batch_seconds=0.02)
     writer.put(NS, turn("s", 1))
-    wait_until(lambda: writer.stats().persisted == 1, 2)
+    wait_until(lambda: writer.stats().persisted == 1)
     writer.close()
 
 
@@ -75,7 +77,7 @@ def test_persisted_counts_only_what_the_store_acknowledged(store: FlakyStore) ->
     stats = writer.stats()
     assert (stats.persisted, stats.queued) == (0, 1)
     store.gate.set()
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert writer.stats().persisted == 1
     writer.close()
 
@@ -93,7 +95,7 @@ def test_put_returns_at_once_while_the_store_hangs_and_the_oldest_go(
     stats = writer.stats()
     assert (stats.queued, stats.dropped) == (100, 901)
     store.gate.set()
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert stored(store) == [0, *range(902, 1001)]
     assert sum("queue is full" in record.message for record in caplog.records) == 1
     writer.close()
@@ -125,7 +127,7 @@ def test_an_outage_is_logged_once_and_so_is_its_end_and_nothing_is_lost(
     wait_until(lambda: writer.stats().failed > 8)
     assert writer.stats().state in ("open", "half-open")
     store.error = None
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert stored(store) == list(range(10))
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.state) == (10, 0, "closed")
@@ -198,7 +200,7 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyS
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(40):
         writer.put(NS, turn("s", number))
-    assert writer.flush(10)
+    assert writer.flush(60)
     assert stored(store) == [number for number in range(40) if number != 13]
     assert writer.stats().refused == 1
     writer.close()
@@ -210,10 +212,10 @@ def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None
     for number, session in enumerate("abab"):
         writer.put(NS, turn(session, number))
     wait_until(lambda: writer.stats().failed > 2)
-    assert writer.forget("a", 10)
+    assert writer.forget("a", 60)
     writer.put(NS, turn("a", 4))  # said after the erasure
     store.error = None
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert stored(store) == [1, 3, 4]
     stats = writer.stats()
     assert (stats.erased, stats.persisted, stats.queued, stats.queued_bytes) == (2, 3, 0, 0)
@@ -231,7 +233,7 @@ def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStor
     assert writer.forget("b") is False
     assert writer.stats().erased == 1  # what was still queued
     store.gate.set()
-    assert writer.forget("a", 10)
+    assert writer.forget("a", 60)
     assert stored(store) == [0, 1]  # it was stored before, so erasing the session in the store removes it
     writer.close()
 
@@ -247,7 +249,7 @@ def test_records_that_were_on_their_way_in_vain_are_not_sent_again_once_forgotte
     store.gate.set()
     wait_until(lambda: writer.stats().failed > 0)
     store.error = None
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert stored(store) == [1]
     writer.close()
 
@@ -264,8 +266,8 @@ def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> Non
     for number in range(10 * limit // 9000):
         writer.put(NS, turn("new", number, prompt=2000))
         if number % 100 == 0:
-            assert writer.flush(20)
-    assert writer.flush(20)
+            assert writer.flush(60)
+    assert writer.flush(60)
     wait_until(lambda: store.usage().bytes < 1.25 * limit)
     assert stored(store)[-1] == 10 * limit // 9000 - 1
     writer.close()
@@ -282,19 +284,19 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
     writer = BackgroundWriter(store, retention=Retention(days=1))
     wait_until(lambda: writer.stats().trim_failed > 3)
     writer.put(NS, turn("s", 1))
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert stored(store) == [1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     writer.close()
 
 
 def test_close_writes_what_is_queued_and_later_puts_are_counted(store: FlakyStore) -> None:
-    writer = BackgroundWriter(store, batch_seconds=30)
+    writer = BackgroundWriter(store, batch_seconds=600)
     for number in range(5):
         writer.put(NS, turn("s", number))
     begin = time.monotonic()
-    writer.close(5)
-    assert time.monotonic() - begin < 2
+    writer.close(60)
+    assert time.monotonic() - begin < 30
     assert stored(store) == [0, 1, 2, 3, 4]
     writer.put(NS, turn("s", 5))
     writer.close(5)
@@ -320,7 +322,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog:
         writer.put(NS, turn("s", number))
     begin = time.monotonic()
     writer.close(0.3)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10  # it would try for ever
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.queued) == (0, 7, 0)
     assert "7 records unwritten" in caplog.text
@@ -338,7 +340,7 @@ def test_threads_may_put_at_once(store: FlakyStore) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert sorted(stored(store)) == list(range(2000))
     writer.close()
 
@@ -365,9 +367,11 @@ def test_other_threads_get_the_interpreter_while_records_are_encoded(
 
 def test_each_log_gets_its_records_in_order(store: FlakyStore) -> None:
     writer = BackgroundWriter(store)
+    store.gate.clear()
     for number in range(1000):
         writer.put(f"log-{number % 7}", turn("s", number))
-    assert writer.flush(20)
+    store.gate.set()
+    assert writer.flush(60)
     for log in range(7):
         found = [number_of(decode(entry.payload)) for entry in store.read(f"log-{log}")]
         assert found == list(range(log, 1000, 7))
@@ -386,10 +390,10 @@ def test_a_log_whose_append_is_unsure_gets_the_same_records_again_and_no_other_d
         original(namespace, entries)
 
     store.append = unsure  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, batch_seconds=0.2, breaker=quick())
+    writer = BackgroundWriter(store, batch_seconds=60, breaker=quick())
     for number in range(9):
         writer.put("abc"[number % 3], turn("s", number))
-    assert writer.flush(20)
+    assert writer.flush(60)
     tried = [entries for namespace, entries in sent if namespace == "b"]
     assert len(tried) > 3 and all(entries == tried[0] for entries in tried)
     assert [namespace for namespace, _ in sent if namespace != "b"] == ["a", "c"]
@@ -411,7 +415,7 @@ def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakySt
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(60):
         writer.put(f"log-{number % 3}", turn("s", number))
-    assert writer.flush(20)
+    assert writer.flush(60)
     found = sorted(number_of(decode(entry.payload)) for log in range(3) for entry in store.read(f"log-{log}"))
     assert found == [number for number in range(60) if number != 13]
     assert (writer.stats().refused, writer.stats().persisted) == (1, 59)
@@ -424,9 +428,9 @@ def test_an_erased_session_leaves_the_queue_of_every_log(store: FlakyStore) -> N
     for number in range(6):
         writer.put("ab"[number % 2], turn("gone" if number < 4 else "kept", number))
     wait_until(lambda: writer.stats().failed > 2)
-    assert writer.forget("gone", 10)
+    assert writer.forget("gone", 60)
     store.error = None
-    assert writer.flush(20)
+    assert writer.flush(60)
     assert [[number_of(decode(entry.payload)) for entry in store.read(log)] for log in "ab"] == [[4], [5]]
     assert (writer.stats().erased, writer.stats().queued_bytes) == (4, 0)
     writer.close()
@@ -459,15 +463,17 @@ class TestAPartThatIsAway:
         store = PartedStore()
         writer = BackgroundWriter(store, batch_entries=8)
         store.away = {"a"}
+        begin = time.monotonic()
         for number in range(0, 300, 3):
             for offset, log in enumerate(("a1", "b1", "a2")):
                 writer.put(log, turn("s", number + offset))
-        wait_until(lambda: len(store.numbers("b1")) == 100, 5)
+        wait_until(lambda: len(store.numbers("b1")) == 100)
         stats = writer.stats()
         assert (stats.persisted, stats.queued, stats.state, stats.dropped) == (100, 200, "open", 0)
-        assert 1 <= len([log for log in store.tried if log != "b1"]) < 5  # it is left alone
+        tried = len([log for log in store.tried if log != "b1"])
+        assert 1 <= tried < 2 + (time.monotonic() - begin)  # it is left alone for a second, then for longer
         store.away.clear()
-        assert writer.flush(20)
+        assert writer.flush(60)
         assert store.numbers("a1") == list(range(0, 300, 3)) and store.numbers("a2") == list(range(2, 300, 3))
         wait_until(lambda: writer.stats().state == "closed")
         assert (writer.stats().persisted, writer.stats().queued_bytes) == (300, 0)
@@ -477,7 +483,7 @@ class TestAPartThatIsAway:
 
     def test_sends_what_was_unsure_again_as_it_was_and_keeps_the_order_of_a_log_that_moves(self) -> None:
         store = PartedStore()
-        writer = BackgroundWriter(store, batch_entries=4, batch_seconds=0.2)
+        writer = BackgroundWriter(store, batch_entries=4, batch_seconds=60)
         store.away = {"a"}
         for number in range(4):
             writer.put("a", turn("s", number))
@@ -486,7 +492,7 @@ class TestAPartThatIsAway:
         store.moved["a"] = "b"
         for number in range(4, 8):
             writer.put("a", turn("s", number))
-        assert writer.flush(20)
+        assert writer.flush(60)
         assert store.numbers("a") == list(range(8))
         assert [len(batch) for batch in store.appended] == [4, 4]
         writer.close()
@@ -503,7 +509,7 @@ class TestAPartThatIsAway:
         stats = writer.stats()
         assert stats.persisted + stats.dropped + stats.queued == 1000
         store.away.clear()
-        assert writer.flush(20)
+        assert writer.flush(60)
         assert store.numbers("a") == sorted(store.numbers("a")) and store.numbers("a")[-1] == 499
         assert writer.stats().queued_bytes == 0
         writer.close()
@@ -515,10 +521,10 @@ class TestAPartThatIsAway:
         for number in range(12):
             writer.put("a", turn(f"s{number % 3}", number) if number != 5 else unwritable("s2"))
         wait_until(lambda: writer.stats().state == "open")
-        assert writer.forget("s1", 5)
+        assert writer.forget("s1", 60)
         assert (writer.stats().erased, writer.stats().queued) == (4, 8)
         store.away.clear()
-        assert writer.flush(20)
+        assert writer.flush(60)
         assert store.numbers("a") == [0, 2, 3, 6, 8, 9, 11]
         assert (writer.stats().refused, writer.stats().queued_bytes) == (1, 0)
         writer.close()
