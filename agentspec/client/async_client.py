@@ -225,7 +225,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with self._conversation.reserved():
             await self._client._erase(self._conversation, cache_salts)
             await asyncio.to_thread(self._conversation.forget)
-            self._client._forecaster.forget(self.id)
+            await asyncio.to_thread(self._client._forecaster.forget, self.id)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""

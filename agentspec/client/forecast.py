@@ -6,10 +6,9 @@ import json
 import re
 import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,14 +18,16 @@ from agentspec.client.reply import Reply, Speculation, total_speculation
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
+    from agentspec.simulate import Figures
 
 TokensFrom: TypeAlias = Literal["server", "tokenizer", "approximation"]
 Tokenize: TypeAlias = Callable[[str], Sequence[int]]
 
 _MAX_BYTES = 64 << 20  # of the cache
 _MAX_SESSIONS = 4_096
-_MAX_PENDING_CALLS, _MAX_PENDING_TOKENS = 256, 1 << 20
-_CACHED_TEXTS = 4_096
+_MAX_PENDING_BYTES = 64 << 20  # of the calls since the last forecast
+_MAX_TEXT_BYTES = 64 << 20  # of the texts whose tokens are remembered
+_CALL_BYTES = 1_000  # of a call besides its text
 _PIECE = re.compile(r"[^\S\r\n]?[^\W\d_]{1,5}|\d{1,3}|[^\S\r\n]?[^\s\w]{1,3}|_|[\r\n]+|[^\S\r\n]+")
 _LARGEST = 2**31 - 1
 
@@ -35,8 +36,9 @@ _LARGEST = 2**31 - 1
 class Forecast(ReplayRates):
     """Hold what speculation would bring on the calls of a session, and what it brought where that is known.
 
-    calls: model calls of the session that were replayed. tokens: tokens of their answers. steps: decode steps, each of
-    which gives its accepted tokens and one more. drafted, accepted: draft tokens verified and accepted.
+    calls: model calls of the session that were replayed. Those since the last forecast are remembered up to 64 MiB, of
+    all sessions together; beyond that the oldest are missing. tokens: tokens of their answers. steps: decode steps,
+    each of which gives its accepted tokens and one more. drafted, accepted: draft tokens verified and accepted.
     accepted_by_source: `accepted` by the source of the token. tokens_from: who made the tokens: the "server", a
     "tokenizer", or an "approximation" of one. measured: the sum of the servers' own figures; None without any.
     measured_calls: how many of the calls `measured` is about.
@@ -63,18 +65,39 @@ class _SessionFigures:
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    measured: list[Speculation] = field(default_factory=list)  # one at most, their sum
+    measured: Speculation | None = None
     measured_calls: int = 0
+
+    def add(self, found: Figures) -> None:
+        """Add the figures of a replayed call."""
+        self.calls += 1
+        for name in ("tokens", "steps", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(found, name))
+        for source, count in found.accepted_by_source.items():
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
+
+    def add_measured(self, speculation: Speculation) -> None:
+        """Add a server's own figures of a call."""
+        self.measured = total_speculation([self.measured, speculation] if self.measured else [speculation])
+        self.measured_calls += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Hold one model call that was not replayed yet, as tokens or as messages."""
+    """Hold one model call that was not replayed yet.
+
+    sent: its messages, of which the first `resumed` came from the store. tokens: those of prompt and answer, if the
+    server sent them. size: bytes that nothing else holds, about.
+    """
 
     session: str
     group: str | None
-    prompt: Int32Array | Sequence[Mapping[str, Any]]
-    response: Int32Array | Mapping[str, Any]
+    sent: Sequence[Mapping[str, Any]]
+    resumed: int
+    answer: Mapping[str, Any]
+    tokens: tuple[Int32Array, Int32Array] | None
+    measured: Speculation | None
+    size: int
 
 
 class Forecaster:
@@ -82,18 +105,21 @@ class Forecaster:
 
     tokenizer: "server" takes the token ids that vLLM sends with its answers. A tokenizer.json, a model's folder or
     name, or a function from text to token ids tokenises what the sessions say; None approximates that.
+    max_bytes: limit of the calls that wait for a forecast; the oldest are forgotten beyond it.
     Raises ConfigurationError if the tokenizer cannot be loaded. Any thread may call the methods.
     """
 
-    def __init__(self, tokenizer: str | Tokenize | None) -> None:
+    def __init__(self, tokenizer: str | Tokenize | None, max_bytes: int = _MAX_PENDING_BYTES) -> None:
         self.tokens_from: TokensFrom = "approximation" if tokenizer is None else "tokenizer"
         if tokenizer == "server":
             self.tokens_from = "server"
         encode = _loaded(tokenizer) if isinstance(tokenizer, str) and tokenizer != "server" else tokenizer
-        self._tokens_of = lru_cache(_CACHED_TEXTS)(_as_array(encode if callable(encode) else approximate_tokens))
-        self._lock = threading.Lock()
-        self._pending: list[_Said] = []
-        self._pending_tokens = 0
+        self._texts = _TokenisedTexts(encode if callable(encode) else approximate_tokens)
+        self._max_bytes = max_bytes
+        self._noting = threading.Lock()  # guards what waits; never held during a replay, which takes seconds
+        self._pending: deque[_Said] = deque()
+        self._pending_bytes = 0
+        self._replaying = threading.Lock()  # guards everything else
         self._cache: SuffixCache | None = None
         self._replayed = 0
         self._sessions: OrderedDict[str, _SessionFigures] = OrderedDict()
@@ -110,24 +136,26 @@ class Forecaster:
 
         Takes some microseconds, and never raises.
         """
-        name = session or ""
-        with self._lock:
-            self._begin(name, group, sent[:resumed])
-            if reply.speculation is not None:
-                figures = self._sessions[name]
-                figures.measured = [total_speculation([*figures.measured, reply.speculation])]
-                figures.measured_calls += 1
-            if self.tokens_from != "server":
-                self._add(_Said(name, group, sent, reply.message), 0)
-            elif (tokens := _server_tokens(reply)) is not None:
-                self._add(_Said(name, group, *tokens), len(tokens[0]))
+        tokens = _server_tokens(reply) if self.tokens_from == "server" else None
+        size = _CALL_BYTES + sum(part.nbytes for part in tokens or ())
+        if self.tokens_from != "server":
+            size += _bytes_of(reply.message)
+            for message in reversed(sent):
+                if session is not None and message["role"] == "assistant":
+                    break  # the session holds this text
+                size += _bytes_of(message)
+        said = _Said(session or "", group, sent, resumed, reply.message, tokens, reply.speculation, size)
+        with self._noting:
+            self._pending.append(said)
+            self._pending_bytes += size
+            while self._pending_bytes > self._max_bytes:
+                self._pending_bytes -= self._pending.popleft().size
 
     def forecast(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> Forecast:
         """Return the forecast of a session. resumed: the messages that came from the store. Takes CPU time."""
-        with self._lock:
-            self._begin(session, group, resumed)
-            self._replay()
-            figures = self._sessions[session]
+        with self._replaying:
+            self._replay_pending()
+            figures = self._figures_of(session, group, resumed)
             return Forecast(
                 calls=figures.calls,
                 tokens=figures.tokens,
@@ -136,71 +164,99 @@ class Forecaster:
                 accepted=figures.accepted,
                 accepted_by_source=dict(figures.accepted_by_source),
                 tokens_from=self.tokens_from,
-                measured=figures.measured[0] if figures.measured else None,
+                measured=figures.measured,
                 measured_calls=figures.measured_calls,
             )
 
     def forget(self, session: str) -> None:
-        """Erase what is held of a session."""
-        with self._lock:
+        """Erase what is held of a session. Waits for a forecast that is being made."""
+        with self._replaying:
+            with self._noting:
+                self._pending = deque(said for said in self._pending if said.session != session)
+                self._pending_bytes = sum(said.size for said in self._pending)
             self._sessions.pop(session, None)
-            self._pending = [said for said in self._pending if said.session != session]
-            self._tokens_of.cache_clear()
+            self._texts.clear()
             if self._cache is not None:
                 self._cache.remove_session(None, session)
 
-    def _begin(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> None:
-        """Add the calls that earlier processes made. The server's tokens of these are not known."""
-        if session in self._sessions:
+    def _replay_pending(self) -> None:
+        with self._noting:
+            pending, self._pending, self._pending_bytes = self._pending, deque(), 0
+        for said in pending:
+            figures = self._figures_of(said.session, said.group, said.sent[: said.resumed])
+            if said.measured is not None:
+                figures.add_measured(said.measured)
+            if said.tokens is not None:
+                self._replay(figures, said.session, said.group, *said.tokens)
+            elif self.tokens_from != "server":
+                self._replay(figures, said.session, said.group, *self._in_tokens(said.sent, said.answer))
+
+    def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
+        """Return a session's figures, at first those of the calls that earlier processes made.
+
+        The server's tokens of such calls are not known.
+        """
+        known = self._sessions.get(session)
+        if known is not None:
             self._sessions.move_to_end(session)
-            return
-        self._sessions[session] = _SessionFigures()
+            return known
+        figures = self._sessions[session] = _SessionFigures()
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         if self.tokens_from != "server":
             for i, message in enumerate(resumed):
                 if message["role"] == "assistant":
-                    self._add(_Said(session, group, resumed[:i], message), 0)
+                    self._replay(figures, session, group, *self._in_tokens(resumed[:i], message))
+        return figures
 
-    def _add(self, said: _Said, tokens: int) -> None:
-        self._pending.append(said)
-        self._pending_tokens += tokens
-        if len(self._pending) > _MAX_PENDING_CALLS or self._pending_tokens > _MAX_PENDING_TOKENS:
-            self._replay()
-
-    def _replay(self) -> None:
+    def _replay(
+        self, figures: _SessionFigures, session: str, group: str | None, prompt: Int32Array, response: Int32Array
+    ) -> None:
         from agentspec.cache import SuffixCache, _native  # imported here: most clients never ask for a forecast
         from agentspec.simulate import Call, simulate
 
+        if not len(response):
+            return
         if self._cache is None:
             self._cache = SuffixCache(max_bytes=_MAX_BYTES)
-        pending, self._pending, self._pending_tokens = self._pending, [], 0
+        self._replayed += 1
+        name = session or f"no session {self._replayed}"
         _native.watch_clock(False)  # otherwise a slow machine indexes later and drafts less
         try:
-            for said in pending:
-                prompt, response = self._in_tokens(said)
-                figures = self._sessions.get(said.session)
-                if figures is None or not len(response):
-                    continue
-                self._replayed += 1
-                session = said.session or f"no session {self._replayed}"
-                call = Call(self._replayed, session, 0, said.group, None, prompt, response)
-                found = simulate([call], self._cache, prefill_steps=True)
-                figures.calls += 1
-                for name in ("tokens", "steps", "drafted", "accepted"):
-                    setattr(figures, name, getattr(figures, name) + getattr(found, name))
-                for source, count in found.accepted_by_source.items():
-                    figures.accepted_by_source[source] = figures.accepted_by_source.get(source, 0) + count
+            call = Call(self._replayed, name, 0, group, None, prompt, response)
+            figures.add(simulate([call], self._cache, prefill_steps=True))
         finally:
             _native.watch_clock(True)
 
-    def _in_tokens(self, said: _Said) -> tuple[Int32Array, Int32Array]:
-        if isinstance(said.prompt, np.ndarray) and isinstance(said.response, np.ndarray):
-            return said.prompt, said.response
-        assert isinstance(said.response, Mapping)
-        parts = [self._tokens_of(_shown(message)) for message in said.prompt]
-        begin = self._tokens_of(_head("assistant"))
-        return np.concatenate([*parts, begin]), self._tokens_of(_spoken(said.response))
+    def _in_tokens(self, sent: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> tuple[Int32Array, Int32Array]:
+        parts = [self._texts.tokens_of(_shown(message)) for message in sent]
+        begin = self._texts.tokens_of(_head("assistant"))
+        return np.concatenate([*parts, begin]), self._texts.tokens_of(_spoken(answer))
+
+
+class _TokenisedTexts:
+    """Remember the tokens of texts, which come again in each call of a session."""
+
+    def __init__(self, encode: Tokenize) -> None:
+        self._encode = encode
+        self._known: dict[str, Int32Array] = {}
+        self._bytes = 0
+
+    def tokens_of(self, text: str) -> Int32Array:
+        """Return the tokens of a text."""
+        found = self._known.get(text)
+        if found is None:
+            found = np.array(self._encode(text), np.int32)
+            self._bytes += len(text) + found.nbytes
+            if self._bytes > _MAX_TEXT_BYTES:
+                self.clear()
+            self._known[text] = found
+        return found
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._known.clear()
+        self._bytes = 0
 
 
 def approximate_tokens(text: str) -> list[int]:
@@ -214,10 +270,6 @@ def _loaded(name: str) -> Tokenize:
     return open_tokenizer(name, "tokenizer")
 
 
-def _as_array(encode: Tokenize) -> Callable[[str], Int32Array]:
-    return lambda text: np.array(encode(text), np.int32)
-
-
 def _server_tokens(reply: Reply[Any]) -> tuple[Int32Array, Int32Array] | None:
     """Return the token ids of prompt and answer, if the server sent them."""
     prompt = (reply.raw.model_extra or {}).get("prompt_token_ids")
@@ -226,6 +278,15 @@ def _server_tokens(reply: Reply[Any]) -> tuple[Int32Array, Int32Array] | None:
         return (np.array(prompt, np.int32), np.array(response, np.int32)) if prompt and response else None
     except (OverflowError, TypeError, ValueError):
         return None
+
+
+def _bytes_of(value: object) -> int:
+    """Return about how many bytes a message, or a part of one, takes. Looks at no text."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
 
 
 def _head(role: object) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from agentspec import AgentClient, AsyncAgentClient, ConfigurationError
-from agentspec.client.forecast import Forecaster, approximate_tokens
-from agentspec.client.reply import read_reply, read_speculation
+from agentspec.client.forecast import Forecaster, _TokenisedTexts, approximate_tokens
+from agentspec.client.reply import Reply, read_reply, read_speculation
 
 from .fake_server import FakeServer
 from .test_speculation import COUNTS
@@ -101,20 +104,68 @@ def test_other_tokenizers_may_be_given(plain_server: FakeServer, tmp_path: Path)
         connect(plain_server, tokenizer=str(tmp_path))
 
 
-def test_memory_stays_within_its_limits() -> None:
-    forecaster = Forecaster(lambda text: [ord(c) for c in text])
-    answer = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
-    from openai.types.chat import ChatCompletion
+def short_reply(text: str = "yes") -> Reply[Any]:
+    answer = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    raw = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [answer]}
+    return read_reply(ChatCompletion.model_validate(raw), "s", None)
 
-    raw = ChatCompletion.model_validate(
-        {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [answer]}
-    )
-    reply = read_reply(raw, "s", None)
-    for i in range(5000):
-        forecaster.note(f"s{i}", None, [{"role": "user", "content": "go"}], reply)
-    assert len(forecaster._pending) <= 256 and len(forecaster._sessions) <= 4096
-    assert forecaster.forecast("s4999", None, []).calls == 1
+
+def test_memory_stays_within_its_limits() -> None:
+    limit, text = 100_000, "go" * 500
+    forecaster = Forecaster(lambda text: [ord(c) for c in text], max_bytes=limit)
+    reply = short_reply()
+    for i in range(10 * limit // len(text)):
+        forecaster.note(f"s{i}", None, [{"role": "user", "content": text}], reply)
+    assert limit / 4 < sum(len(said.sent[0]["content"]) for said in forecaster._pending) <= limit
+    assert forecaster.forecast(f"s{i}", None, []).calls == 1
     assert forecaster.forecast("s1", None, []).calls == 0, "forgotten, but no error"
+    assert not forecaster._pending and forecaster._pending_bytes == 0
+    for i in range(5_000):
+        forecaster.forecast(f"other {i}", None, [])
+    assert len(forecaster._sessions) <= 4_096
+
+
+def test_the_history_that_a_session_holds_is_counted_once() -> None:
+    """Otherwise a few calls of a long session would fill the limit."""
+    forecaster = Forecaster(None, max_bytes=100_000)
+    sent: list[dict[str, Any]] = []
+    for _ in range(50):
+        sent.append({"role": "user", "content": "go " * 100})
+        forecaster.note("s", None, list(sent), short_reply(CODE[:300]))
+        sent.append({"role": "assistant", "content": CODE[:300]})
+    assert forecaster.forecast("s", None, []).calls == 50
+
+
+def test_remembered_texts_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.client.forecast._MAX_TEXT_BYTES", 10_000)
+    texts = _TokenisedTexts(lambda text: [ord(c) for c in text])
+    for i in range(1_000):
+        text = f"text {i} " * 20
+        assert len(texts.tokens_of(text)) == len(text)
+        assert texts._bytes <= 11_000 and sum(map(len, texts._known)) <= 10_000
+
+
+def test_a_call_waits_for_no_forecast_and_makes_none() -> None:
+    """Neither is tokenised in a call, nor does a call wait while another thread forecasts."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def tokenize(text: str) -> list[int]:
+        begun.set()
+        assert go_on.wait(30)
+        return [ord(c) for c in text]
+
+    forecaster = Forecaster(tokenize)
+    reply = short_reply()
+    for _ in range(1_000):
+        forecaster.note("s", None, [{"role": "user", "content": "go"}], reply)
+    assert not begun.is_set()
+    with ThreadPoolExecutor(1) as pool:
+        forecast = pool.submit(forecaster.forecast, "other", None, [{"role": "assistant", "content": "yes"}])
+        assert begun.wait(30)
+        forecaster.note("s", None, [{"role": "user", "content": "go"}], reply)
+        assert not forecast.done()
+        go_on.set()
+        assert forecast.result(60).calls == 1
 
 
 def test_tokens_are_approximated_like_a_tokenizer_would() -> None:
