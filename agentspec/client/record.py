@@ -15,13 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class ReplyRecord:
-    """Append replies to a file. It holds what was said, so keep it as safe as the sessions.
+    """Append replies to a file. It holds what was said, so only its owner may read a new one.
 
     Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).expanduser().open("a", encoding="utf-8")
+        path = Path(path).expanduser()
+        path.touch(0o600)
+        self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()
 
     def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:

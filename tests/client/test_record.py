@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ async def test_the_asyncio_client_records_too(server: FakeServer, tmp_path: Path
     async with AsyncAgentClient(base_url=server.url, model="small", store=None, record=path) as client:
         await client.chat("one")
     assert json.loads(path.read_text())["text"] == "answer 1"
+
+
+def test_only_its_owner_may_read_a_record(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    before = os.umask(0)
+    try:
+        with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+            client.chat("one")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_text()
 
 
 def test_a_record_that_cannot_be_opened_fails_at_once(server: FakeServer, tmp_path: Path) -> None:
