@@ -129,13 +129,12 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
     async def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         await self._probe_sessions()
-        if path := self._requests.erase_path(conversation.id):
-            for options in self._requests.erase_options(conversation, cache_salts):
-                try:
-                    await self._openai.delete(path, cast_to=object, options=options)
-                except openai.APIStatusError as error:
-                    if not has_no_such_session(error):
-                        raise
+        for path, options in self._requests.erasures(conversation, cache_salts):
+            try:
+                await self._openai.delete(path, cast_to=object, options=options)
+            except openai.APIStatusError as error:
+                if not has_no_such_session(error):
+                    raise
 
     async def _probe_sessions(self) -> None:
         if self._requests.needs_probe_of_sessions():
@@ -252,7 +251,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     @property
     def openai(self) -> openai.AsyncOpenAI:
-        """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls."""
+        """Return an OpenAI client whose requests carry this session's id, as Session.openai does."""
         return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _refuse_if_unread(self, what: str) -> None:

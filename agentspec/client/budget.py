@@ -21,7 +21,7 @@ class Budget:
     """Limit one loop. None is no limit. Raises InvalidInputError for a limit that is not positive.
 
     requests: most calls of the model; the OpenAI client's own retries are not counted.
-    tokens: most tokens that the model may generate. Each call asks for what is left at most.
+    tokens: most tokens that the model may generate. Each call asks for what is left at most; its `n` choices share it.
     seconds: longest duration. A call that runs into it is cut off: by its timeout, in asyncio by cancelling it. Tools
         and critics are not interrupted in a synchronous loop.
     """
@@ -31,15 +31,19 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("requests", "tokens", "seconds"):
+        for name, kind in (("requests", int), ("tokens", int), ("seconds", (int, float))):
             limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise InvalidInputError(f"budget.{name}: a positive number or None is needed, not {limit!r}")
+            if limit is not None and (not isinstance(limit, kind) or not limit > 0):  # not > 0: nan, too
+                whole = " whole" if kind is int else ""
+                raise InvalidInputError(f"budget.{name}: a positive{whole} number or None is needed, not {limit!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Count a loop's calls, its tokens as the server counts them, and its seconds."""
+    """Count a loop's calls, its tokens as the server counts them, and its seconds.
+
+    With a budget of tokens, an answer that was lost counts as all that its call asked for.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -170,6 +174,7 @@ class Account:
         """
         limited = self._options | dict(options)
         name = "max_tokens" if "max_tokens" in limited else "max_completion_tokens"
+        choices = limited.get("n") or 1
         seconds = self.seconds_left
         reserved = 0
         with self._lock:
@@ -178,11 +183,11 @@ class Account:
             if self._budget.requests is not None and self._requests >= self._budget.requests:
                 raise BudgetSpentError("requests")
             if self._budget.tokens is not None:
-                reserved = (self._budget.tokens - self._tokens - self._reserved) // among
-                reserved = min(reserved, limited.get(name) or reserved)
-                if reserved < 1:
+                left = (self._budget.tokens - self._tokens - self._reserved) // (among * choices)
+                if left < 1:
                     raise BudgetSpentError("tokens")
-                limited[name] = reserved
+                limited[name] = min(left, limited.get(name) or left)
+                reserved = limited[name] * choices
             self._reserved += reserved
             self._requests += 1
             number = self._requests
@@ -192,13 +197,19 @@ class Account:
             limited["max_retries"] = 0
         return BegunCall(number, limited, reserved)
 
-    def end(self, call: BegunCall, reply: Reply[Any] | None) -> None:
-        """Count the tokens of a call's answer. If the server doesn't say how many, they are those reserved."""
+    def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
+        """Count the tokens of a call's answer; those reserved if nobody knows how many it took.
+
+        reply: None if it was lost, or does not fit its format. refused: the server refused the call, so it took none.
+        """
+        usage = reply.usage if reply is not None else None
         with self._lock:
             self._reserved -= call.reserved
-            if reply is not None:
-                self._tokens += reply.usage.completion_tokens if reply.usage else call.reserved
-                self._prompt_tokens += reply.usage.prompt_tokens if reply.usage else 0
+            if usage is not None:
+                self._tokens += usage.completion_tokens
+                self._prompt_tokens += usage.prompt_tokens
+            elif not refused:
+                self._tokens += call.reserved
 
     def record(self, attempt: Attempt[Any]) -> None:
         """Keep an attempt that has ended, and report it."""

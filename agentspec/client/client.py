@@ -157,13 +157,12 @@ class AgentClient(ClientBase[openai.OpenAI]):
 
     def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         self._probe_sessions()
-        if path := self._requests.erase_path(conversation.id):
-            for options in self._requests.erase_options(conversation, cache_salts):
-                try:
-                    self._openai.delete(path, cast_to=object, options=options)
-                except openai.APIStatusError as error:
-                    if not has_no_such_session(error):
-                        raise
+        for path, options in self._requests.erasures(conversation, cache_salts):
+            try:
+                self._openai.delete(path, cast_to=object, options=options)
+            except openai.APIStatusError as error:
+                if not has_no_such_session(error):
+                    raise
 
     def _probe_sessions(self) -> None:
         if self._requests.needs_probe_of_sessions():
@@ -267,6 +266,7 @@ class Session(SessionBase, Loops):
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages: on the server, if it has the extension, and in the client's store.
 
+        What loops of this process said in other sessions (best_of's answers, a pipeline's stages) is erased, too.
         A `cache_salt` makes another session on the server. Those that calls of this process have sent are erased, too;
         cache_salts: others.
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
@@ -288,7 +288,9 @@ class Session(SessionBase, Loops):
         """
         self.load()
         self._client._probe_sessions()
-        return self._client._prime(self.id, self._priming(texts, cache_salt))
+        return self._client._prime(
+            self.id, list(self._priming(texts, cache_salt))
+        )  # reads all files before any is sent
 
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.
@@ -322,7 +324,10 @@ class Session(SessionBase, Loops):
 
     @property
     def openai(self) -> openai.OpenAI:
-        """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls."""
+        """Return an OpenAI client whose requests carry this session's id, for a framework that makes its own calls.
+
+        Raises InvalidInputError if `session_tags` names sessions in the body of requests only.
+        """
         return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
     def _items(self, call: Call) -> Generator[StreamItem, None, None]:

@@ -18,6 +18,8 @@ from agentspec.identifiers import check_ids
 
 logger = logging.getLogger(__name__)
 
+_MAX_HELPERS = 1_000
+
 OnUnavailable: TypeAlias = Literal["raise", "empty"]
 """What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
 
@@ -40,8 +42,7 @@ class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
-    loaded: whether the stored messages have been read; True for
-    a new session, which has none.
+    loaded: whether the stored messages have been read; True for a new session, which has none.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Conversation:
         self.group = group
         self.parent = parent
         self.cache_salts: set[str] = set()  # that its calls have sent: each makes another session on the server
+        self.helpers: dict[str, None] = {}  # ids of the sessions that its loops used, oldest first
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.offered = False  # whether a server was told of these
@@ -142,6 +144,14 @@ class Conversation:
             with self._guard:
                 self._take(Stored())
                 self.loaded = True
+
+    def add_helper(self, session: str) -> None:
+        """Note a session that a loop of this one uses, which is erased with it. The latest of them are remembered."""
+        with self._guard:
+            self.helpers.pop(session, None)
+            self.helpers[session] = None
+            if len(self.helpers) > _MAX_HELPERS:
+                del self.helpers[next(iter(self.helpers))]
 
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
         """Copy the history, or its first turns, to another, loaded conversation. Negative: all but the last ones.

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.budget import Account, Attempt, Budget, BudgetSpentError, LoopResult, OnProgress, Stopped
@@ -226,11 +227,9 @@ def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any,
         short: list[Stopped] = []
 
         def candidate(number: int) -> Steps[None]:
-            tags = {
-                "session": f"{session.id[:200]}.{number}",
-                "parent": session.id,
-                "group": session.group or session.id,
-            }
+            name = f"{session.id[:200]}.{number}"
+            session._conversation.add_helper(name)
+            tags = {"session": name, "parent": session.id, "group": session.group or session.id}
             try:
                 attempt = yield from _ask(
                     account, session._client.chat, turn.messages, f"answer {number}", tags, among=n + 1 - number
@@ -298,6 +297,7 @@ def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]
         for stage in stages:
             account.best = None
             child = session.child()
+            session._conversation.add_helper(child.id)
             if stage.system is not None:
                 child.add({"role": "system", "content": stage.system})
             attempts = stage.attempts if stage.critic is not None else 1
@@ -319,17 +319,19 @@ def _ask(
 
     Raises BudgetSpentError before the call, and the errors of wrong use.
     """
-    begin, reply = time.monotonic(), None
+    begin, reply, refused = time.monotonic(), None, False
     call = account.begin(options, among)
     try:
         reply = yield Apply(chat, (content,), call.options, account.seconds_left)
         return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
     except (InvalidInputError, SessionBusyError):
+        refused = True
         raise
     except Exception as error:  # a client of any kind may fail in any way, and the other attempts count
+        refused = isinstance(error, openai.APIStatusError)
         return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
     finally:
-        account.end(call, reply)
+        account.end(call, reply, refused)
 
 
 def _judge(account: Account, attempt: Attempt[Any], judge: Any, name: str) -> Steps[Attempt[Any]]:

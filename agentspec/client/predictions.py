@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,19 @@ _PAIRS = 2  # latest edits that are looked at
 _LONGEST = 2_000  # tokens of an answer that are looked at
 
 
+_REFUSED: dict[str, Callable[[Any], object]] = {
+    "tools": bool,
+    "functions": bool,
+    "audio": bool,
+    "logprobs": bool,
+    "n": lambda n: n and n > 1,
+    "presence_penalty": lambda penalty: penalty and penalty > 0,
+    "frequency_penalty": lambda penalty: penalty and penalty > 0,
+    "modalities": lambda modalities: modalities and list(modalities) != ["text"],
+}
+"""Options beside which OpenAI's API refuses a prediction, each with a test of its value."""
+
+
 def as_prediction(given: object) -> object:
     """Return a prediction, a text, in the API's form; None and this form stay as they are. Raises InvalidInputError."""
     if isinstance(given, str):
@@ -21,6 +34,11 @@ def as_prediction(given: object) -> object:
     if given is None or isinstance(given, Mapping):
         return given
     raise InvalidInputError(f"prediction: a text or the API's own form is needed, not {type(given).__name__}")
+
+
+def openai_refuses(request: Mapping[str, Any]) -> bool:
+    """Return whether OpenAI's API would refuse a prediction beside the request's other options."""
+    return any(test(request[name]) for name, test in _REFUSED.items() if name in request)
 
 
 def check_predict(given: object) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from urllib.parse import quote
 
@@ -15,7 +15,7 @@ import openai
 
 from agentspec.client.conversation import Conversation
 from agentspec.client.messages import Content, as_messages
-from agentspec.client.predictions import as_prediction, check_predict, likely_answer
+from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.errors import ConfigurationError, InvalidInputError
@@ -158,17 +158,8 @@ class RequestBuilder:
         return matters and time.monotonic() >= self._ask_at
 
     def needs_probe_of_sessions(self) -> bool:
-        """Return whether to probe the server before asking for `erase_path` or `session_path`."""
+        """Return whether to probe the server before asking for `erasures` or `session_path`."""
         return self._session_tags != "off" and time.monotonic() >= self._ask_at
-
-    def erase_path(self, session: str) -> str | None:
-        """Return the path that erases a session on the server; None if the server keeps no sessions.
-
-        A server that could not be probed is asked, so that its error shows.
-        """
-        if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
-            return None
-        return self._path_of(session)
 
     def session_path(self, session: str) -> str | None:
         """Return the path of a session on a server with the extension; None where the session is not known by its id.
@@ -181,13 +172,20 @@ class RequestBuilder:
     def _path_of(session: str) -> str:
         return f"{PROBE_PATH}/sessions/{quote(session, safe='')}"
 
-    @staticmethod
-    def erase_options(conversation: Conversation, more: Sequence[str]) -> list[Any]:
-        """Return the options of each request that erases a session: one for each cache salt, which is a part of whose
-        session it is, and one for none. more: salts that other processes have sent.
+    def erasures(self, conversation: Conversation, more: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Yield path and options of each request that erases a session and its helpers on the server.
+
+        Each takes one request for each cache salt, which is a part of whose session it is, and one for none. more:
+        salts that other processes have sent. Yields nothing if the server keeps no sessions. Call it after a probe; a
+        server that could not be probed is asked, so that its error shows.
         """
+        if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
+            return
         salts = sorted({*conversation.cache_salts, *more})
-        return [{}, *({"headers": {SALT_HEADER: salt}} for salt in salts)]
+        for session in (conversation.id, *conversation.helpers):
+            yield self._path_of(session), {}
+            for salt in salts:
+                yield self._path_of(session), {"headers": {SALT_HEADER: salt}}
 
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""
@@ -203,9 +201,18 @@ class RequestBuilder:
         return f"{PROBE_PATH}/requests/{quote(reply.raw.id, safe='')}"
 
     def headers(self, conversation: Conversation) -> dict[str, str]:
-        """Return the headers that name a session, for requests that others make."""
+        """Return the headers that name a session, for requests that others make.
+
+        Raises InvalidInputError if requests name it in their body only, which others write.
+        """
+        naming = NAMINGS[self._session_tags]
+        if naming.body is not None and naming.header is None:
+            raise InvalidInputError(
+                f"openai: session_tags={self._session_tags!r} names a session in the body of a request, which no client"
+                f" adds to others' requests: take client.openai, and let the framework send {naming.body!r}"
+            )
         request: dict[str, Any] = {}
-        NAMINGS[self._session_tags].tag(request, conversation.id, conversation.parent, None)
+        naming.tag(request, conversation.id, conversation.parent, None)
         return request.get("extra_headers") or {}
 
     def build(self, call: Call, messages: Sequence[Mapping[str, Any]], *, stream: bool = False) -> dict[str, Any]:
@@ -217,10 +224,7 @@ class RequestBuilder:
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
             request["response_format"] = call.response_format
-        if call.predict and request.get("prediction") is None and self.takes_predictions:
-            request["prediction"] = as_prediction(likely_answer(messages))
-        if request.get("prediction") is None or not self.takes_predictions:
-            request.pop("prediction", None)
+        self._predict(request, call)
         naming = EXTENSION if self._session_tags == "auto" and self.extension else NAMINGS[self._session_tags]
         naming.tag(request, call.session, call.parent, call.group)
         if self.extension and self._speculation:
@@ -230,6 +234,16 @@ class RequestBuilder:
         if stream and self.extension:  # some other servers reject stream_options
             request.setdefault("stream_options", {"include_usage": True})
         return request
+
+    def _predict(self, request: dict[str, Any], call: Call) -> None:
+        """Add an automatic prediction to a request if it may have one, and take away what its server doesn't know."""
+        automatic = call.predict and self.takes_predictions and (self.extension or not openai_refuses(request))
+        if automatic and request.get("prediction") is None:
+            request["prediction"] = as_prediction(likely_answer(request["messages"]))
+        if request.get("prediction") is None or not self.takes_predictions:
+            request.pop("prediction", None)
+        elif not self.extension and "max_completion_tokens" in request:  # OpenAI refuses it beside a prediction
+            request.setdefault("max_tokens", request.pop("max_completion_tokens"))
 
 
 def has_no_such_session(error: openai.APIStatusError) -> bool:

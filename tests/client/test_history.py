@@ -24,6 +24,7 @@ from agentspec import (
     InvalidInputError,
     Session,
     SessionConflictError,
+    Stage,
     StoreError,
     StoreUnavailableError,
 )
@@ -426,6 +427,27 @@ async def test_clear_erases_the_sessions_of_all_cache_salts_with_asyncio(server:
         await session.chat("one", extra_body={"cache_salt": "mine"})
         await session.clear()
     assert salts_of_erasures(server) == [None, "mine"]
+
+
+def test_clear_erases_what_its_loops_said_in_other_sessions(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        session = client.session("s")
+        session.best_of("count", 2, lambda reply: 1.0)
+        session.pipeline("count", [Stage("plan", "Plan it:"), Stage("write", "Write it:")])
+        used = {chat.headers["x-session-id"] for chat in server.chats}
+        session.clear()
+    assert set(server.erased) == used | {"s"} and len(used) == 4
+    assert {"s.1", "s.2"} < used
+
+
+def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        conversation = client.session("s")._conversation
+        for number in range(10_000):
+            conversation.add_helper(f"helper {number}")
+        conversation.add_helper("helper 9500")
+    assert len(conversation.helpers) == 1_000
+    assert {"helper 9001", "helper 9500", "helper 9999"} < conversation.helpers.keys()
 
 
 def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:

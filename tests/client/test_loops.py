@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from agentspec import (
@@ -70,6 +71,12 @@ def calls(*named: tuple[str, str]) -> dict[str, Any]:
 def short(answer: Reply[Any]) -> str | None:
     """A critic."""
     return None if answer.text.endswith("3") else f"not 3 but {answer.text}"
+
+
+class Number(pydantic.BaseModel):
+    """An answer that the fake server never gives."""
+
+    value: int
 
 
 class TestRefine:
@@ -144,6 +151,23 @@ class TestBudget:
         run("best_of", "count", 3, lambda reply: 1.0, budget=Budget(tokens=10))
         assert sorted(chat.body["max_completion_tokens"] for chat in server.chats) == [3, 3, 4]
 
+    def test_of_tokens_is_shared_by_the_choices_of_a_call(self, run: Any, server: FakeServer) -> None:
+        run("refine", "count", short, budget=Budget(tokens=50), attempts=1, n=4)
+        run("refine", "count", short, budget=Budget(tokens=50), attempts=1, n=4, max_tokens=8)
+        assert server.chats[0].body["max_completion_tokens"] == 12 and server.chats[1].body["max_tokens"] == 8
+        # The fake counts 3 tokens, which leaves 1 for 2 choices.
+        result, _ = run("refine", "count", lambda reply: "again", budget=Budget(tokens=4), n=2)
+        assert result.stopped == "tokens" and len(server.chats) == 3
+
+    def test_of_tokens_counts_answers_that_do_not_fit(self, run: Any, server: FakeServer) -> None:
+        """They were generated; what was refused was not."""
+        server.failures = [400]
+        result, _ = run(
+            "best_of", "count", 5, lambda reply: 1.0, budget=Budget(tokens=50), at_once=1, response_format=Number
+        )
+        limits = [chat.body["max_completion_tokens"] for chat in server.chats]
+        assert limits == [10, 12, 12, 13, 13] and sum(limits[1:]) == result.spent.tokens == 50
+
     def test_of_seconds_cuts_a_call_off(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()
         begin = time.monotonic()
@@ -161,7 +185,10 @@ class TestBudget:
         result, _ = run("refine", "count", slow, budget=Budget(seconds=0.3))
         assert result.stopped == "seconds" and len(server.chats) == 1
 
-    @pytest.mark.parametrize("limits", [{"requests": 0}, {"tokens": -1}, {"seconds": 0.0}])
+    @pytest.mark.parametrize(
+        "limits",
+        [{"requests": 0}, {"tokens": -1}, {"seconds": 0.0}, {"requests": "3"}, {"tokens": 2.5}, {"seconds": "1"}],
+    )
     def test_must_be_positive(self, limits: Any) -> None:
         with pytest.raises(InvalidInputError, match=next(iter(limits))):
             Budget(**limits)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
+from agentspec import AgentClient, AsyncAgentClient, Budget, InvalidInputError
 from agentspec.client.predictions import kept_part, likely_answer
 
 from .fake_server import FakeServer
@@ -51,6 +51,43 @@ def test_openais_api_takes_them() -> None:
     for url, takes in ((None, True), ("https://api.openai.com/v1", True), ("http://localhost:1/v1", False)):
         with AgentClient(model="gpt", api_key="k", base_url=url, store=None) as client:
             assert client._requests.takes_predictions is takes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [{"type": "function"}]},
+        {"n": 2},
+        {"logprobs": True},
+        {"presence_penalty": 0.5},
+        {"modalities": ["audio"]},
+    ],
+)
+def test_openais_api_gets_no_automatic_one_beside_what_it_refuses(
+    server: FakeServer, plain_server: FakeServer, options: dict[str, Any]
+) -> None:
+    history = [{"role": "assistant", "content": text} for text in (CODE, EDITED)]
+    for sent_to, tags, predicts in ((plain_server, "openai", False), (server, "auto", True)):
+        with connect(sent_to, session_tags=tags) as client:
+            client.chat(history, predict="auto", **options)
+            client.chat(history, predict="auto", n=1, logprobs=False, modalities=["text"])
+        assert [given is not None for given in predictions(sent_to)] == [predicts, True]
+
+
+def test_openais_api_gets_a_limit_that_it_takes_beside_a_prediction(
+    server: FakeServer, plain_server: FakeServer
+) -> None:
+    """The tokens of a loop's budget are such a limit."""
+    for sent_to, tags in ((plain_server, "openai"), (server, "auto")):
+        with connect(sent_to, session_tags=tags) as client:
+            session = client.session()
+            session.refine("edit it", lambda reply: None, budget=Budget(tokens=50), prediction=CODE)
+            session.chat("edit it", max_completion_tokens=60)
+    limits = [
+        [(chat.body.get("max_tokens"), chat.body.get("max_completion_tokens")) for chat in sent_to.chats]
+        for sent_to in (plain_server, server)
+    ]
+    assert limits == [[(50, None), (None, 60)], [(None, 50), (None, 60)]]
 
 
 def test_a_text_or_the_apis_form_is_needed(server: FakeServer) -> None:

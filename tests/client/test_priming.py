@@ -58,6 +58,15 @@ def test_errors_say_what_is_wrong(server: FakeServer, tmp_path: Path) -> None:
             session.prime(["too long"])
 
 
+def test_nothing_is_sent_of_a_list_with_a_file_that_cannot_be_read(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.priming._BODY_BYTES", 10)  # each text is a request
+    with connect(server) as client, pytest.raises(InvalidInputError, match="missing"):
+        client.session("s").prime(["some text", "more text", tmp_path / "missing"])
+    assert not primings(server)
+
+
 def test_other_servers_get_nothing(plain_server: FakeServer, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sessions.db"
     with connect(plain_server, store=url) as client:

@@ -89,6 +89,15 @@ def test_a_session_keeps_its_group(server: FakeServer) -> None:
     assert [chat.body["vllm_xargs"]["group_id"] for chat in server.chats] == ["problem-7", "problem-8"]
 
 
+@pytest.mark.parametrize("mode", ["body", "openai"])
+def test_an_openai_client_that_cannot_carry_the_session_says_so(server: FakeServer, mode: SessionTags) -> None:
+    with (
+        AgentClient(base_url=server.url, model="small", store=None, session_tags=mode) as client,
+        pytest.raises(InvalidInputError, match=r"client\.openai.*(session_id|prompt_cache_key)"),
+    ):
+        _ = client.session("s").openai
+
+
 def test_the_callers_own_extras_stay(server: FakeServer) -> None:
     with AgentClient(base_url=server.url, model="small", store=None) as client:
         client.session("s").chat(
