@@ -66,7 +66,7 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     assert sessions("export", "fix-42", str(file))[0] == 0
     assert "1 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
     assert "0 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
-    assert server.drafts(server.identity(BOB, "copy of it"))
+    assert server.draws_on(server.identity(BOB, "copy of it"))
     status, printed = sessions("delete", "copy of it", key=BOB)
     assert status == 0 and "erased: copy of it" in printed
     assert not server.drafts(server.identity(BOB, "copy of it"))

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import openai
@@ -50,7 +51,7 @@ def stored(store: Store, session: str = "s") -> list[tuple[int, str]]:
 
 
 def wait_until_stored(store: Store, count: int, session: str = "s") -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(read_session(store, session).history) < count:
         assert time.monotonic() < deadline, stored(store, session)
         time.sleep(0.01)
@@ -143,13 +144,14 @@ def test_what_was_said_during_an_outage_is_stored_after_it(server: FakeServer) -
 def test_a_session_is_not_resumed_before_this_process_has_written_it(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.2)
     store = FailingStore("append")
     with connect(server, store) as client:
         client.session("s").chat("one")  # nobody holds this session any more
-        with pytest.raises(StoreUnavailableError, match="wait to be written"):
+        with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError, match="wait to be written"):
+            patch.setattr("agentspec.client.store_log.FLUSH_TIMEOUT_S", 0.2)
             client.session("s").chat("two")
         store.failing = set()
+        wait_until_stored(store, 2)
         assert contents(client.session("s")) == ["one", "answer 1"]
 
 
@@ -178,13 +180,13 @@ def test_what_overflows_is_lost_and_the_gap_is_marked(caplog: pytest.LogCaptureF
             outbox.put(place, [Said(position, {"role": "user", "content": f"{position}" * 200})])
 
     say(0, 2)
-    assert outbox.settle("s", 5.0)
+    assert outbox.settle("s", 60.0)
     store.failing = {"append", "read"}
     say(2, 30)
     store.failing = set()
     say(32, 1)
-    assert outbox.settle("s", 5.0)
-    outbox.close(2.0)
+    assert outbox.settle("s", 60.0)
+    outbox.close(60.0)
     positions = [position for position, _ in read_session(store, "s").history]
     assert positions[:2] == [0, 1]
     newest = [position for position in positions if position > 2]  # 2 may have been on its way when the store failed
@@ -202,7 +204,7 @@ def with_gaps() -> Store:
     place = Place("s")
     for position in (2, 3, 6):
         outbox.put(place, [Said(position, {"role": "user", "content": f"{position}"})])
-    outbox.close(2.0)
+    outbox.close(60.0)
     return store
 
 
@@ -325,12 +327,14 @@ def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: py
         session.chat("warm")
         store.delay = 1.0
         session.chat("first")
-        begin = time.monotonic()
-        for _ in range(10):
+        took = []
+        for _ in range(9):
+            begin = time.monotonic()
             session.chat("again")
-        assert time.monotonic() - begin < 5.0  # 10 s if each of them waited
+            took.append(time.monotonic() - begin)
+        assert median(took) < 0.4  # not the half second for which the first one waited
         store.delay = 0.0
-        wait_until_stored(store, 24, session.id)
+        wait_until_stored(store, 22, session.id)
 
 
 @pytest.fixture(scope="module")
@@ -355,11 +359,12 @@ def test_two_processes_on_one_session(
         outbox.WAIT_S = 20.0  # on a busy machine a slow append must not pass for a store that is away
         conflicts = 0
         ready = [pathlib.Path({str(tmp_path)!r}, who) for who in "ab"]
-        pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()
-        while not all(path.exists() for path in ready):
-            time.sleep(0.01)
         with AgentClient(base_url={server.url!r}, model="small", store={url!r}, speculation=False) as client:
             session = client.session({name!r})
+            session.load()  # so that whoever says something second has a conflict
+            pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()
+            while not all(path.exists() for path in ready):
+                time.sleep(0.01)
             for number in range(15):
                 while True:
                     try:
@@ -374,7 +379,7 @@ def test_two_processes_on_one_session(
         subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), who], stdout=subprocess.PIPE, text=True)
         for who in "ab"
     ]
-    conflicts = [int(process.communicate(timeout=60)[0]) for process in processes]
+    conflicts = [int(process.communicate(timeout=300)[0]) for process in processes]
     assert sum(conflicts) > 0
     store = open_store(url)
     history = stored(store, name)

@@ -58,6 +58,14 @@ def roles(messages: list[dict[str, Any]]) -> list[str]:
     return [message["role"] for message in messages]
 
 
+def release(server: FakeServer, count: int) -> None:
+    """Let the server answer once so many calls wait for it."""
+    assert server.hold is not None
+    while len(server.chats) < count:
+        time.sleep(0.01)
+    server.hold.set()
+
+
 def calls(*named: tuple[str, str]) -> dict[str, Any]:
     """An answer with these tool calls."""
     return {
@@ -147,7 +155,7 @@ class TestBudget:
 
     def test_of_tokens_is_shared_by_calls_at_once(self, run: Any, server: FakeServer) -> None:
         server.hold = threading.Event()
-        threading.Timer(0.3, server.hold.set).start()
+        threading.Thread(target=release, args=(server, 3)).start()
         run("best_of", "count", 3, lambda reply: 1.0, budget=Budget(tokens=10))
         assert sorted(chat.body["max_completion_tokens"] for chat in server.chats) == [3, 3, 4]
 
@@ -172,7 +180,7 @@ class TestBudget:
         server.hold = threading.Event()
         begin = time.monotonic()
         result, messages = run("refine", "count", short, budget=Budget(seconds=0.3))
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 9  # the server answers after ten
         server.hold.set()
         assert (result.stopped, messages, len(server.chats)) == ("seconds", [], 1)
         assert result.attempts[0].error is not None
@@ -281,10 +289,11 @@ class TestTools:
         assert result.stopped == "attempts" and roles(messages) == ["user", "assistant", "tool"]
 
     def test_at_most_at_once_tools_run_together(self, run: Any, server: FakeServer) -> None:
-        running, most, lock = 0, 0, threading.Lock()
+        running, most, lock, two = 0, 0, threading.Lock(), threading.Barrier(2)
 
         def work() -> str:
             nonlocal running, most
+            two.wait(30)
             with lock:
                 running += 1
                 most = max(most, running)
@@ -390,14 +399,18 @@ class TestEndingEarly:
 
     async def test_tools_of_a_cancelled_task_are_answered(self, server: FakeServer) -> None:
         async def wait() -> None:
-            await asyncio.sleep(10)
+            await asyncio.sleep(60)
 
+        async def add(a: int) -> int:
+            added.set()
+            return a + 1
+
+        added = asyncio.Event()
         server.answers = [calls(("wait", "{}"), ("add", '{"a": 3}'))]
         async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
             session = client.session("s")
             task = asyncio.create_task(session.run_tools("go", [add, wait]))
-            while len(session.messages if session._conversation.loaded else ()) < 2:
-                await asyncio.sleep(0.01)
+            await added.wait()
             await asyncio.sleep(0.1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

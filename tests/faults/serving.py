@@ -46,6 +46,7 @@ class Serving:
         self.turns = 0
         self.waited: list[float] = []  # seconds of each call
         self.worked: list[float] = []  # CPU seconds of each call
+        self.slept: list[float] = []  # seconds of each forward pass
         self._random = np.random.default_rng(1)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._decode)
@@ -90,10 +91,12 @@ class Serving:
     def never_waited(self) -> None:
         """Check that no call of the decode path waited for the store.
 
-        One that did would take a socket's timeout, 250 ms. A busy machine may hold up two calls for as long.
+        One that did would take a socket's timeout, 250 ms. A busy machine may hold up two calls for as long, and more
+        where it held up the thread between the calls too.
         """
         assert len(self.waited) > 300
-        assert sorted(self.waited)[-3] < 0.2
+        held_up = sum(seconds > 0.1 for seconds in self.slept)
+        assert sorted(self.waited)[-3 - 2 * held_up] < 0.2, (held_up, sorted(self.waited)[-20:])
         assert sorted(self.worked)[-3] < 0.05
 
     def _decode(self) -> None:
@@ -121,7 +124,9 @@ class Serving:
                 num_draft_tokens=0,
             )
             self._timed(lambda step=step: self.engine.propose(step))  # type: ignore[misc]
+            begin = time.perf_counter()
             time.sleep(0.0005)  # the forward pass
+            self.slept.append(time.perf_counter() - begin)
         self._timed(lambda: self.engine.finish(name, len(output)))
 
     def _timed(self, call: Callable[[], object]) -> None:

@@ -179,16 +179,17 @@ def test_redis_killed_while_batches_fly_neither_loses_nor_doubles_a_record() -> 
     with RedisServer({"appendfsync": "always"}) as server:
         store = open_store(server.url)
         writer = BackgroundWriter(store, batch_entries=16, batch_seconds=0.001, breaker=quick())
-        for number in range(3000):
-            writer.put(NS, turn("s", number))
-        for persisted in (500, 1500):
-            while writer.stats().persisted < persisted:
-                time.sleep(0.001)
+        put = kills = 0
+        while kills < 2:
+            for number in range(put, put + 1500):
+                writer.put(NS, turn("s", number))
+            put += 1500
+            wait_until(lambda count=put - 1000: writer.stats().persisted > count)  # type: ignore[misc]
             server.kill()
-            assert writer.stats().persisted < 3000
+            kills += writer.stats().queued > 0  # else this process was held up before
             server.start()
         assert writer.flush(60)
-        assert stored(store) == list(range(3000))
+        assert stored(store) == list(range(put))
         writer.close()
         store.close()
 
@@ -208,8 +209,8 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
             writer.put(NS, turn("s", 1))
             loader.request(S)
             assert loader.take() is None
-            assert time.perf_counter() - begin < 0.2
-            wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1, 10)
+            assert time.perf_counter() - begin < 2  # the store never answers
+            wait_until(lambda: writer.stats().failed >= 1 and loader.stats().failed >= 1)
         finally:
             subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
         assert writer.flush(60)
@@ -230,7 +231,7 @@ def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
         wait_until(lambda: loader.stats().state != "closed")
         assert loader.is_pending(S)
         server.start()
-        wait_until(lambda: loader.take() and not loader.is_pending(S), 10)
+        wait_until(lambda: loader.take() and not loader.is_pending(S))
         assert loader.stats().damaged == 1
         loader.close()
         store.close()
