@@ -48,6 +48,8 @@ READ = (
     "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor",
     "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler._get_logprobs_tensors",
+    "vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs",
     "vllm.v1.sample.sampler:Sampler.greedy_sample",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample",

@@ -1,6 +1,7 @@
 """Session ids by all three ways; turn 2 drafts from turn 1; figures by request; bad ids."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -114,6 +115,30 @@ def test_what_vllm_refuses_with_any_speculation_is_what_the_documents_say(
     replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=60) for server in (plain, fast)]
     assert [reply.status_code for reply in replies] == [200, 400]
     assert "not yet supported with speculative decoding" in replies[1].text
+
+
+def test_named_tokens_have_their_log_probabilities_beside_drafts(fast: ModelServer, plain: ModelServer) -> None:
+    """vLLM's own speculation returns none, and ends the engine where another request wants log probabilities too."""
+    body: dict[str, Any] = {"model": "demo", "prompt": [300 + k % 20 for k in range(100)], "max_tokens": 40}
+    body |= {"temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    asked = [body | {"logprobs": 2, "logprob_token_ids": [310, 311]}, body | {"logprobs": 1, "prompt": [305] * 90}]
+
+    def answers(server: ModelServer, count: int) -> list[Any]:
+        def post(one: dict[str, Any]) -> Any:
+            reply = httpx.post(f"{server.base_url}/completions", json=one, timeout=60)
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"][0]
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(post, asked * (count // 2)))
+
+    expected = answers(plain, 2)[0]
+    accepted = fast.stats()["counters"]["accepted"]
+    for found in answers(fast, 2)[:1] + answers(fast, 4)[::2]:
+        assert found["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        for ours, theirs in zip(found["logprobs"]["top_logprobs"], expected["logprobs"]["top_logprobs"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-3) and "token_id:310" in ours
+    assert fast.stats()["counters"]["accepted"] > accepted
 
 
 def test_unknown_requests_are_404(fast: ModelServer) -> None:

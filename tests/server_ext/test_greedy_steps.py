@@ -9,9 +9,11 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.utils.cpu_triton_utils import _rejection_greedy_sample_kernel_impl
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
@@ -156,3 +158,32 @@ def busy(kind: str) -> Any:
 def test_where_more_than_the_largest_logit_matters_vllm_verifies(changes: dict[str, Any]) -> None:
     assert only_argmax_decides(sampling(1))
     assert not only_argmax_decides(sampling(1, **changes))
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | None) -> None:
+    """Row 0 names two tokens, and its draft is accepted but for the last token. Row 1 names one, and has no draft."""
+    logits = torch.randn((5, VOCABULARY), generator=torch.Generator().manual_seed(0))
+    best = logits.argmax(-1)
+    metadata = verification([[int(best[0]), int(best[1]), (int(best[2]) + 1) % VOCABULARY], []])
+    sampler = RejectionSampler.__new__(RejectionSampler)  # the constructor wants a worker's kernels
+    torch.nn.Module.__init__(sampler)
+    sampler.sampler, sampler.is_logits_logprobs_mode = Sampler(), False
+
+    def forward(_: Any, metadata: Any, __: Any, logits: Any, wanted: Any) -> SamplerOutput:
+        assert (wanted.max_num_logprobs, wanted.logprob_token_ids) == (most or 0, None)
+        targets, bonus = logits[metadata.target_logits_indices], logits[metadata.bonus_logits_indices]
+        sampled = verified(best, metadata)
+        found = sampler._get_logprobs_tensors(wanted.max_num_logprobs, metadata, logits, targets, bonus, sampled)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=found)
+
+    wanted = sampling(2, max_num_logprobs=most, logprob_token_ids={0: [7, 8], 1: [9]})
+    output = cheap_steps.named_logprobs(forward, sampler, metadata, None, logits, wanted)
+    tokens, found = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY, (), output.logprobs_tensors)
+    assert tokens == [best[:3].tolist(), best[4:].tolist()] and found is not None
+    rows = [(best[i].item(), 7, 8) for i in range(3)] + [(best[4].item(), 9)]
+    expected = torch.log_softmax(logits[[0, 1, 2, 4]], -1)
+    for i, columns in enumerate(rows):
+        assert tuple(found.logprob_token_ids[i][: len(columns)]) == columns
+        assert found.logprobs[i][: len(columns)] == pytest.approx(expected[i, list(columns)].numpy())
+    assert "gather_logprobs" not in vars(sampler.sampler)

@@ -251,6 +251,8 @@ PATCHES = (
           "captures full graphs for steps with drafts"),
     Patch("runner", _RUNNER, "_build_attention_metadata", step_graphs.build_attention_metadata,
           "prepares their replay as they were captured"),
+    Patch("runner", _SAMPLER, "forward", cheap_steps.named_logprobs,
+          "returns the log probabilities of logprob_token_ids; vLLM returns none, or ends the engine"),
     Patch("runner", _SAMPLER, "forward", cheap_steps.verify,
           "reads greedy choices without copies of the logits", cpu_only=True),
 )

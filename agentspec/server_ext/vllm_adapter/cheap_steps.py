@@ -201,6 +201,37 @@ def verified(choices: Any, metadata: Any) -> Any:
     return result
 
 
+# --- Log probabilities of tokens that a request names (logprob_token_ids). vLLM's rejection sampler returns none for
+# --- them. If another request of the batch wants log probabilities, it raises an error, which ends the engine.
+
+
+def named_logprobs(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Any,
+    logits: Any,
+    sampling_metadata: Any,
+) -> Any:
+    """Return the log probabilities of the named tokens at each verified position, as vLLM does without drafts."""
+    named = sampling_metadata.logprob_token_ids
+    if not named:
+        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+    target, positions = sampler.sampler, metadata.max_spec_len + 1
+
+    def gather(logprobs: Any, _: int, sampled: Any) -> Any:
+        spread = {row * positions + i: tokens for row, tokens in named.items() for i in range(positions)}
+        return target.gather_specific_token_logprobs(logprobs, spread, sampled)
+
+    most = sampling_metadata.max_num_logprobs or 0  # with None vLLM gathers nothing
+    wanted = dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=most)
+    target.gather_logprobs = gather
+    try:
+        return original(sampler, metadata, draft_probs, logits, wanted)
+    finally:
+        del target.gather_logprobs
+
+
 def expand_batch_to_tokens(
     original: Callable[..., Any],
     x: Any,
