@@ -53,14 +53,20 @@ def ask(server: httpx.Client, method: str, path: str, **more: Any) -> httpx.Resp
     if answer.status_code == 401:
         raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
     if answer.is_error:
-        try:
-            why = str(answer.json()["detail"])
-        except (ValueError, KeyError, TypeError):
-            why = f"HTTP {answer.status_code}"
-        if why in (f"HTTP {answer.status_code}", "Not Found"):
+        why = _reason(answer)
+        if why in ("", "Not Found"):
             why = f"HTTP {answer.status_code}; is this a server with agentspec?"
         raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
     return answer
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Return what a server says about its error: vLLM's `error.message`, or FastAPI's `detail`; "" without either."""
+    try:
+        said = answer.json()
+        return str(said["error"]["message"] if "error" in said else said["detail"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def root_of(url: str) -> str:

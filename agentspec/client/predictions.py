@@ -12,6 +12,7 @@ _LEAST_TEXT = 200  # characters: nothing shorter is worth a prediction
 _LEAST_PART = 0.5  # of the earlier edits' tokens that were in the answer before
 _PAIRS = 2  # latest edits that are looked at
 _LONGEST = 2_000  # tokens of an answer that are looked at
+_MOST_BYTES = 16_384  # of an automatic prediction: servers refuse more tokens than that
 
 
 _REFUSED: dict[str, Callable[[Any], object]] = {
@@ -49,7 +50,7 @@ def check_predict(given: object) -> bool:
 
 
 def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the last answer, if the next one will probably be an edit of it: if the ones before were such edits.
+    """Return the last answer, or its beginning, if the next one will probably be an edit of it, as those before were.
 
     messages: the history and what is to be sent. Rejected tokens cost money on some servers, so without a former edit
     there is no prediction.
@@ -59,7 +60,9 @@ def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
     if len(texts) < 2 or len(texts[-1]) < _LEAST_TEXT:
         return None
     parts = [kept_part(before, after) for before, after in pairwise(texts)]
-    return texts[-1] if sum(parts) / len(parts) >= _LEAST_PART else None
+    if sum(parts) / len(parts) < _LEAST_PART:
+        return None
+    return texts[-1].encode()[:_MOST_BYTES].decode(errors="ignore")
 
 
 def kept_part(before: str, after: str) -> float:

@@ -127,12 +127,24 @@ def test_no_server_is_named(agentspec: Program, url: str, message: str) -> None:
     assert status == 2 and message in printed and "Traceback" not in printed
 
 
-def test_another_server_is_named(agentspec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = httpx.MockTransport(lambda request: httpx.Response(404, json={"detail": "Not Found"}))
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, {"detail": "Not Found"}, "HTTP 404; is this a server with agentspec?"),
+        (404, {"error": {"message": "Not Found", "code": 404}}, "HTTP 404; is this a server with agentspec?"),
+        (502, "bad gateway", "HTTP 502; is this a server with agentspec?"),
+        (403, {"detail": "say please"}, "say please"),
+        (403, {"error": {"message": "say please", "code": 403}}, "say please"),  # as vLLM words all errors
+    ],
+)
+def test_an_error_is_told_in_the_servers_words(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, status: int, body: Any, message: str
+) -> None:
+    answers = httpx.MockTransport(lambda request: httpx.Response(status, json=body))
     client = httpx.Client
     monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=answers))
-    status, printed = agentspec("top", "--url", URL)
-    assert status == 2 and "is this a server with agentspec?" in printed
+    ended, printed = agentspec("top", "--url", URL)
+    assert ended == 2 and message in printed
 
 
 def sample(at: float, steps: int, drafted: int) -> Sample:

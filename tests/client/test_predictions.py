@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Budget, InvalidInputError
+from agentspec.cache.types import MAX_PREDICTION
 from agentspec.client.predictions import kept_part, likely_answer
 
 from .fake_server import FakeServer
@@ -135,6 +136,13 @@ def test_what_is_kept_of_a_text() -> None:
     short = [{"role": "assistant", "content": "yes"}] * 3
     assert likely_answer(short) is None
     assert likely_answer([*said, {"role": "assistant", "content": None, "tool_calls": []}]) == EDITED
+
+
+def test_no_server_refuses_an_automatic_prediction_for_its_length() -> None:
+    """Servers take 16,384 tokens; the end of a longer answer is drafted from the session anyway."""
+    long = "\n".join(f"Zeile {i}: für größere Äpfel" for i in range(2_000))
+    predicted = likely_answer([{"role": "assistant", "content": long}] * 2)
+    assert predicted and long.startswith(predicted) and 16_380 <= len(predicted.encode()) <= MAX_PREDICTION
 
 
 async def test_the_asynchronous_twin(server: FakeServer) -> None:

@@ -87,6 +87,14 @@ def test_top_shows_a_real_server(fast: ModelServer) -> None:
     assert "metrics-session" in printed and "tokens a second" in printed
 
 
+def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_path: Path) -> None:
+    arguments = ("sessions", "export", "never-named", str(tmp_path / "session.json"), "--url", fast.base_url)
+    ran = subprocess.run(
+        [sys.executable, "-m", "agentspec.cli", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 2 and "no session 'never-named'" in ran.stderr, ran.stdout + ran.stderr
+
+
 def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:
     say(two_api_servers, 8)
     time.sleep(1.1)
