@@ -44,7 +44,9 @@ def rollout(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="As for vLLM.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
-    seed: Annotated[int | None, typer.Option(help="Makes a rollout repeatable, at some cost in large batches.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes a --plain rollout repeatable, at some cost in large batches.")
+    ] = None,
     reward: Annotated[
         str | None, typer.Option(help="module:function(problem, sample) that returns a number, called in a thread.")
     ] = None,

@@ -29,9 +29,10 @@ _REWARD_THREADS = 4
 class Plan:
     """Say what to sample: so many samples of each problem in each epoch.
 
-    max_tokens: longest response. seed: makes a sample's random numbers, together with its name, so that a rollout can
-    be repeated; vLLM then draws them row by row, which takes time in large batches. None: the engine's seed, which must
-    differ from run to run, or a resumed rollout repeats samples. stop: texts that end a response.
+    max_tokens: longest response. seed: makes a sample's random numbers, together with its name, so that a rollout
+    without drafts can be repeated; vLLM then draws them row by row, which takes time in large batches. None: the
+    engine's seed, which must differ from run to run, or a resumed rollout repeats samples. stop: texts that end a
+    response.
     Raises ConfigurationError for a value out of range.
     """
 
