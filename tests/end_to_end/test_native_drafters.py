@@ -11,31 +11,44 @@ import pytest
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import MODEL, speculating
+from tests.end_to_end.drafter_folders import (
+    write_dflash_head,
+    write_eagle_head,
+    write_mtp_model,
+    write_split_draft_model,
+)
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
-from tests.end_to_end.random_drafters import write_eagle_head, write_mtp_model
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 
+DRAFT_MODEL = MODEL.with_name("draft_model")
 DRAFTERS = {
     "medusa": {"method": "medusa", "model": str(MODEL.with_name("medusa")), "num_speculative_tokens": 4},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-    "draft_model": {"method": "draft_model", "model": str(MODEL.with_name("draft_model")), "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "model": str(DRAFT_MODEL), "num_speculative_tokens": 4},
     "eagle3": {"method": "eagle3", "model": str(MODEL.with_name("eagle3")), "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "dflash": {"method": "dflash", "num_speculative_tokens": 3},
+    "parallel": {"method": "draft_model", "parallel_drafting": True, "num_speculative_tokens": 3},
 }
+WRITTEN = {
+    "eagle": (write_eagle_head, MODEL),
+    "dflash": (write_dflash_head, MODEL),
+    "parallel": (write_split_draft_model, DRAFT_MODEL),
+    "draft_model on two ranks": (write_split_draft_model, DRAFT_MODEL),
+}
+"""The drafters and variants whose folder is written for the test: by what, and from which model."""
 WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "verify_cost": 0.01}})
 """Verification is declared cheap, so that the drafter drafts much, and wrong."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DRAFTERS, ()),
     **{f"{name} alone": ("--additional-config", WITHOUT_INDEX) for name in ("draft_model", "eagle3", "mtp", "eagle")},
-    **{f"{name} on two ranks": ("--tensor-parallel-size", "2") for name in ("eagle3", "mtp", "eagle")},
+    **{f"{name} on two ranks": ("--tensor-parallel-size", "2") for name in ("eagle3", "mtp", "eagle", "draft_model")},
 }
-"""What each server has besides its drafter: the method's name comes first.
-
-The draft model's 3 heads don't split over two ranks."""
+"""What each server has besides its drafter: the drafter's name comes first."""
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
@@ -43,13 +56,16 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A server with the extension and one of vLLM's drafters, switched on as its users know it."""
     name, options = str(request.param), VARIANTS[request.param]
     folder, model = tmp_path_factory.mktemp(name.replace(" ", "-")), MODEL
-    config = DRAFTERS[name.split()[0]]
-    if config["method"] == "mtp":
+    drafter = name.split()[0]
+    config = DRAFTERS[drafter]
+    if drafter == "mtp":
         model, options = folder / "model", (*options, "--trust-remote-code")
         write_mtp_model(MODEL, model)
-    if config["method"] == "eagle":
-        config = {**config, "model": str(folder / "head")}
-        write_eagle_head(MODEL, folder / "head")
+    written = WRITTEN.get(name) or WRITTEN.get(drafter)
+    if written is not None:
+        write, source = written
+        config = {**config, "model": str(folder / "drafter")}
+        write(source, folder / "drafter")
     with speculating(config, folder / "server.log", *options, model=model) as server:
         yield server
 
