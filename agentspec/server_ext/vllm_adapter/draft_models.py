@@ -39,9 +39,11 @@ class BoundModel(ABC):
 class ModelDrafter(ABC):
     """Run a draft model beside the suffix index, in one worker.
 
-    out_of_step: the error with which this rank left the model, while the other tensor-parallel ranks still run it.
+    parallel: whether other tensor-parallel ranks run the model together with this one. out_of_step: the error with
+    which this rank left the model, while the others still run it.
     """
 
+    parallel = False
     out_of_step: Exception | None = None
 
     @abstractmethod
@@ -55,6 +57,16 @@ class ModelDrafter(ABC):
     def follow(self, forward: ForwardPass) -> None:
         """Do this rank's part of the first rank's draft. Call it on the other tensor-parallel ranks."""
         return None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Remember an error in what all tensor-parallel ranks do together."""
+        try:
+            yield
+        except Exception as error:
+            if self.parallel:
+                self.out_of_step = error
+            raise
 
 
 def build_draft_model(settings: Settings, vllm_config: Any) -> ModelDrafter | None:
@@ -168,6 +180,7 @@ class SpeculatorDrafter(ModelDrafter):
             parallel=None if group is None else Ranks.of(group.device_group),
         )
         self.link = None if group is None else RankLink(group, self.loop.positions)
+        self.parallel = group is not None
         self.loop.warm_up()
         logger.info("agentspec: speculator %s drafts %d tokens", settings.speculator, self.loop.positions)
 
@@ -180,16 +193,6 @@ class SpeculatorDrafter(ModelDrafter):
             rows, proposals = self.link.hear()
             if rows:
                 self.run(forward, rows, proposals)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Remember an error in what all tensor-parallel ranks do together."""
-        try:
-            yield
-        except Exception as error:
-            if self.link is not None:
-                self.out_of_step = error
-            raise
 
     def run(self, forward: ForwardPass, rows: Sequence[int], proposals: Int64) -> Any:
         """Run the draft loop for these rows of the batch. Return its DraftedTokens, on the device."""

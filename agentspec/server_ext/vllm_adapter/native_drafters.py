@@ -12,8 +12,7 @@ nothing is asked of them.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,8 @@ class NativeDrafter(ModelDrafter):
         self._keeps_up = bool(spec.use_eagle() or spec.uses_draft_model())
         """whether it has a KV cache, which has to take in every step"""
         self._query_tokens = tokens + bool(spec.use_dflash())
-        self._parallel = group is not None
+        """positions that it computes behind the text; DFlash computes the newest token's again"""
+        self.parallel = group is not None
         self._ranks_agree = config.parallel_config.data_parallel_size == 1
         """whether this engine alone decides when the drafter runs; data-parallel ranks of an MoE wait for each other"""
         self.choices = tuple(self._choices(spec))
@@ -77,7 +77,7 @@ class NativeDrafter(ModelDrafter):
         if not self._fits(forward):
             self._keep_ranks_going()
             return
-        with self._together():
+        with self.together():
             tokens = self.choices[-1] if self.link is None else self.link.hear_number()
             self.run(forward, tokens)
 
@@ -92,7 +92,7 @@ class NativeDrafter(ModelDrafter):
             self._keep_ranks_going()
             return [], None
         try:
-            with self._together():
+            with self.together():
                 if self.link is not None:
                     self.link.tell_number(tokens)
                 drafted = self.run(forward, tokens)
@@ -165,16 +165,6 @@ class NativeDrafter(ModelDrafter):
         if spec.parallel_drafting or drafter.propose is not SpecDecodeBaseProposer.propose or not self._ranks_agree:
             return (self.positions,)
         return range(self.positions + 1)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Remember an error in what all tensor-parallel ranks do together."""
-        try:
-            yield
-        except Exception as error:
-            if self._parallel:
-                self.out_of_step = error
-            raise
 
 
 class BoundNative(BoundModel):
