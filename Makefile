@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end
+MARKS ?= engine and not store and not rl and not drafters and not clients
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
@@ -41,10 +42,10 @@ check: $(VENV)/.built  ## ruff and mypy --strict
 dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no compiler (three to seven minutes)
 	bash scripts/dist.sh
 
-test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py)
+test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py; others: MARKS=drafters)
 	bash scripts/setup.sh vllm $(VENV)-vllm-$(VERSION) $(VERSION)
 	$(VENV)-vllm-$(VERSION)/bin/python scripts/vllm_methods.py check
-	$(VENV)-vllm-$(VERSION)/bin/python -m pytest -m engine $(TESTS)
+	$(VENV)-vllm-$(VERSION)/bin/python -m pytest -m "$(MARKS)" $(TESTS)
 
 sanitize: $(VENV)/.built  ## the cache's tests on sanitizer builds of the core: address, undefined, thread
 	@for kind in address undefined thread; do bash scripts/sanitize.sh $(VENV) $$kind || exit 1; done
