@@ -5,7 +5,8 @@ Each takes a server of its own: `make test-drafters`.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
@@ -22,6 +23,8 @@ from tests.end_to_end.mixed_load import mixed_load
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.drafters]
+
+T = TypeVar("T")
 
 DRAFT_MODEL = MODEL.with_name("draft_model")
 DRAFTERS = {
@@ -76,31 +79,42 @@ def plain_samples(plain: ModelServer) -> list[Counter[int]]:
     return sample(plain)
 
 
-def drafted_without_errors(server: ModelServer) -> Counter[str]:
-    """The server's counters, where its drafter took part and nothing failed."""
+def counted_without_errors(server: ModelServer) -> Counter[str]:
+    """The server's counters, where nothing failed."""
     stats = server.stats()
-    assert stats["model"]["runs"] > 0
     assert not stats["model"]["given_up"]
     assert not [name for name in stats["counters"] if name.startswith("errors")]
     return Counter(stats["counters"])
+
+
+def verifying(server: ModelServer, ask: Callable[[], T]) -> T:
+    """The answers of a server that verified right and wrong drafts alike for them.
+
+    A drafter rests, but for trials, while its passes take longer than they save, which a busy machine may decide. Then
+    nothing was tested, so ask again.
+    """
+    for _ in range(4):
+        before = counted_without_errors(server)
+        answers = ask()
+        counters = counted_without_errors(server) - before
+        if 0 < counters["accepted"] < counters["drafted"]:
+            return answers
+    raise AssertionError(f"right and wrong drafts alike were to be verified: {server.stats()['model']}")
 
 
 def test_greedy_text_is_identical_and_the_drafter_took_part(
     plain: ModelServer, drafting: ModelServer, plain_answers: Answers
 ) -> None:
     """Chunked prefill, preemption, grammars, n > 1, aborts, prefix-cache hits and the end of the context included."""
-    ties, errors = differences(plain, plain_answers, run_all(drafting, mixed_load()))
+    found = verifying(drafting, lambda: run_all(drafting, mixed_load()))
+    ties, errors = differences(plain, plain_answers, found)
     assert not errors
     assert len(ties) <= 3, ties
-    counters = drafted_without_errors(drafting)
-    assert 0 < counters["accepted"] < counters["drafted"], "right and wrong drafts alike were to be verified"
+    assert drafting.stats()["model"]["runs"] > 0
 
 
 def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_samples: list[Counter[int]]) -> None:
-    before = drafted_without_errors(drafting)
-    found = sample(drafting)
-    counters = drafted_without_errors(drafting) - before
-    assert 0 < counters["accepted"] < counters["drafted"], "right and wrong drafts alike were to be verified"
+    found = verifying(drafting, lambda: sample(drafting))
     same = [deviation(one, other) < 4.5 for one, other in zip(found, plain_samples, strict=True)]
     assert same == [True] * POSITIONS
 
