@@ -25,7 +25,7 @@ EXAMPLES = {
     "pydantic_ai_agent.py": "tokens in the last turn",
 }
 """What each example prints."""
-ARGUMENTS = {"async_fanout.py": ("a.py", "b.py"), "editor.py": ("a.py", "add a docstring")}
+ARGUMENTS = {"async_fanout.py": ("a.py", "b.py"), "editor.py": ("a.py", "add a docstring", "rename values to items")}
 NEEDS = {"openai_agents.py": "agents", "pydantic_ai_agent.py": "pydantic_ai"}
 
 
