@@ -23,7 +23,7 @@ Until drafts of different lengths were seen, the slope is a guess from the defau
 mean of b under a normal prior around that guess, so measurements replace the guess as they outweigh the noise. Steps
 without drafts also age the measurements, so that a price once measured too high cannot stop drafting for good.
 
-A more cautious estimate limits the duration of a step: see ``tokens_within``.
+A more cautious estimate limits the duration of a step: see ``affordable_tokens``.
 """
 
 import json
@@ -41,8 +41,8 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 STEP_MULTIPLE = 2.0
 """Longest duration of a step with several rows, in multiples of a step without drafts."""
 AIMED_MULTIPLE = 1.75
-"""Multiple that a measured estimate aims at, so that steps stay within STEP_MULTIPLE. Steps vary, and if every step has
-drafts, the time of one without drafts is extrapolated and is too long."""
+"""Multiple that a measured estimate aims at, so that most steps stay within STEP_MULTIPLE, not half of them. If every
+step has drafts, the time of one without drafts is extrapolated and is too long."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
@@ -215,15 +215,14 @@ class StepCost:
             prices = self._prices[rows] = self._prices_at(rows)
         return prices
 
-    def tokens_within(self, rows: int, multiple: float) -> float:
-        """Return how many draft tokens keep a step of ``rows`` rows within ``multiple`` times one without drafts.
+    def affordable_tokens(self, rows: int) -> float:
+        """Return how many draft tokens keep a step of ``rows`` rows within AIMED_MULTIPLE times one without drafts.
 
-        Until draft tokens are measured, the result is ``multiple - 1`` tokens for each row. Then it is the tokens of a
-        usual step plus those that a cautious slope fits into the remaining time. One usual deviation stays free, so
-        that most steps keep the limit and not half of them. The cautious slope is a posterior mean, under a prior by
-        which a draft token costs as much as a row, plus its standard deviation. A line says little about steps far
+        Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
+        those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
+        by which a draft token costs as much as a row, plus its standard deviation. A line says little about steps far
         beyond the measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft
-        tokens measured.
+        tokens measured. Means are compared: on a busy machine steps without drafts vary as much.
         """
         tokens = 0.0
         batch = self._nearest(rows)
@@ -233,11 +232,10 @@ class StepCost:
             plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
             mean, _, deviation = self._posterior(batch, unit, unit)
             slope = max(mean, 0.0) + deviation
-            left = multiple * plain - usual.seconds - usual.noise
-            tokens = (usual.drafted + left / slope) * rows / batch.rows
+            tokens = (usual.drafted + (AIMED_MULTIPLE * plain - usual.seconds) / slope) * rows / batch.rows
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
-        return max(tokens, (multiple - 1.0) * rows)
+        return max(tokens, (STEP_MULTIPLE - 1.0) * rows)
 
     def stats(self) -> dict[str, Any]:
         """Return the current estimate as JSON, for as many rows as the latest step had.
@@ -319,7 +317,7 @@ class StepCost:
             base = batch.base(slope)
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
         if self.given is None:
-            return Prices(cost, self.tokens_within(rows, AIMED_MULTIPLE), row_seconds)
+            return Prices(cost, self.affordable_tokens(rows), row_seconds)
         # If a step takes a seconds without drafts and b more for each draft token, d tokens fit if
         # a + b * d = STEP_MULTIPLE * a. The price is b * rows / a.
         return Prices(self.given, (STEP_MULTIPLE - 1.0) * rows / self.given, row_seconds)
