@@ -106,16 +106,21 @@ def total(turns: Iterable[Turn]) -> Turn:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a record. Raises InvalidInputError for a file that is none, naming the line, and OSError."""
+    """Read a record. Raises InvalidInputError for a file that is none, naming the line, and OSError.
+
+    The last line is left out if it was not written to its end, as when the program was killed.
+    """
     sessions: dict[str, Session] = {}
     requests: dict[str, Turn] = {}
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 _add(json.loads(line), sessions, requests)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if sessions and not line.endswith(b"\n"):
+                    break
                 raise InvalidInputError(
                     f"{path}, line {number}: a record of AgentClient(record=…) or of the server's setting `record` is"
                     f" needed ({type(error).__name__}: {error})"

@@ -83,12 +83,29 @@ def test_the_servers_step_record_is_read_too(tmp_path: Path) -> None:
     assert "<details" not in render(read_run(path))
 
 
-@pytest.mark.parametrize("text", ["", "\n", "no json\n", '{"a": 1}\n', "[1]\n", '{"session": "s", "request": "r"}\n'])
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"no json", b'{"a": 1}\n', b"[1]\n", b'{"session": "s", "request": "r"}\n', b"\x7fELF\xd0\n"]
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(InvalidInputError, match=r"bad\.jsonl"):
         read_run(path)
+
+
+def test_what_a_killed_program_wrote_is_read_to_its_last_whole_line(record: Path) -> None:
+    whole = len(read_run(record).sessions)
+    record.write_bytes(record.read_bytes() + b'{"session": "new", "seco')
+    assert len(read_run(record).sessions) == whole
+    record.write_bytes(record.read_bytes() + b"\n")
+    with pytest.raises(InvalidInputError, match="line 5"):
+        read_run(record)
+
+
+def test_half_a_character_is_drawn_as_a_question_mark(tmp_path: Path) -> None:
+    out, record = tmp_path / "page.html", write(tmp_path / "half.jsonl", reply("s", "before \ud800 after"))
+    assert CliRunner().invoke(app, ["report", str(record), "-o", str(out)]).exit_code == 0
+    assert "before ? after" in out.read_text()
 
 
 def test_nothing_that_was_said_becomes_markup(record: Path) -> None:
