@@ -18,7 +18,7 @@ from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.session_texts import encode_text
 from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import predicting
+from agentspec.server_ext.vllm_adapter.frontend import predicting, tokenizer_of
 
 _PATH = "/v1/chat/completions"
 _FIELD = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
@@ -45,9 +45,9 @@ class PredictionMiddleware:
             return
         body, replayed = await _read(receive)
         tokens: list[int] = []
-        if _FIELD in body:
+        if _FIELD in body and (tokenizer := tokenizer_of(engine)) is not None:  # without one vLLM answers no chats
             try:
-                tokens = await asyncio.to_thread(read_prediction, body, engine.get_tokenizer())
+                tokens = await asyncio.to_thread(read_prediction, body, tokenizer)
             except InvalidInputError as error:
                 what = {"message": str(error), "type": "BadRequestError", "param": "prediction", "code": 400}
                 await JSONResponse({"error": what}, status_code=400)(scope, replayed, send)

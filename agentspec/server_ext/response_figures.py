@@ -3,7 +3,8 @@
 ``X-Agentspec-Figures: summary`` adds the field ``agentspec`` to a response in JSON, and a chunk with this field before
 the end of a stream: the object that ``GET /v1/agentspec/requests/{id}`` answers. Where there are no figures, because
 the engine is busy or does not draft, the response is passed on as it is. ``detailed`` adds the field ``detail``: each
-step's tokens as text, where they came from, and the drafted ones that were rejected.
+step's tokens as text, where they came from, and the drafted ones that were rejected. A server without a tokenizer
+leaves it out.
 
 A request with a prediction is told in ``usage`` how many of its tokens were accepted and rejected, with or without the
 header.
@@ -22,7 +23,7 @@ from starlette.datastructures import Headers
 from agentspec.server_ext.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of
+from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of, tokenizer_of
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -51,8 +52,9 @@ async def figures_of(engine: Any, request_id: str) -> dict[str, Any] | None:
     if admin or caller != NOBODY:
         for answer in await ask_engines(engine, "request", request_id, caller, admin):
             if "detail" in answer:
-                decode = engine.get_tokenizer().decode
-                answer["detail"] = await asyncio.to_thread(_as_text, answer["detail"], decode)
+                steps, tokenizer = answer.pop("detail"), tokenizer_of(engine)
+                if tokenizer is not None:
+                    answer["detail"] = await asyncio.to_thread(_as_text, steps, tokenizer.decode)
             return answer
     return None
 

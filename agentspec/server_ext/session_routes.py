@@ -39,6 +39,7 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     engine_numbers,
     presented,
     tagger_of,
+    tokenizer_of,
 )
 
 router = APIRouter(prefix=f"{ROUTES}/sessions")
@@ -234,8 +235,11 @@ def _parse(body: bytes) -> ExportedSession | SessionTexts:
 def _tokenised(given: ExportedSession | SessionTexts, engine: Any, session_id: str, log: str) -> ExportedSession:
     if isinstance(given, ExportedSession):
         return given
+    tokenizer = tokenizer_of(engine)
+    if tokenizer is None:
+        raise _refused("this server has no tokenizer (--skip-tokenizer-init): give token ids, in turns")
     try:
-        turns = [ExportedTurn(**turn) for turn in turns_of(given, engine.get_tokenizer())]
+        turns = [ExportedTurn(**turn) for turn in turns_of(given, tokenizer)]
     except InvalidInputError as error:
         raise _refused(str(error)) from None
     return ExportedSession(version=1, id=session_id, log=log, turns=turns)

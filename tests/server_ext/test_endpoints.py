@@ -16,6 +16,7 @@ from agentspec.server_ext.endpoints import AgentSpecEndpoints
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.metrics import Metrics
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.traces import Trace
 from agentspec.server_ext.vllm_adapter import frontend
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 
@@ -98,6 +99,23 @@ def test_figures_are_told_to_their_principal_and_to_the_administrator(start: Sta
         assert server.get(path, headers=bearer(key)).status_code == status, key
     missing = server.get("/v1/agentspec/requests/r2", headers=bearer("bob")).json()["detail"]
     assert server.get(path, headers=bearer("bob")).json()["detail"] == missing.replace("r2", "r")
+
+
+def test_a_server_without_a_tokenizer_tells_figures_without_texts(start: Start) -> None:
+    server, engine = start()
+    figures = engine.metrics[0].begin("r", engine.ran("other", shown("x", None)).caller)
+    figures.trace = Trace(None, shares_corpus=False)
+    figures.trace.add([5], 0, 0)
+    engine.get_tokenizer = without_tokenizer  # type: ignore[attr-defined]
+    answer = server.get("/v1/agentspec/requests/r")
+    assert answer.status_code == 200 and "detail" not in answer.json()
+    engine.get_tokenizer = lambda: SimpleNamespace(decode=str)  # type: ignore[attr-defined]
+    assert len(server.get("/v1/agentspec/requests/r").json()["detail"]) == 1
+
+
+def without_tokenizer() -> Any:
+    """What vLLM does under --skip-tokenizer-init."""
+    raise ValueError("Tokenizer not available when `skip_tokenizer_init=True`")
 
 
 def test_a_request_named_like_anothers_neither_reads_nor_changes_its_figures(start: Start) -> None:

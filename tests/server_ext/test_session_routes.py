@@ -29,6 +29,8 @@ from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 from tests.server_ext.fuzz import fuzz
 from tests.timing import assert_fast
 
+from .test_endpoints import without_tokenizer
+
 ADA, BOB = "key of ada", "key of bob"
 ADMIN = "the key of the administrator"
 TEXT = list(range(500, 560))
@@ -443,6 +445,11 @@ class TestTexts:
         server.say(server.identity(ADA, "two"))
         assert self.put(server, "two", {"texts": [self.TEXT]}, **only).json()["added"] == 0
         assert self.put(server, "two", {"texts": [self.TEXT]}).json()["added"] == 1
+
+    def test_a_server_without_a_tokenizer_says_so(self, server: Server) -> None:
+        server.get_tokenizer = without_tokenizer
+        answer = self.put(server, "one", {"texts": [self.TEXT]})
+        assert (answer.status_code, "--skip-tokenizer-init" in answer.json()["detail"]) == (400, True)
 
     def test_messages_without_a_usable_template_count_as_their_texts(self, server: Server) -> None:
         messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": self.TEXT}]

@@ -104,6 +104,14 @@ def predicting(tokens: Sequence[int]) -> Iterator[None]:
         _presented.reset(before)
 
 
+def tokenizer_of(engine_client: Any) -> Any:
+    """Return the served model's tokenizer, or None where vLLM runs without one (``--skip-tokenizer-init``)."""
+    try:
+        return engine_client.get_tokenizer()
+    except ValueError:
+        return None
+
+
 def tagger_of(engine_client: Any) -> RequestTagger:
     """Return the object that finds out the identities of this server's requests."""
     tagger: RequestTagger = engine_client.input_processor.agentspec
