@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
-from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn, unkept_conversation
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
@@ -204,7 +204,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             await self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
-            raw = await send(**self._client._requests.build(call, turn.messages))
+            raw = await send(**await self._request(call, turn))
             reply = self._client._take(call, turn, raw)
             await asyncio.to_thread(self._conversation.confirm)
             return reply
@@ -258,13 +258,19 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         if not self._conversation.loaded:
             raise AgentSpecError(f"{what}: session {self.id!r} is not read yet; `await session.load()` first")
 
+    async def _request(self, call: Call, turn: Turn, *, stream: bool = False) -> dict[str, Any]:
+        """Return the arguments of the OpenAI client's call; made in a thread if they take long."""
+        if call.predict:
+            return await asyncio.to_thread(self._client._requests.build, call, turn.messages, stream=stream)
+        return self._client._requests.build(call, turn.messages, stream=stream)
+
     async def _items(self, call: Call) -> AsyncGenerator[StreamItem, None]:
         await self.load()
         with call.turn as turn:
             await asyncio.to_thread(self._conversation.check)
             await self._client._probe(call)
             await self._client._offer(self._conversation, call)
-            request = self._client._requests.build(call, turn.messages, stream=True)
+            request = await self._request(call, turn, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             opened = (
                 completions.stream(**request) if call.model_class else await completions.create(**request, stream=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -143,6 +144,27 @@ def test_no_server_refuses_an_automatic_prediction_for_its_length() -> None:
     long = "\n".join(f"Zeile {i}: für größere Äpfel" for i in range(2_000))
     predicted = likely_answer([{"role": "assistant", "content": long}] * 2)
     assert predicted and long.startswith(predicted) and 16_380 <= len(predicted.encode()) <= MAX_PREDICTION
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_asyncio_waits_for_no_look_at_the_last_answers(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It takes some 10 ms, in which nothing else would run."""
+    threads: list[threading.Thread] = []
+
+    def likely(messages: Any) -> str:
+        threads.append(threading.current_thread())
+        return CODE
+
+    monkeypatch.setattr("agentspec.client.request.likely_answer", likely)
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        if stream:
+            await client.stream("edit it", predict="auto").until_done()
+        else:
+            await client.chat("edit it", predict="auto")
+    assert predictions(server) == [WANTED]
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 async def test_the_asynchronous_twin(server: FakeServer) -> None:
