@@ -42,7 +42,7 @@ check: $(VENV)/.built  ## ruff and mypy --strict
 dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no compiler (three to seven minutes)
 	bash scripts/dist.sh
 
-test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py; others: MARKS=drafters)
+test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py, MARKS=drafters)
 	bash scripts/setup.sh vllm $(VENV)-vllm-$(VERSION) $(VERSION)
 	$(VENV)-vllm-$(VERSION)/bin/python scripts/vllm_methods.py check
 	$(VENV)-vllm-$(VERSION)/bin/python -m pytest -m "$(MARKS)" $(TESTS)
