@@ -28,6 +28,7 @@ _MAX_SESSIONS = 4_096
 _MAX_PENDING_BYTES = 64 << 20  # of the calls since the last forecast
 _MAX_TEXT_BYTES = 64 << 20  # of the texts whose tokens are remembered
 _CALL_BYTES = 1_000  # of a call besides its text
+_REFERENCE_BYTES = 8  # of each message in its list
 _PIECE = re.compile(r"[^\S\r\n]?[^\W\d_]{1,5}|\d{1,3}|[^\S\r\n]?[^\s\w]{1,3}|_|[\r\n]+|[^\S\r\n]+")
 _LARGEST = 2**31 - 1
 
@@ -136,10 +137,12 @@ class Forecaster:
 
         Takes some microseconds, and never raises.
         """
-        tokens = _server_tokens(reply) if self.tokens_from == "server" else None
-        size = _CALL_BYTES + sum(part.nbytes for part in tokens or ())
-        if self.tokens_from != "server":
-            size += _bytes_of(reply.message)
+        tokens = None
+        if self.tokens_from == "server":
+            tokens, sent = _server_tokens(reply), ()
+            size = _CALL_BYTES + sum(part.nbytes for part in tokens or ())
+        else:
+            size = _CALL_BYTES + _REFERENCE_BYTES * len(sent) + _bytes_of(reply.message)
             for message in reversed(sent):
                 if session is not None and message["role"] == "assistant":
                     break  # the session holds this text

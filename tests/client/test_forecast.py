@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,13 +128,24 @@ def test_memory_stays_within_its_limits() -> None:
 
 def test_the_history_that_a_session_holds_is_counted_once() -> None:
     """Otherwise a few calls of a long session would fill the limit."""
-    forecaster = Forecaster(None, max_bytes=100_000)
+    forecaster = Forecaster(None, max_bytes=200_000)
     sent: list[dict[str, Any]] = []
     for _ in range(50):
         sent.append({"role": "user", "content": "go " * 100})
         forecaster.note("s", None, list(sent), short_reply(CODE[:300]))
         sent.append({"role": "assistant", "content": CODE[:300]})
     assert forecaster.forecast("s", None, []).calls == 50
+
+
+def test_long_histories_of_short_messages_are_counted() -> None:
+    """Each call lists all messages before it, so their number grows with its square."""
+    limit = 1_000_000
+    forecaster = Forecaster(None, max_bytes=limit)
+    sent: list[dict[str, Any]] = []
+    for _ in range(1_500):
+        sent += [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+        forecaster.note("s", None, list(sent), short_reply())
+    assert limit / 2 < sum(sys.getsizeof(said.sent) for said in forecaster._pending) <= limit
 
 
 def test_remembered_texts_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
