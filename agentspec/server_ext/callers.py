@@ -50,9 +50,12 @@ class Presented:
     prediction: tuple[int, ...] = ()
 
     def all(self, name: str) -> list[str]:
-        """Return all values of a header, in order."""
+        """Return all values of a header, in order, as the text that a body or a path would have in its place.
+
+        Clients send UTF-8. What isn't UTF-8 is read as Latin-1, which takes any bytes.
+        """
         wanted = name.lower().encode()
-        return [value.decode("latin-1").strip() for key, value in self.headers if key == wanted]
+        return [_text(value).strip() for key, value in self.headers if key == wanted]
 
     def bearer(self) -> str | None:
         """Return the API key that the request shows, checked or not."""
@@ -214,6 +217,13 @@ def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
     given = environ.get(ADMIN_KEY)
     return _checked_secret(ADMIN_KEY, given) if given else None
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _sha256(key: str) -> str:

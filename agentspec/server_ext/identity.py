@@ -14,7 +14,7 @@ be used counts as none; it never fails a request.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -196,13 +196,18 @@ def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
     if presented is None or found is None:
         return
     by_body = extra.get(SESSION_KEY)
-    if by_body is not None and by_body not in (found.session, *presented.all("x-session-id")[:1]):
+    if by_body is not None and by_body not in (found.session, *_as_vllm_reads(presented.all("x-session-id")[:1])):
         return
     extra[SESSION_KEY] = found.session
     if found.parent is not None:
         extra.setdefault(PARENT_KEY, found.parent)
     if found.final:
         extra[FINAL_KEY] = True
+
+
+def _as_vllm_reads(ids: Sequence[str]) -> list[str]:
+    """Return ids of its header as vLLM may give them: it reads headers as Latin-1."""
+    return [read for name in ids for read in (name, name.encode().decode("latin-1"))]
 
 
 def _usable_ids(extra: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -48,6 +48,20 @@ def test_a_client_names_its_session(headers: dict[str, str]) -> None:
     assert (found.parent_session, found.ignored_ids) == (None, 0)
 
 
+@pytest.mark.parametrize("header", ["x-session-id", "thread-id"])
+@pytest.mark.parametrize("name", ["sesión", "à", "会话 7"])
+def test_a_name_beyond_ascii_is_that_of_a_body_and_a_path(header: str, name: str) -> None:
+    """Routes take the id from the path, so another reading of the header would erase nothing, and say that it did."""
+    sent = Presented([(header.encode(), name.encode())])
+    native = name.encode().decode("latin-1") if header == "x-session-id" else None  # as vLLM reads its header
+    found = identify(tagger().tag({}, sent, session_id=native))
+    assert (found.session_name, found.session) == (name, key(name))
+
+
+def test_a_name_that_is_not_utf_8_is_read_as_latin_1() -> None:
+    assert identify(tagger().tag({}, Presented([(b"x-session-id", b"s\xe9")]), session_id="s\xe9")).session_name == "sé"
+
+
 @pytest.mark.parametrize("headers", CHILDREN)
 def test_a_child_agent_names_its_parent(headers: dict[str, str]) -> None:
     found = request(headers)
