@@ -14,6 +14,7 @@ import pytest
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
 from tests.end_to_end.mixed_load import code
+from tests.end_to_end.test_restart import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -43,6 +44,11 @@ def ask(server: ModelServer, rank: int, prompt: str, session: str | None = None)
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
     return answer
+
+
+def delivered(server: ModelServer, rank: int) -> int:
+    """The turns of the other engine that this one has read."""
+    return int(engines(server)[rank]["store"]["follower"]["delivered"])
 
 
 def engines(server: ModelServer) -> list[dict[str, Any]]:
@@ -79,7 +85,7 @@ def test_the_answer_that_comes_too_late_is_nobodys(server: ModelServer) -> None:
     for _ in range(2):
         assert [ask(server, rank, prompt)["choices"][0]["text"] for rank, prompt in enumerate(prompts)] == texts
     assert len(engines(server)) == ENGINES
-    assert all(engine["running"] == 0 for engine in engines(server))
+    wait_for(lambda: all(engine["running"] == 0 for engine in engines(server)))
 
 
 def test_no_secret_is_in_the_log_and_the_figures(server: ModelServer) -> None:
@@ -103,8 +109,9 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
             ask(server, rank, code(997 + rank, 12))
         for rank in range(ENGINES):
             prompt, session = code(980 + rank, 12), f"from-{rank}"
+            before = delivered(server, 1 - rank)
             text = ask(server, rank, prompt, session)["choices"][0]["text"]
-            time.sleep(1)
+            wait_for(lambda other=1 - rank, count=before: delivered(server, other) > count)  # type: ignore[misc]
             for other, source in ((session, "session"), ("somebody-else", "global")):
                 answer = ask(server, 1 - rank, prompt, other)
                 assert answer["choices"][0]["text"] == text

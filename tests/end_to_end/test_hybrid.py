@@ -10,6 +10,7 @@ from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 from tests.end_to_end.conftest import DRAFTER, speculating
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
+from tests.end_to_end.test_restart import wait_for
 from tests.end_to_end.test_sampling import POSITIONS, deviation, sample
 
 pytestmark = pytest.mark.engine
@@ -32,9 +33,9 @@ def test_greedy_text_is_identical_and_both_draft(
     ties, errors = differences(plain, plain_answers, run_all(hybrid, mixed_load()))
     assert not errors
     assert len(ties) <= 3, ties
+    wait_for(lambda: hybrid.stats()["running"] == 0)
     stats = hybrid.stats()
     assert not [name for name in stats["counters"] if name.startswith("errors")]
-    assert stats["running"] == 0
     model = stats["model"]
     assert model["runs"] > 50
     assert not model["given_up"]

@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.store]
 OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "4")
 FIRST_STEPS = 6
 """Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
+SOON = 10.0
+"""Seconds within which servers hear of each other's turns and erasures. It takes some 20 ms on an idle machine."""
 TASKS = (700, 701, 702, 703)
 """What the agents work on: numbers of held-out tasks."""
 HYBRID = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3, "enable_suffix_decoding": True}
@@ -75,8 +77,9 @@ def question(number: int) -> str:
 class Roaming:
     """Send the turns of one session to the servers in turn, as a balancer that knows nothing of sessions would."""
 
-    def __init__(self, name: str, servers: Sequence[ModelServer]) -> None:
+    def __init__(self, name: str, servers: Sequence[ModelServer], *, meet: bool = False) -> None:
         self.id = name
+        self.meet = meet  # wait until the other servers have heard of each turn
         self.servers = list(servers)
         self.replies: list[Reply[Any]] = []
         self._messages: list[Any] = []
@@ -85,10 +88,14 @@ class Roaming:
         """Ask the next server, with all that was said so far."""
         self._messages.append({"role": "user", "content": message})
         server = self.servers[len(self.replies) % len(self.servers)]
+        heard = {other: followed(other, "delivered") for other in self.servers if self.meet and other is not server}
         with AgentClient(base_url=server.base_url, model="demo", api_key="none", store=None) as client:
             reply: Reply[Any] = client.chat(self._messages, session=self.id, **options)
         self._messages.append({"role": "assistant", "content": reply.text})
         self.replies.append(reply)
+        for other, count in heard.items():
+            if followed(other, "logs"):
+                wait_for(lambda other=other, count=count: followed(other, "delivered") > count)  # type: ignore[misc]
         return reply
 
 
@@ -100,9 +107,9 @@ class Work:
     accepted: list[Counter[str]]
 
 
-def work(task: int, *servers: ModelServer) -> Work:
+def work(task: int, *servers: ModelServer, meet: bool = False) -> Work:
     """Let the demo's agent do a task, each turn on the next of the servers."""
-    session = Roaming(f"task-{task}", servers)
+    session = Roaming(f"task-{task}", servers, meet=meet)
     agent = Agent(make_task(FIRST_HELD_OUT_SEED + task), session)  # type: ignore[arg-type]
     while not agent.done:
         agent.turn()
@@ -140,6 +147,12 @@ def persisted(server: ModelServer) -> int:
     return count
 
 
+def followed(server: ModelServer, figure: str) -> int:
+    """A figure of what a server has read of the others' turns and erasures."""
+    count: int = server.stats()["store"]["follower"][figure]
+    return count
+
+
 def complete_and_store(server: ModelServer, prompt: str, session: str, salt: str | None = None) -> str:
     """A completion whose turn the store has acknowledged."""
     before = persisted(server)
@@ -172,16 +185,16 @@ def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServe
     def in_time(session: str) -> bool:
         return any(step["source"] == "session" and step["accepted"] > 0 for step in first_steps(other, session))
 
-    wait_for(lambda: sum(map(in_time, sessions)) > len(sessions) / 2, 5)
+    wait_for(lambda: sum(map(in_time, sessions)) > len(sessions) / 2)
 
 
 def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, ModelServer]) -> None:
-    """A tenant's corpus is followed: another session drafts from it on the other server, within a second."""
+    """A tenant's corpus is followed: another session drafts from it on the other server, within a moment."""
     for number, (writer, reader) in enumerate((pair, pair[::-1])):
         complete(reader, question(4 + number), "warm")  # the tenant's log is followed from the first request on
-        prompt = question(1 + number)
+        prompt, before = question(1 + number), followed(reader, "delivered")
         text = complete_and_store(writer, prompt, f"said-{number}")
-        time.sleep(1)
+        wait_for(lambda count=before: followed(reader, "delivered") > count, SOON)  # type: ignore[misc] # noqa: B023
         again, figures = complete(reader, prompt, f"read-{number}")
         assert again == text
         assert figures["accepted_by_source"]["global"] > 20
@@ -189,7 +202,9 @@ def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, 
 
 
 def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], expected: dict[int, list[str]]) -> None:
-    done = work(TASKS[0], *pair)
+    for server in pair:
+        complete(server, question(9), "warm")  # so that both follow the tenant's log
+    done = work(TASKS[0], *pair, meet=True)
     assert done.texts == expected[TASKS[0]]
     assert len(done.texts) > 1
     # What the last turn said is in the session and in the tenant's corpus, and either may be deemed more probable.
@@ -197,7 +212,7 @@ def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], exp
     assert sum(turn["session"] for turn in done.accepted) > 0, done.accepted
 
 
-def test_an_erased_session_is_gone_everywhere_within_a_second(pair: tuple[ModelServer, ModelServer]) -> None:
+def test_an_erased_session_is_gone_everywhere_within_a_moment(pair: tuple[ModelServer, ModelServer]) -> None:
     """The salt keeps away other sessions, whose answers share phrases with this one, so nothing at all may be left."""
     one, other = pair
     prompt, salt = question(3), "erased"
@@ -207,9 +222,10 @@ def test_an_erased_session_is_gone_everywhere_within_a_second(pair: tuple[ModelS
     assert again == text
     assert said_before(figures) > 20
     wait_for(lambda: other.stats()["store"]["writer"]["queued"] == 0)
+    before = followed(other, "erased")
     answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", headers={"X-Cache-Salt": salt}, timeout=30)
     assert answer.status_code in (200, 202), answer.text
-    time.sleep(1)
+    wait_for(lambda: followed(other, "erased") > before, SOON)
     for session, scope in (("erased", "session"), ("another", "tenant")):
         again, figures = complete(other, prompt, session, scope=scope, salt=salt)
         assert again == text
@@ -239,9 +255,9 @@ def test_failures_change_no_text_and_the_loss_is_named(
     finally:
         os.kill(redis.process_id, signal.SIGCONT)
     assert frozen.texts == expected[TASKS[2]]
-    assert took < 120
+    assert took < 300
     for server in pair:
-        wait_for(lambda server=server: server.stats()["store"]["writer"]["queued"] == 0, seconds=60)  # type: ignore[misc]
+        wait_for(lambda server=server: server.stats()["store"]["writer"]["queued"] == 0, seconds=200)  # type: ignore[misc]
 
     held = {server: persisted(server) for server in pair}
     redis.kill()
@@ -292,9 +308,9 @@ def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_
         again, figures = complete(same, prompt, "on-one-file")
         assert again == text
         assert said_before(figures) > 20
-        prompt = question(8)
+        prompt, before = question(8), followed(same, "delivered")
         text = complete_and_store(one, prompt, "on-one-file-too")
-        time.sleep(1)
+        wait_for(lambda: followed(same, "delivered") > before, SOON)
         again, figures = complete(same, prompt, "another")
         assert again == text
         assert figures["accepted_by_source"]["global"] > 20

@@ -12,6 +12,7 @@ import pytest
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.test_restart import wait_for
 from tests.server_ext.test_dashboard import selectors
 from tests.server_ext.test_metrics import Samples, of, read
 
@@ -38,7 +39,12 @@ def scrape(server: ModelServer) -> Samples:
 
 
 def say(server: ModelServer, count: int) -> None:
-    """Make requests over connections of their own, so that every API server gets some."""
+    """Make requests over connections of their own, so that every API server gets some. Wait until all are counted."""
+
+    def finished() -> int:
+        return int(server.stats()["counters"].get("finished", 0))
+
+    before = finished()
     with openai.OpenAI(base_url=server.base_url, api_key="none") as client:
         for _ in range(count):
             answer = client.completions.create(
@@ -50,12 +56,14 @@ def say(server: ModelServer, count: int) -> None:
                 extra_body={"ignore_eos": True},
             )
             assert answer.choices[0].text
+    wait_for(lambda: finished() == before + count)
+    wait_for(lambda: server.stats()["store"]["writer"]["queued"] == 0)
+    time.sleep(1.1)  # the figures of a scrape are up to a second old
 
 
 def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None:
     before = scrape(fast)
     say(fast, 3)
-    time.sleep(1.1)  # the figures of a scrape are up to a second old
     text, stats = fast.text("/metrics"), fast.stats()
     samples = read(text.encode())
     assert of(samples, "agentspec_drafted_tokens_total") == stats["counters"]["drafted"]
@@ -74,7 +82,6 @@ def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None
 
 def test_the_dashboard_asks_for_what_a_real_server_has(fast: ModelServer) -> None:
     say(fast, 1)
-    time.sleep(1.1)
     asked = {selector.name for selector in selectors()}
     missing = asked - {name for name, _ in scrape(fast)}
     assert len(asked) > 20 and missing <= {"agentspec_errors_total"}  # shown where there are errors
@@ -97,7 +104,6 @@ def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_pa
 
 def test_every_api_server_tells_the_same(two_api_servers: ModelServer) -> None:
     say(two_api_servers, 8)
-    time.sleep(1.1)
     with ThreadPoolExecutor(8) as pool:  # connections at once, so that both processes get some
         scrapes = list(pool.map(lambda _: scrape(two_api_servers), range(16)))
     for samples in scrapes:

@@ -161,6 +161,7 @@ class Scraped:
 
 def test_a_scrape_has_vllms_figures_and_ours(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     scraped = Scraped(monkeypatch, lambda: [engine.proposer.stats()])
+    monkeypatch.setattr(prometheus, "_FRESH_SECONDS", 1000.0)
     for path in ("/metrics", "/metrics", "/metrics?name=x"):
         answer = scraped.client.get(path)
         assert answer.content.startswith(VLLMS)
