@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.clients]
 
@@ -26,7 +27,15 @@ EXAMPLES = {
 }
 """What each example prints."""
 ARGUMENTS = {"async_fanout.py": ("a.py", "b.py"), "editor.py": ("a.py", "add a docstring", "rename values to items")}
+TOOLS = ("--max-num-seqs", "8", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 NEEDS = {"openai_agents.py": "agents", "pydantic_ai_agent.py": "pydantic_ai"}
+
+
+def run(name: str, server: ModelServer, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start an example as its first lines say."""
+    command = [sys.executable, str(FOLDER / name), "--base-url", server.base_url, "--model", "demo", *arguments]
+    environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -36,18 +45,17 @@ def test_it_runs_on_a_real_server(name: str, fast: ModelServer, tmp_path: Path) 
     for file in ("a.py", "b.py"):
         (tmp_path / file).write_text("def first(values):\n    return values[0]\n")
     before = fast.stats()["counters"]["finished"]
-    command = [
-        sys.executable,
-        str(FOLDER / name),
-        "--base-url",
-        fast.base_url,
-        "--model",
-        "demo",
-        *ARGUMENTS.get(name, ()),
-    ]
-    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data")}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    ran = run(name, fast, tmp_path, *ARGUMENTS.get(name, ()))
     # The toy model writes no slugify that passes its tests, which the coder reports by its status.
     assert ran.returncode in ({0, 1} if name == "refine_loop.py" else {0}), ran.stdout + ran.stderr
     assert EXAMPLES[name] in ran.stdout and "Traceback" not in ran.stderr
     assert fast.stats()["counters"]["finished"] >= before + 1
+
+
+def test_the_tool_agent_runs_where_tools_are_parsed(tmp_path: Path) -> None:
+    """Its tools are described to the small model, which cannot call them, and answers."""
+    environment = {**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"}
+    with ModelServer(MODEL, options=TOOLS, name="demo", log=tmp_path / "server.log", environment=environment) as server:
+        ran = run("tool_agent.py", server, tmp_path)
+        assert ran.returncode == 0 and "stopped: done" in ran.stdout, ran.stdout + ran.stderr
+        assert "tool-agent" in {session["id"] for session in server.get("/v1/agentspec/sessions")["sessions"]}
