@@ -142,11 +142,12 @@ def test_the_work_beside_drafting_is_counted() -> None:
     texts, cache = Texts(), SuffixCache(vocab_size=60_000)
     cache.start("r", texts.make(20_000), session="s", tenant="t")
     assert cache.worked_ns() == 0
-    took = 0.0
+    took, works = 0.0, []
     while cache.stats().pending:
         before = cache.worked_ns()
         took += cpu(lambda: cache.propose(["r"], 8))
-        assert cache.worked_ns() - before < 2e6  # the limit is 0.5 ms, and a piece of work may exceed it
+        works.append((cache.worked_ns() - before) / 1e6)
+    assert most(works) < STALL  # the limit is 0.5 ms, and a piece of work may exceed it
     assert 0.3 * took < cache.worked_ns() / 1e6 < took
 
 
