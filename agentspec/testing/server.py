@@ -30,7 +30,8 @@ class ServerFailedError(AgentSpecError):
 class ModelServer:
     """Run ``agentspec serve`` (or plain ``vllm serve``) as a child process.
 
-    ``agentspec=False`` starts vLLM with no trace of the extension: its plugins are not loaded.
+    ``agentspec=False`` starts vLLM with no trace of the extension: it loads no plugins, but for those that VLLM_PLUGINS
+    in ``environment`` names.
     Use as a context manager, or call ``start`` (or ``launch`` and ``wait``) and ``stop``.
     """
 
@@ -68,7 +69,7 @@ class ModelServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self._environment}
         if not self.agentspec:
-            environment["VLLM_PLUGINS"] = ""
+            environment["VLLM_PLUGINS"] = self._environment.get("VLLM_PLUGINS", "")
         with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 self._command(),

@@ -24,14 +24,20 @@ OPTIONS = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def speculating(config: dict[str, Any], log: Path, *options: str, model: Path = MODEL) -> ModelServer:
-    """A server with the extension, nothing stored, and a speculative config as its users write it."""
+def speculating(
+    config: dict[str, Any], log: Path, *options: str, model: Path = MODEL, by_vllm: bool = False
+) -> ModelServer:
+    """A server with the extension, nothing stored, and a speculative config as its users write it.
+
+    by_vllm: start it by ``vllm serve``, where only the options switch the extension on.
+    """
     return ModelServer(
         model,
+        agentspec=not by_vllm,
         options=(*OPTIONS, "--speculative-config", json.dumps(config), *options),
         name="demo",
         log=log,
-        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://", "VLLM_PLUGINS": "agentspec"},
     )
 
 

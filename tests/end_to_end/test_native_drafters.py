@@ -46,10 +46,12 @@ WRITTEN = {
 """The drafters and variants whose folder is written for the test: by what, and from which model."""
 WITHOUT_INDEX = json.dumps({"agentspec": {"arctic_suffix_rule": {"max_spec_factor": 0.0}, "verify_cost": 0.01}})
 """Verification is declared cheap, so that the drafter drafts much, and wrong."""
+BY_VLLM = "eagle3 by vllm serve"
 VARIANTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DRAFTERS, ()),
     **{f"{name} alone": ("--additional-config", WITHOUT_INDEX) for name in ("draft_model", "eagle3", "mtp", "eagle")},
     **{f"{name} on two ranks": ("--tensor-parallel-size", "2") for name in ("eagle3", "mtp", "eagle", "draft_model")},
+    BY_VLLM: ("--additional-config", json.dumps({"agentspec": {}})),
 }
 """What each server has besides its drafter: the drafter's name comes first."""
 
@@ -69,7 +71,7 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         write, source = written
         config = {**config, "model": str(folder / "drafter")}
         write(source, folder / "drafter")
-    with speculating(config, folder / "server.log", *options, model=model) as server:
+    with speculating(config, folder / "server.log", *options, model=model, by_vllm=name == BY_VLLM) as server:
         yield server
 
 
