@@ -112,11 +112,12 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
             before = delivered(server, 1 - rank)
             text = ask(server, rank, prompt, session)["choices"][0]["text"]
             wait_for(lambda other=1 - rank, count=before: delivered(server, other) > count)  # type: ignore[misc]
-            for other, source in ((session, "session"), ("somebody-else", "global")):
+            # The session is loaded while its request decodes; until then the corpus has the text.
+            for other, sources in ((session, ("session", "global")), ("somebody-else", ("global",))):
                 answer = ask(server, 1 - rank, prompt, other)
                 assert answer["choices"][0]["text"] == text
                 accepted = server.get(f"/v1/agentspec/requests/{answer['id']}")["accepted_by_source"]
-                assert accepted[source] > 20, accepted
+                assert sum(accepted[source] for source in sources) > 20, accepted
 
 
 def workers(server: ModelServer) -> list[int]:
