@@ -5,11 +5,14 @@ or hide in a terminal. All other Unicode characters are allowed.
 """
 
 import unicodedata
+from urllib.parse import quote, unquote
 
 from agentspec.errors import InvalidSessionError
 
 MAX_ID_LENGTH = 256
 """Longest id, in characters."""
+
+_VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 # control characters, lone surrogates (not encodable), line and paragraph separators
 _REFUSED = frozenset({"Cc", "Cs", "Zl", "Zp"})
@@ -39,6 +42,22 @@ def check_ids(**ids: str | None) -> None:
     for name, value in ids.items():
         if value is not None:
             check_session_id(value, name)
+
+
+def to_header(text: str) -> str:
+    """Return a session id or a cache salt as the value of an HTTP header: percent-encoded UTF-8 outside visible ASCII.
+
+    "%" is encoded too, so that two ids never share a value. Ordinary ids stay unchanged.
+    """
+    return quote(text, safe=_VISIBLE)
+
+
+def from_header(value: str) -> str:
+    """Return the text for which `to_header` returns this value. What isn't percent-encoded UTF-8 stays as it is."""
+    try:
+        return unquote(value, errors="strict")
+    except UnicodeDecodeError:
+        return value
 
 
 def _check_characters(value: str, field: str) -> None:

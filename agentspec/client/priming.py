@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from agentspec.client.request import SALT_HEADER, TIMEOUT_S
 from agentspec.errors import InvalidInputError
+from agentspec.identifiers import to_header
 
 _BODY_BYTES = 4 << 20  # of texts in one request; servers take 8 MiB
 
@@ -60,7 +61,7 @@ def added_by(answer: object) -> int:
 
 
 def _request(content: dict[str, Any], cache_salt: str | None) -> Priming:
-    options = {} if cache_salt is None else {"headers": {SALT_HEADER: cache_salt}}
+    options = {} if cache_salt is None else {"headers": {SALT_HEADER: to_header(cache_salt)}}
     return Priming({"version": 1, **content}, options)
 
 

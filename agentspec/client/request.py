@@ -19,6 +19,7 @@ from agentspec.client.predictions import as_prediction, check_predict, likely_an
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.identifiers import to_header
 
 Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 """The client's option `speculation`; True is "summary"."""
@@ -185,7 +186,7 @@ class RequestBuilder:
         for session in (conversation.id, *conversation.helpers):
             yield self._path_of(session), {}
             for salt in salts:
-                yield self._path_of(session), {"headers": {SALT_HEADER: salt}}
+                yield self._path_of(session), {"headers": {SALT_HEADER: to_header(salt)}}
 
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
-from urllib.parse import quote
+
+from agentspec.identifiers import to_header
 
 SessionTags: TypeAlias = Literal[
     "auto", "header", "body", "off", "vllm", "sglang", "dynamo", "aibrix", "openai", "litellm"
 ]
-
-_PLAIN = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class SessionNaming:
     def tag(self, request: dict[str, Any], session: str | None, parent: str | None, group: str | None) -> None:
         """Name session, parent and group in a request, and keep what the caller named itself."""
         named = {self.header: session, self.parent_header: parent if session is not None else None}
-        headers = {name: header_value(value) for name, value in named.items() if name and value is not None}
+        headers = {name: to_header(value) for name, value in named.items() if name and value is not None}
         if headers:
             request["extra_headers"] = {**headers, **(request.get("extra_headers") or {})}
         body: dict[str, Any] = dict(request.get("extra_body") or {})
@@ -67,12 +66,3 @@ NAMINGS: dict[str, SessionNaming] = {
 
 EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
 """What "auto" becomes once the server is known to have the extension: the body has the ids unencoded, and the group."""
-
-
-def header_value(session: str) -> str:
-    """Encode a session id for an HTTP header: percent-encoded UTF-8 outside visible ASCII.
-
-    "%" is encoded too, so that two ids never share a value. Ordinary ids stay unchanged. The body, which servers with
-    the extension prefer, has the unencoded id.
-    """
-    return quote(session, safe=_PLAIN)

@@ -5,6 +5,7 @@ A client that is not known yet needs a line in ``CLIENTS`` and nothing else.
 
 from dataclasses import dataclass
 
+from agentspec.identifiers import from_header
 from agentspec.server_ext.callers import Presented
 
 
@@ -51,7 +52,7 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """Hold what a client's headers say: ids as sent, unchecked. final: the session ends with this request."""
+    """Hold what a client's headers say: ids decoded and unchecked. final: the session ends with this request."""
 
     session: str
     parent: str | None
@@ -72,5 +73,5 @@ def agent_session(presented: Presented | None) -> AgentSession | None:
 
 
 def _first(presented: Presented, names: tuple[str, ...], other_than: str = "") -> str | None:
-    values = (value for name in names for value in presented.all(name)[:1])
+    values = (from_header(value) for name in names for value in presented.all(name)[:1])
     return next((value for value in values if value != other_than), None)

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
+from agentspec.identifiers import from_header
 from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.session_texts import SessionTexts, turns_of
@@ -171,7 +172,7 @@ def _identity(engine: Any, session_id: str, *, write: bool = False) -> Identity:
 
 
 def _salt(sender: Presented | None) -> str | None:
-    return next(iter(() if sender is None else sender.all(_SALT_HEADER)), None)
+    return next(map(from_header, () if sender is None else sender.all(_SALT_HEADER)), None)
 
 
 async def _run(engine: Any, what: str, *args: Any, engines: Sequence[int] | None = None) -> list[Any]:

@@ -421,8 +421,8 @@ def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> Non
         session.chat("two", extra_body={"cache_salt": "mine"})
         session.chat("three")
         server.erasing = [404]  # nothing was said without a salt
-        session.clear(cache_salts=["of another process"])
-    assert salts_of_erasures(server) == [None, "mine", "of another process"]
+        session.clear(cache_salts=["größer als 9"])
+    assert salts_of_erasures(server) == [None, "gr%C3%B6%C3%9Fer%20als%209", "mine"]
     assert server.erased == ["s"] * 3
 
 

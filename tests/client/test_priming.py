@@ -30,12 +30,12 @@ def test_a_session_and_files_are_primed(server: FakeServer, tmp_path: Path) -> N
         assert session.prime() == 0 and not primings(server), "it has nothing to say"
         session.chat("hello")
         assert session.prime() == 1
-        assert session.prime(["some text", tmp_path / "a.py"], cache_salt="salt") == 2
+        assert session.prime(["some text", tmp_path / "a.py"], cache_salt="Salz 2é") == 2
     history, files = primings(server)
     assert history.path == files.path == "/v1/agentspec/sessions/fix%2F42"
     assert history.body == {"version": 1, "messages": TURN} and "x-cache-salt" not in history.headers
     assert files.body == {"version": 1, "texts": ["some text", "def a(): ...\n"]}
-    assert files.headers["x-cache-salt"] == "salt"
+    assert files.headers["x-cache-salt"] == "Salz%202%C3%A9"
 
 
 def test_many_texts_come_in_several_requests(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

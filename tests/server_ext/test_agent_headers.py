@@ -2,6 +2,7 @@
 
 import pytest
 
+from agentspec.identifiers import to_header
 from agentspec.server_ext.callers import Callers, Presented
 from agentspec.server_ext.identity import Identity, RequestTagger, identify
 from agentspec.server_ext.settings import Settings
@@ -114,7 +115,14 @@ def test_an_empty_header_says_nothing() -> None:
         assert found.parent_session is None and found.ignored_ids == 0
 
 
-@pytest.mark.parametrize("bad", ["x" * 257, "a\x01b"])
+def test_an_id_that_our_client_encoded_for_a_header_is_the_one_in_the_body() -> None:
+    """Requests of `session.openai` name it in a header only, those of `session.chat` in the body too."""
+    encoded = {"x-session-id": to_header("größer 9%"), "x-parent-session-id": to_header("ein Kind")}
+    for found in (request(encoded), request(encoded, body="größer 9%")):
+        assert (found.session_name, found.parent_session) == ("größer 9%", key("ein Kind"))
+
+
+@pytest.mark.parametrize("bad", ["x" * 257, "a\x01b", "a%01b"])
 def test_an_unusable_header_counts_as_no_session(bad: str) -> None:
     found = request({"x-claude-code-session-id": bad})
     assert found.session is None and found.scope == "tenant" and found.ignored_ids == 1

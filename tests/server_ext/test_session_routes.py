@@ -16,6 +16,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, open_store
+from agentspec.identifiers import to_header
 from agentspec.server_ext import session_routes, vllm_adapter
 from agentspec.server_ext.callers import Callers, Presented
 from agentspec.server_ext.endpoints import AgentSpecEndpoints, is_loopback
@@ -293,11 +294,12 @@ def test_a_gateways_principals_see_their_own_and_who_is_nobody_sees_nothing(star
     assert server.listed(None, headers={"X-Principal": "ada"}) == ["of ada"]
 
 
-def test_a_salted_session_needs_its_salt(start: Start) -> None:
+@pytest.mark.parametrize("value", ["salt", "größer als 9"])
+def test_a_salted_session_needs_its_salt(start: Start, value: str) -> None:
     server = start(ADA)
-    server.say(server.identity(ADA, "one", cache_salt="salt"))
+    server.say(server.identity(ADA, "one", cache_salt=value))
     assert server.listed(ADA) == [] and server.call(ADA, "GET", "one").status_code == 404
-    salt = {"X-Cache-Salt": "salt"}
+    salt = {"X-Cache-Salt": to_header(value)}
     assert server.listed(ADA, headers=salt) == ["one"]
     server.call(ADA, "DELETE", "one")
     assert server.call(ADA, "GET", "one", headers=salt).status_code == 200
