@@ -40,9 +40,9 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 STEP_MULTIPLE = 2.0
 """Longest duration of a step with several rows, in multiples of a step without drafts."""
-AIMED_MULTIPLE = 1.75
+AIMED_MULTIPLE = 1.5
 """Multiple that a measured estimate aims at, so that most steps stay within STEP_MULTIPLE, not half of them. If every
-step has drafts, the time of one without drafts is extrapolated and is too long."""
+step has drafts, the time of one without drafts is extrapolated, and contains what any draft costs a step by itself."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
