@@ -44,6 +44,7 @@ def say(server: ModelServer, count: int) -> None:
     def finished() -> int:
         return int(server.stats()["counters"].get("finished", 0))
 
+    wait_for(lambda: server.stats()["running"] == 0)
     before = finished()
     with openai.OpenAI(base_url=server.base_url, api_key="none") as client:
         for _ in range(count):
@@ -62,6 +63,7 @@ def say(server: ModelServer, count: int) -> None:
 
 
 def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None:
+    time.sleep(1.1)  # the figures of a scrape are up to a second old
     before = scrape(fast)
     say(fast, 3)
     text, stats = fast.text("/metrics"), fast.stats()

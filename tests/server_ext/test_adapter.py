@@ -321,9 +321,15 @@ class TestPatches:
         vllm_adapter.install(patches)
         assert all(one is other for one, other in zip(first, methods(), strict=True) if not isinstance(one, property))
         for patch, method in zip(patches, first, strict=True):
-            if not patch.adds:
-                wrapped: Any = method.fget if isinstance(method, property) else method
-                assert wrapped.__wrapped__ is patch.original(), patch.name
+            if patch.adds:
+                continue
+            wrapped: Any = method.fget if isinstance(method, property) else method
+            replacements = []
+            while wrapped is not patch.original():
+                replacements.append(vars(wrapped)[vllm_adapter._MARK])
+                wrapped = wrapped.__wrapped__
+            assert replacements.count(patch.replacement) == 1, patch.name
+            assert len(replacements) == sum((other.owner, other.name) == (patch.owner, patch.name) for other in patches)
 
     def test_a_method_that_is_missing_is_named(self) -> None:
         patch = vllm_adapter.Patch("runner", "vllm.config:VllmConfig", "gone", lambda original: None, "to see")
