@@ -288,9 +288,8 @@ class Session(SessionBase, Loops):
         """
         self.load()
         self._client._probe_sessions()
-        return self._client._prime(
-            self.id, list(self._priming(texts, cache_salt))
-        )  # reads all files before any is sent
+        requests = list(self._priming(texts, cache_salt))  # all files are read before anything is sent
+        return self._client._prime(self.id, requests)
 
     def forecast(self) -> Forecast:
         """Return what speculation would bring on this session's calls, and what it brought where the server said so.
