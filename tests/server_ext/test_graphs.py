@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import step_graphs
+from agentspec.server_ext.vllm_adapter import cheap_steps
+from agentspec.server_ext.vllm_adapter.cheap_steps import drafts_are_ragged
 from agentspec.server_ext.vllm_adapter.launch import engine_options
-from agentspec.server_ext.vllm_adapter.step_graphs import drafts_are_ragged
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
 DEFAULT_SIZES: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -190,11 +190,11 @@ def test_models_with_other_attention_keep_vllms_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     config = Engine(tmp_path, 128).config
-    assert step_graphs.may_replay_drafts(config)
-    monkeypatch.setattr(step_graphs, "drafts_are_ragged", lambda config: True)
+    assert cheap_steps.may_replay_drafts(config)
+    monkeypatch.setattr(cheap_steps, "drafts_are_ragged", lambda config: True)
     model = SimpleNamespace(**{"is_encoder_decoder": False, "is_mm_prefix_lm": False, kind: True})
     other = SimpleNamespace(parallel_config=config.parallel_config, model_config=model)
-    assert not step_graphs.may_replay_drafts(other)
+    assert not cheap_steps.may_replay_drafts(other)
 
 
 @pytest.mark.usefixtures("patched")
@@ -211,7 +211,7 @@ def test_a_replay_is_prepared_for_the_longest_row_that_was_captured(tmp_path: Pa
     runner = SimpleNamespace(vllm_config=Engine(tmp_path, 128, replays="ALWAYS").config)
 
     def prepared(**given: Any) -> Any:
-        return step_graphs.build_attention_metadata(lambda runner, **kwargs: kwargs["max_query_len"], runner, **given)
+        return cheap_steps.build_attention_metadata(lambda runner, **kwargs: kwargs["max_query_len"], runner, **given)
 
     assert prepared(max_query_len=9, num_tokens_padded=24) == 24
     assert prepared(max_query_len=1, num_tokens_padded=8) == 1  # the graph for steps without drafts

@@ -8,11 +8,14 @@
 ``draft_models``  runs speculators beside the suffix index, on all tensor-parallel ranks
 ``native_methods``   configures vLLM's own methods, beside which agentspec drafts
 ``native_drafters``  runs their drafters
-``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens
+``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
+                  buffers and CUDA graphs
+``verification``  corrects vLLM's rejection sampler, and makes it cheaper on CPUs
+``offline``       runs an ``LLM`` of this process step by step, for rollouts
 
 PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
-to NEWEST_VERSION. Scheduling, verification and sampling stay vLLM's. docs/vllm-versions.md says what ran on which
-version, and how to judge a new one.
+to NEWEST_VERSION. Scheduling, sampling and the choice of what to accept stay vLLM's. docs/vllm-versions.md says what
+ran on which version, and how to judge a new one.
 """
 
 import functools
@@ -25,7 +28,7 @@ from typing import Any, Literal
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner, step_graphs
+from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner, verification
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
@@ -181,9 +184,9 @@ _SAMPLER = f"{_SAMPLING}:RejectionSampler"
 PATCHES = (
     Patch("frontend", _ENGINE_ARGS, "create_speculative_config", launch.create_speculative_config,
           "translates the user's speculative method, decides a draft limit that nobody gave"),
-    Patch("all", _CONFIG, "uniform_decode_query_len", step_graphs.uniform_decode_query_len,
+    Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
           "full CUDA graphs are for steps without drafts", since=(0, 29)),
-    Patch("all", _CONFIG, "_set_cudagraph_sizes", step_graphs.set_cudagraph_sizes,
+    Patch("all", _CONFIG, "_set_cudagraph_sizes", cheap_steps.set_cudagraph_sizes,
           "adds graph sizes for steps with drafts"),
     Patch("all", _CONFIG, "use_v2_model_runner", native_methods.use_v2_model_runner,
           "agentspec drafts in the V1 model runner"),
@@ -211,7 +214,7 @@ PATCHES = (
           "notes whether the step drafted anything"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
           "asks the worker for no drafts where there are none"),
-    Patch("worker", _SAMPLING, "expand_batch_to_tokens", cheap_steps.expand_batch_to_tokens,
+    Patch("worker", _SAMPLING, "expand_batch_to_tokens", verification.expand_batch_to_tokens,
           "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
     Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
           "answers the HTTP routes", adds=True),
@@ -243,17 +246,17 @@ PATCHES = (
           "tells the engine core that nothing was drafted"),
     Patch("runner", _RUNNER, "take_draft_token_ids", cheap_steps.take_draft_token_ids,
           "hands no empty drafts to the scheduler"),
-    Patch("runner", _RUNNER, "uniform_decode_query_len", step_graphs.configured_query_len,
+    Patch("runner", _RUNNER, "uniform_decode_query_len", cheap_steps.configured_query_len,
           "recognises steps without drafts, and captures graphs for them", adds=True),
-    Patch("runner", _GRAPHS, "uniform_decode_query_len", step_graphs.configured_query_len,
+    Patch("runner", _GRAPHS, "uniform_decode_query_len", cheap_steps.configured_query_len,
           "picks the graph", adds=True),
-    Patch("runner", _RUNNER, "_check_and_update_cudagraph_mode", step_graphs.check_and_update_cudagraph_mode,
+    Patch("runner", _RUNNER, "_check_and_update_cudagraph_mode", cheap_steps.check_and_update_cudagraph_mode,
           "captures full graphs for steps with drafts"),
-    Patch("runner", _RUNNER, "_build_attention_metadata", step_graphs.build_attention_metadata,
+    Patch("runner", _RUNNER, "_build_attention_metadata", cheap_steps.build_attention_metadata,
           "prepares their replay as they were captured"),
-    Patch("runner", _SAMPLER, "forward", cheap_steps.named_logprobs,
+    Patch("runner", _SAMPLER, "forward", verification.named_logprobs,
           "returns the log probabilities of logprob_token_ids; vLLM returns none, or ends the engine"),
-    Patch("runner", _SAMPLER, "forward", cheap_steps.verify,
+    Patch("runner", _SAMPLER, "forward", verification.verify,
           "reads greedy choices without copies of the logits", cpu_only=True),
 )
 # fmt: on

@@ -6,14 +6,12 @@ step. Drafts of agentspec are ragged and often missing. docs/engine-limits.md ha
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import extension_of
-
-_PLACEHOLDER = -1
-"""Token id with which vLLM's sampler fills a row behind its last accepted token."""
 
 _NO_DRAFTS = "agentspec_no_drafts"
 """Attribute of the model runner's output, and then of the scheduler: True after a step that drafted nothing."""
@@ -132,126 +130,6 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * sizes
 
 
-# --- Verification of greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
-# --- and those of each row once, float32 over the whole vocabulary, before it takes their largest. On a CPU the copies
-# --- take as long as the output layer of a small model does; on a GPU they take microseconds.
-
-
-def verify(
-    original: Callable[..., Any],
-    sampler: Any,
-    metadata: Any,
-    draft_probs: Any,
-    logits: Any,
-    sampling_metadata: Any,
-) -> Any:
-    """Read the largest logits in place where all requests are greedy and nothing changes a logit."""
-    if sampler.synthetic_mode or not only_argmax_decides(sampling_metadata):
-        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
-    import torch
-    from vllm.v1.outputs import SamplerOutput
-
-    # The function by which vLLM chooses without speculation, so that ties fall the same way.
-    choices = sampler.sampler.greedy_sample(logits.to(torch.float32))
-    return SamplerOutput(sampled_token_ids=verified(choices, metadata), logprobs_tensors=None)
-
-
-def only_argmax_decides(sampling_metadata: Any) -> bool:
-    """Return whether every request takes its largest raw logit and wants nothing else: no logprobs, no processors."""
-    holder = sampling_metadata.thinking_budget_state_holder
-    return bool(
-        sampling_metadata.all_greedy
-        and sampling_metadata.no_penalties
-        and not sampling_metadata.bad_words_token_ids
-        and sampling_metadata.allowed_token_ids_mask is None
-        and sampling_metadata.max_num_logprobs is None
-        and not sampling_metadata.logprob_token_ids
-        and (holder is None or not holder.has_tracked_requests())
-        and all(_serves_nobody(processor) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
-    )
-
-
-def _serves_nobody(processor: Any) -> bool:
-    """Return whether a logits processor has no request to serve. Assume that a foreign one always has."""
-    from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
-
-    if type(processor) is MinTokensLogitsProcessor:
-        return not processor.min_toks
-    return type(processor) is LogitBiasLogitsProcessor and not processor.biases
-
-
-def verified(choices: Any, metadata: Any) -> Any:
-    """Return [rows, longest draft + 1]: each row's choices up to the first that is not its draft's, then placeholders.
-
-    choices: [draft tokens + rows], the target's choice at each position, in the order of the logits.
-    """
-    import torch
-
-    counts = torch.tensor(metadata.num_draft_tokens)
-    rows, longest = len(counts), metadata.max_spec_len
-    drafted = torch.arange(longest) < counts[:, None]
-    agrees = torch.zeros((rows, longest), dtype=torch.bool)
-    agrees[drafted] = choices[metadata.target_logits_indices] == metadata.draft_token_ids
-    accepted = agrees.cumprod(1).sum(1)
-    at = torch.arange(longest + 1)
-    begins = metadata.bonus_logits_indices - counts
-    result = torch.full((rows, longest + 1), _PLACEHOLDER, dtype=torch.int32)
-    kept = at <= accepted[:, None]
-    result[kept] = choices[(begins[:, None] + at)[kept]].to(torch.int32)
-    return result
-
-
-# --- Log probabilities of tokens that a request names (logprob_token_ids). vLLM's rejection sampler returns none for
-# --- them. If another request of the batch wants log probabilities, it raises an error, which ends the engine.
-
-
-def named_logprobs(
-    original: Callable[..., Any],
-    sampler: Any,
-    metadata: Any,
-    draft_probs: Any,
-    logits: Any,
-    sampling_metadata: Any,
-) -> Any:
-    """Return the log probabilities of the named tokens at each verified position, as vLLM does without drafts."""
-    named = sampling_metadata.logprob_token_ids
-    if not named:
-        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
-    target, positions = sampler.sampler, metadata.max_spec_len + 1
-
-    def gather(logprobs: Any, _: int, sampled: Any) -> Any:
-        spread = {row * positions + i: tokens for row, tokens in named.items() for i in range(positions)}
-        return target.gather_specific_token_logprobs(logprobs, spread, sampled)
-
-    most = sampling_metadata.max_num_logprobs or 0  # with None vLLM gathers nothing
-    wanted = dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=most)
-    target.gather_logprobs = gather
-    try:
-        return original(sampler, metadata, draft_probs, logits, wanted)
-    finally:
-        del target.gather_logprobs
-
-
-def expand_batch_to_tokens(
-    original: Callable[..., Any],
-    x: Any,
-    cu_num_tokens: Any,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> Any:
-    """Repeat a value of each row for its tokens, in plain torch.
-
-    The kernel of vLLM's CPU build fills a converted copy, so temperature, top-k and top-p of draft positions get lost.
-    This replaces it for every drafter, ours or not.
-    """
-    import torch
-
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
-    return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
-
-
 # --- The bitmask of allowed tokens for structured output. vLLM allocates max_num_seqs * (1 + num_speculative_tokens)
 # --- rows of a bit for each token of the vocabulary when the first such request comes: 627 MB for 256 sequences, 128
 # --- draft tokens and 152 k tokens. Drafts of a step are bounded for all rows together, so a small part is ever used.
@@ -273,3 +151,140 @@ def grammar_bitmask(
             least = max(rows, manager.vllm_config.scheduler_config.max_num_seqs)
             manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1 << (least - 1).bit_length())
     return original(manager, requests, ids, drafts)
+
+
+# --- CUDA graphs. vLLM expects every row of a decode step to have 1 + num_speculative_tokens tokens. It rounds all
+# --- graph sizes up to multiples of that, and keeps the full decode graphs for steps in which every row has exactly so
+# --- many: with 128 tokens, a step of one row without a draft would be padded to 129 and never meet a full graph. So
+# --- where agentspec drafts, the uniform length is 1, and full decode graphs are captured for steps without drafts.
+# ---
+# --- A step with drafts would then run piecewise: attention outside the graphs, launched layer by layer, which keeps
+# --- the host busy for longer than the device. Where attention can replay a batch of any shape (FlashAttention 3,
+# --- Triton), full graphs are captured for such steps too. Models with a state for each draft token keep vLLM's graphs:
+# --- the builders of their metadata capture graphs for that many tokens a row only.
+
+
+def drafts_are_ragged(vllm_config: Any) -> bool:
+    """Return whether the uniform decode length of this engine is 1 although it drafts."""
+    return uses_agentspec(vllm_config) and not keeps_states(vllm_config.model_config)
+
+
+def uniform_decode_query_len(original: Callable[[Any], int], vllm_config: Any) -> int:
+    """Return the tokens of each row for which vLLM captures full graphs."""
+    return 1 if drafts_are_ragged(vllm_config) else int(original(vllm_config))
+
+
+def _length_of_config(holder: Any) -> int:
+    config = holder.vllm_config
+    if drafts_are_ragged(config):
+        return 1
+    return 1 + int(config.num_speculative_tokens)
+
+
+def _ignore(holder: Any, value: int) -> None:
+    del holder, value
+
+
+configured_query_len = property(_length_of_config, _ignore)
+"""Uniform decode length of the engine, in tokens, for vLLM's model runner and graph dispatcher. Both set it in their
+constructors from the number of draft tokens; what they set is ignored."""
+
+
+def set_cudagraph_sizes(original: Callable[[Any], None], vllm_config: Any) -> None:
+    """Add graph sizes for steps with drafts, unless the user chose the sizes."""
+    compilation = vllm_config.compilation_config
+    default = compilation.max_cudagraph_capture_size is None and compilation.cudagraph_capture_sizes is None
+    original(vllm_config)
+    if default and compilation.cudagraph_capture_sizes and drafts_are_ragged(vllm_config):
+        _add_sizes_for_drafts(vllm_config)
+
+
+def _add_sizes_for_drafts(vllm_config: Any) -> None:
+    """Add the default graph sizes, in tokens, that steps with drafts can reach.
+
+    vLLM's own sizes stop at twice the number of rows, as without speculation. The platform's limit and
+    ``max_num_batched_tokens`` still hold.
+    """
+    from vllm.platforms import current_platform
+
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    longest = 1024 if current_platform.is_device_capability_family(100) else 512
+    reach = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+    largest = min(2 * reach, longest, scheduler.max_num_batched_tokens)
+    present = compilation.cudagraph_capture_sizes
+    grid = [*range(8, 256, 8), *range(256, longest + 1, 16)]
+    added = [size for size in grid if present[-1] < size <= largest]
+    if added:
+        compilation.cudagraph_capture_sizes = [*present, *added]
+        compilation.max_cudagraph_capture_size = added[-1]
+
+
+def check_and_update_cudagraph_mode(
+    original: Callable[..., None],
+    runner: Any,
+    attention_backends: Iterable[Iterable[Any]],
+    kv_cache_groups: Iterable[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Register full graphs for steps with drafts, once vLLM has chosen its own, where attention replays any batch."""
+    groups, backends = list(kv_cache_groups), [list(backends) for backends in attention_backends]
+    original(runner, backends, groups, *args, **kwargs)
+    specs = [(backend, group.kv_cache_spec) for of, group in zip(backends, groups, strict=False) for backend in of]
+    if may_replay_drafts(runner.vllm_config) and all(_replays_any_batch(runner.vllm_config, *spec) for spec in specs):
+        capture_drafts(runner.cudagraph_dispatcher)
+
+
+def may_replay_drafts(vllm_config: Any) -> bool:
+    """Return whether steps with drafts may run as full graphs, if the attention backends can replay them.
+
+    Data-parallel ranks agree on one kind of graph and size for each step, which has to exist on all of them whatever
+    their rows drafted. So they keep vLLM's graphs, and so do what else splits a batch, models with an encoder, and
+    models that attend to an image in both directions.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return (
+        drafts_are_ragged(vllm_config)
+        and parallel.data_parallel_size == 1
+        and parallel.decode_context_parallel_size == 1
+        and not parallel.use_ubatching
+        and not model.is_encoder_decoder
+        and not model.is_mm_prefix_lm
+    )
+
+
+def _replays_any_batch(vllm_config: Any, backend: Any, kv_cache_spec: Any) -> bool:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    support = backend.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+    return bool(support is AttentionCGSupport.ALWAYS)
+
+
+def capture_drafts(dispatcher: Any) -> None:
+    """Replace the piecewise graphs of vLLM's default mode by full graphs of the same sizes.
+
+    Full decode graphs remain for steps in which every row has one token. Other modes are the user's choice and are
+    left alone.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if dispatcher.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+        return
+    rows = dispatcher.vllm_config.scheduler_config.max_num_seqs
+    piecewise = dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
+    dispatcher.cudagraph_keys[CUDAGraphMode.FULL].update(
+        dataclasses.replace(size, num_reqs=min(size.num_tokens, rows)) for size in piecewise
+    )
+    piecewise.clear()
+
+
+def build_attention_metadata(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a replay of a step with drafts with the longest row that its graph was captured for.
+
+    A graph for n tokens was captured as if one row might have all n. What a backend derives from the longest row, such
+    as the size of its tiles, must be the same in the replay.
+    """
+    padded = kwargs.get("num_tokens_padded")  # None unless the step runs as a full graph
+    if padded is not None and kwargs["max_query_len"] > 1 and drafts_are_ragged(runner.vllm_config):
+        kwargs["max_query_len"] = padded
+    return original(runner, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Greedy verification without copies gives what vLLM's rejection sampler gives, and stays out where it could not."""
+"""Corrected and cheap verification gives what vLLM's own gives, and stays out of the way where it could not."""
 
 import functools
 import random
@@ -17,8 +17,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from agentspec.server_ext.vllm_adapter import cheap_steps
-from agentspec.server_ext.vllm_adapter.cheap_steps import only_argmax_decides, verified
+from agentspec.server_ext.vllm_adapter import verification
+from agentspec.server_ext.vllm_adapter.verification import only_argmax_decides, verified
 
 VOCABULARY = 50
 
@@ -34,7 +34,7 @@ def never(*_: Any) -> Any:
     raise AssertionError("vLLM's own verification was called")
 
 
-verify = functools.partial(cheap_steps.verify, never)
+verify = functools.partial(verification.verify, never)
 current_platform.import_kernels()
 
 
@@ -71,7 +71,7 @@ def processors() -> list[Any]:
     return [bias, min_tokens]
 
 
-def verification(drafts: list[list[int]]) -> SpecDecodeMetadata:
+def metadata_of(drafts: list[list[int]]) -> SpecDecodeMetadata:
     """What vLLM's model runner says about the drafts of a step."""
     metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
     ends = metadata.cu_num_sampled_tokens.tolist()
@@ -96,7 +96,7 @@ def test_it_accepts_what_vllm_accepts(seed: int) -> None:
         drafts.append([token if i < wrong else (token + 1) % VOCABULARY for i, token in enumerate(right)])
         at += length + 1
     drafts.append([best[at]])  # vLLM never verifies a step without any draft here
-    metadata, logits = verification(drafts), logits[: at + 2]
+    metadata, logits = metadata_of(drafts), logits[: at + 2]
     theirs = torch.full((len(drafts), metadata.max_spec_len + 1), -1, dtype=torch.int32)
     _rejection_greedy_sample_kernel_impl(
         theirs,
@@ -113,13 +113,13 @@ def test_it_accepts_what_vllm_accepts(seed: int) -> None:
 
 
 def test_a_row_ends_with_the_targets_own_choice() -> None:
-    metadata = verification([[4, 5, 6], [], [7]])
+    metadata = metadata_of([[4, 5, 6], [], [7]])
     choices = torch.tensor([4, 9, 6, 1, 2, 7, 3])
     assert verified(choices, metadata).tolist() == [[4, 9, -1, -1], [2, -1, -1, -1], [7, 3, -1, -1]]
 
 
 def test_half_precision_is_compared_as_vllm_compares_it() -> None:
-    metadata = verification([[1]])
+    metadata = metadata_of([[1]])
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], dtype=torch.bfloat16)
     ours = verify(Engine, metadata, None, logits, sampling(1))
     assert ours.sampled_token_ids.tolist() == [[1, 0]]
@@ -165,7 +165,7 @@ def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | 
     """Row 0 names two tokens, and its draft is accepted but for the last token. Row 1 names one, and has no draft."""
     logits = torch.randn((5, VOCABULARY), generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)
-    metadata = verification([[int(best[0]), int(best[1]), (int(best[2]) + 1) % VOCABULARY], []])
+    metadata = metadata_of([[int(best[0]), int(best[1]), (int(best[2]) + 1) % VOCABULARY], []])
     sampler = RejectionSampler.__new__(RejectionSampler)  # the constructor wants a worker's kernels
     torch.nn.Module.__init__(sampler)
     sampler.sampler, sampler.is_logits_logprobs_mode = Sampler(), False
@@ -178,7 +178,7 @@ def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | 
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=found)
 
     wanted = sampling(2, max_num_logprobs=most, logprob_token_ids={0: [7, 8], 1: [9]})
-    output = cheap_steps.named_logprobs(forward, sampler, metadata, None, logits, wanted)
+    output = verification.named_logprobs(forward, sampler, metadata, None, logits, wanted)
     tokens, found = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY, (), output.logprobs_tensors)
     assert tokens == [best[:3].tolist(), best[4:].tolist()] and found is not None
     rows = [(best[i].item(), 7, 8) for i in range(3)] + [(best[4].item(), 9)]

@@ -1,0 +1,131 @@
+"""Correct two faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+_PLACEHOLDER = -1
+"""Token id with which vLLM's sampler fills a row behind its last accepted token."""
+
+
+# --- Log probabilities of tokens that a request names (logprob_token_ids). vLLM's rejection sampler returns none for
+# --- them. If another request of the batch wants log probabilities, it raises an error, which ends the engine.
+
+
+def named_logprobs(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Any,
+    logits: Any,
+    sampling_metadata: Any,
+) -> Any:
+    """Return the log probabilities of the named tokens at each verified position, as vLLM does without drafts."""
+    named = sampling_metadata.logprob_token_ids
+    if not named:
+        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+    target, positions = sampler.sampler, metadata.max_spec_len + 1
+
+    def gather(logprobs: Any, _: int, sampled: Any) -> Any:
+        spread = {row * positions + i: tokens for row, tokens in named.items() for i in range(positions)}
+        return target.gather_specific_token_logprobs(logprobs, spread, sampled)
+
+    most = sampling_metadata.max_num_logprobs or 0  # with None vLLM gathers nothing
+    wanted = dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=most)
+    target.gather_logprobs = gather
+    try:
+        return original(sampler, metadata, draft_probs, logits, wanted)
+    finally:
+        del target.gather_logprobs
+
+
+# --- Sampling parameters of draft positions, on CPUs.
+
+
+def expand_batch_to_tokens(
+    original: Callable[..., Any],
+    x: Any,
+    cu_num_tokens: Any,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Any:
+    """Repeat a value of each row for its tokens, in plain torch.
+
+    The kernel of vLLM's CPU build fills a converted copy, so temperature, top-k and top-p of draft positions get lost.
+    This replaces it for every drafter, ours or not.
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
+    return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
+
+
+# --- Greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
+# --- and those of each row once, float32 over the whole vocabulary, before it takes their largest. On a CPU the copies
+# --- take as long as the output layer of a small model does; on a GPU they take microseconds.
+
+
+def verify(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Any,
+    logits: Any,
+    sampling_metadata: Any,
+) -> Any:
+    """Read the largest logits in place where all requests are greedy and nothing changes a logit."""
+    if sampler.synthetic_mode or not only_argmax_decides(sampling_metadata):
+        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+    import torch
+    from vllm.v1.outputs import SamplerOutput
+
+    # The function by which vLLM chooses without speculation, so that ties fall the same way.
+    choices = sampler.sampler.greedy_sample(logits.to(torch.float32))
+    return SamplerOutput(sampled_token_ids=verified(choices, metadata), logprobs_tensors=None)
+
+
+def only_argmax_decides(sampling_metadata: Any) -> bool:
+    """Return whether every request takes its largest raw logit and wants nothing else: no logprobs, no processors."""
+    holder = sampling_metadata.thinking_budget_state_holder
+    return bool(
+        sampling_metadata.all_greedy
+        and sampling_metadata.no_penalties
+        and not sampling_metadata.bad_words_token_ids
+        and sampling_metadata.allowed_token_ids_mask is None
+        and sampling_metadata.max_num_logprobs is None
+        and not sampling_metadata.logprob_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and all(_serves_nobody(processor) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
+    )
+
+
+def _serves_nobody(processor: Any) -> bool:
+    """Return whether a logits processor has no request to serve. Assume that a foreign one always has."""
+    from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+
+    if type(processor) is MinTokensLogitsProcessor:
+        return not processor.min_toks
+    return type(processor) is LogitBiasLogitsProcessor and not processor.biases
+
+
+def verified(choices: Any, metadata: Any) -> Any:
+    """Return [rows, longest draft + 1]: each row's choices up to the first that is not its draft's, then placeholders.
+
+    choices: [draft tokens + rows], the target's choice at each position, in the order of the logits.
+    """
+    import torch
+
+    counts = torch.tensor(metadata.num_draft_tokens)
+    rows, longest = len(counts), metadata.max_spec_len
+    drafted = torch.arange(longest) < counts[:, None]
+    agrees = torch.zeros((rows, longest), dtype=torch.bool)
+    agrees[drafted] = choices[metadata.target_logits_indices] == metadata.draft_token_ids
+    accepted = agrees.cumprod(1).sum(1)
+    at = torch.arange(longest + 1)
+    begins = metadata.bonus_logits_indices - counts
+    result = torch.full((rows, longest + 1), _PLACEHOLDER, dtype=torch.int32)
+    kept = at <= accepted[:, None]
+    result[kept] = choices[(begins[:, None] + at)[kept]].to(torch.int32)
+    return result
