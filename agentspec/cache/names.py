@@ -1,6 +1,7 @@
 """Hold the names of what a request belongs to, and make the core's keys of them."""
 
 from dataclasses import dataclass
+from typing import overload
 
 from agentspec.cache.types import SCOPES, FinishedTurn, Scope
 from agentspec.errors import InvalidInputError
@@ -10,6 +11,10 @@ UNNAMED_TENANT = ""
 """The core's name for the tenant of all requests that name no tenant."""
 
 
+@overload
+def key_of(tenant: str | None, name: str) -> str: ...
+@overload
+def key_of(tenant: str | None, name: str | None) -> str | None: ...
 def key_of(tenant: str | None, name: str | None) -> str | None:
     """Return a key for a session or group: the tenant's length, the tenant, the name. No two pairs share a key."""
     if name is None:
@@ -20,6 +25,12 @@ def key_of(tenant: str | None, name: str | None) -> str | None:
 def name_in(tenant: str | None, key: str) -> str:
     """Return the name of which `key_of` made a key."""
     return key[1 if tenant is None else len(f"{len(tenant)}:{tenant}") :]
+
+
+def session_key(tenant: str | None, session: str) -> str:
+    """Return the core's key of a session. Raises InvalidSessionError for a name that cannot be used."""
+    check_ids(session=session, tenant=tenant)
+    return key_of(tenant, session)
 
 
 def keys_to_load(

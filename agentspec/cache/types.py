@@ -72,6 +72,8 @@ HistoryUnit = Literal["weights", "epochs", "tokens"]
 
 _LARGEST_WINDOW = 10**15
 HISTORY_UNITS: tuple[HistoryUnit, ...] = get_args(HistoryUnit)
+UNIT_NUMBERS = {unit: number for number, unit in enumerate(HISTORY_UNITS, 1)}
+"""The core's number of each unit of a history window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""Keep finished turns in the suffix indexes of their sessions, groups and tenants."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from agentspec.cache.core import PreparedSession, native
+from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
+from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
+from agentspec.cache.tokens import TokenIds, as_prompt, as_turn
+from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCorpus
+from agentspec.errors import InvalidInputError, SnapshotError
+from agentspec.identifiers import check_ids
+
+_ALL = 2**62  # more tokens than a cache holds
+_LONG = 1e6  # more seconds than `catch_up` takes
+_PUBLIC_BYTES = 14
+"""Memory that a token of the public corpus is reckoned to take, before it is added."""
+
+_SAVE_TRIES = 5
+
+
+class KeptTurns:
+    """Hold what is kept of finished requests: restore, load and erase it, index and evict it, and save it.
+
+    This is the part of SuffixCache that needs no running request.
+    """
+
+    def __init__(self, core: native.Core, policy: DraftPolicy, vocab_size: int) -> None:
+        self.policy = policy
+        self._core = core
+        self._vocab_size = vocab_size
+        self._public_bytes = 0  # of the public corpus
+
+    def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
+        """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
+
+        held_only: add it only to what the cache holds of its session, named group and tenant, and count none of them as
+        used. A turn that another process has just stored is restored so: what is not held is loaded when a request
+        names it.
+        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds a
+        turn without a name as far as its text is new, and group and tenant if any of that was. Turns may come in any
+        order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
+        for a turn that cannot be right, and then changes nothing.
+        """
+        names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
+        self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
+
+    def prepare(self, turns: Sequence[FinishedTurn]) -> PreparedSession:
+        """Index stored turns of one session beside the cache, from which `adopt` takes them. No step waits for it.
+
+        Any thread may call it. The turns are all that is known of the session, in order. Raises as `restore` does, and
+        InvalidInputError unless they name one session of one tenant.
+        """
+        if len({(turn.tenant, turn.session) for turn in turns}) != 1 or turns[0].session is None:
+            raise InvalidInputError("turns: give those of one session")
+        prepared = self._core.prepare(key_of(turns[0].tenant, turns[0].session))
+        for turn in turns:
+            names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
+            if names.scope != "none":
+                has_group = names.scope == "tenant" and names.group is not None
+                prepared.add(not has_group and names.family is None, *place, tail, response, turn.record)
+        prepared.finish()
+        return prepared
+
+    def adopt(self, prepared: PreparedSession, of: FinishedTurn) -> bool:
+        """Put a prepared session into the cache, in place of what that holds of it. of: any of its turns.
+
+        Afterwards `restore` its turns, which brings them to their groups and tenant. Returns False, and does nothing,
+        if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
+        it: then restoring the turns does everything. A prepared session can be adopted once.
+        """
+        return self._core.adopt(prepared, of.tenant or UNNAMED_TENANT, key_of(of.tenant, of.family), of.owner)
+
+    def learn_from(self, turn: FinishedTurn) -> int:
+        """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
+
+        What a replica learns by its own requests alone is a part of what all of them teach. Call this before `restore`,
+        in any thread: it takes some microseconds a token, and holds steps up for less than a tenth of a millisecond at
+        a time. It keeps nothing of the turn and returns 0 for one that is not of scope "tenant", whose tenant the cache
+        does not know, or that it holds already. Raises InvalidTokenError or InvalidSessionError.
+        """
+        names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
+        return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
+
+    def publish(self, texts: Iterable[TokenIds], *, max_bytes: int) -> PublicCorpus:
+        """Let every request of scope "tenant" draft from these texts too, whatever its tenant, as source "public".
+
+        texts: int32 arrays or sequences of int. max_bytes: most memory that they may take; texts beyond that are left
+        out. The memory counts in the cache's budget. Nothing is ever added to the corpus or evicted from it, and
+        snapshots leave it out; a second call replaces it. Any thread may call it while steps run. The texts are indexed
+        in the calling thread, before any is drafted from. The fixed rule does not draft from them. Raises
+        InvalidTokenError for an illegal token; then the corpus is as before.
+        """
+        index, taken, tokens, size, left_out = native.PublicIndex(), 0, 0, 0, 0
+        try:
+            for text in texts:
+                if size + _PUBLIC_BYTES * len(text) > max_bytes:
+                    left_out += 1
+                    continue
+                size = index.add(as_prompt(text, "text", self._vocab_size))
+                taken, tokens = taken + 1, tokens + len(text)
+                self._core.count_public(self._public_bytes + size)
+        except BaseException:
+            self._core.count_public(self._public_bytes)
+            raise
+        self._core.publish(index)
+        self._public_bytes = size
+        return PublicCorpus(taken, tokens, size, left_out)
+
+    def remove_session(self, tenant: str | None, session: str) -> None:
+        """Erase a session: its own text and its share of its tenant's index. Does nothing if it is unknown.
+
+        Its running requests then draft from their own text alone and keep nothing when they finish.
+        """
+        self._core.remove_session(session_key(tenant, session), tenant or UNNAMED_TENANT)
+
+    def free_session(self, tenant: str | None, session: str) -> None:
+        """Evict a session that its client has ended, as soon as none of its requests run.
+
+        The family whose root it is goes too. What it said stays in its named group, its tenant's corpus and the family
+        of its root. The next `start` in the session, if there is one after all, keeps it. Does nothing if the cache
+        holds no such session.
+        """
+        self._core.free_session(session_key(tenant, session))
+
+    def has_session(self, tenant: str | None, session: str) -> bool:
+        """Return whether the cache holds text of this session."""
+        return self._core.has_session(session_key(tenant, session))
+
+    def needs_load(
+        self,
+        tenant: str | None,
+        session: str | None = None,
+        *,
+        group: str | None = None,
+        family: str | None = None,
+    ) -> bool:
+        """Return whether the store may hold turns of a session, named group or family that were not restored yet.
+
+        family: its root session. Name one of them, or none for the tenant's corpus. That is so until `mark_loaded` says
+        otherwise, and again when the session, the group, the family or all of the corpus was evicted.
+        """
+        return self._core.needs_load(*keys_to_load(tenant, session, group, family))
+
+    def mark_loaded(
+        self,
+        tenant: str | None,
+        session: str | None = None,
+        *,
+        group: str | None = None,
+        family: str | None = None,
+    ) -> None:
+        """Note that all that the store holds of a session, named group, family or tenant's corpus was restored.
+
+        Name as in `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
+        """
+        self._core.mark_loaded(*keys_to_load(tenant, session, group, family))
+
+    def tenants(self) -> list[str | None]:
+        """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
+        return [tenant or None for tenant in self._core.tenants()]
+
+    def begin_weights(self) -> None:
+        """Note that the model has new weights, for a history window in weights. Drafts stay correct without it."""
+        self._core.begin_period(UNIT_NUMBERS["weights"])
+
+    def begin_epoch(self) -> None:
+        """Note that an epoch begins, for a history window in epochs."""
+        self._core.begin_period(UNIT_NUMBERS["epochs"])
+
+    def forget_tenant(self, tenant: str | None) -> bool:
+        """Forget a tenant with its corpus, sessions and groups. Returns False where it has running requests: it stays.
+
+        Steps may run meanwhile. The following ones give the memory back.
+        """
+        check_ids(tenant=tenant)
+        return self._core.forget_tenant(tenant or UNNAMED_TENANT)
+
+    def catch_up(self, budget: int | None = None, *, seconds: float | None = None) -> int:
+        """Index pending text, evict what exceeds the budgets, remove evicted text and give its memory back.
+
+        budget: about how many tokens to process. seconds: CPU time of this thread to spend. None: no limit. Returns the
+        tokens processed, 0 when none are left. Each step does a little of this work. Call it while the engine is idle,
+        with few `seconds`, because steps wait meanwhile; and after restoring many turns at start.
+        """
+        if budget is not None or seconds is not None:
+            return self._core.catch_up(
+                _ALL if budget is None else max(budget, 0), _LONG if seconds is None else seconds
+            )
+        total = 0
+        while done := self._core.catch_up(_ALL, _LONG):
+            total += done
+        return total
+
+    def index_until_closed(self) -> None:
+        """Do the work of `catch_up` as soon as there is some, until `close` is called. It is for a thread of its own.
+
+        Calls that an engine waits for go first: the work leaves the lock to them within some 50 microseconds. On Linux
+        the thread gets the lowest priority.
+        """
+        self._core.index_until_closed()
+
+    def close(self) -> None:
+        """End `index_until_closed`. Everything else goes on working."""
+        self._core.close()
+
+    def save(self, path: str | Path, *, identity: str = "", note: bytes = b"") -> None:
+        """Write sessions, groups, tenants and what was learned to a file, without running requests.
+
+        Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
+        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it.
+        identity: what the snapshot is good for, such as a model and a policy; loading compares it. note: given back by
+        loading. Raises SnapshotError if the file cannot be written, or because sessions are erased all the time.
+        """
+        try:
+            for _ in range(_SAVE_TRIES):
+                if self._core.save(str(path), identity, note):
+                    return
+        except (OSError, RuntimeError) as error:
+            raise SnapshotError(f"{path}: cannot save the snapshot: {error}") from error
+        raise SnapshotError(f"{path}: cannot save the snapshot: sessions are being erased; try again later")
+
+    def load_snapshot(self, path: str | Path, *, identity: str = "") -> bytes:
+        """Load what was saved under the same identity into this cache, which must be new. Return the note.
+
+        Another thread may call it. Raises SnapshotError, naming the fault, for a file that is damaged, of another
+        version or identity, and if the cache is in use already.
+        """
+        try:
+            return self._core.load(str(path), identity)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SnapshotError(f"{path}: cannot load the snapshot: {error}") from error
+
+    def stats(self) -> CacheStats:
+        """Return the current sizes."""
+        return CacheStats(*self._core.stats())
+
+    def worked_ns(self) -> int:
+        """Return the CPU time that steps and `catch_up` have spent beside drafting so far, in nanoseconds."""
+        return self._core.worked()
+
+    def _cost(self, cost: float | None) -> float:
+        if cost is None:
+            return DEFAULT_COST if self.policy.cost is None else self.policy.cost
+        if not 0.0 <= cost <= 10.0:
+            raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
+        return cost
