@@ -255,7 +255,7 @@ def test_shards_spread_sessions_and_readers_merge_them(sharded: tuple[RedisServe
 def test_a_cursor_of_several_shards_misses_no_entry_with_an_older_id(sharded: tuple[RedisServer, RedisStore]) -> None:
     """A cluster's nodes have clocks of their own, so that an entry can come with an id below what was read."""
     _, store = sharded
-    places = {store._place(name): name for name in map(str, range(100))}
+    places = {store._layout.place_of(name): name for name in map(str, range(100))}
     store.append(NS, [NewEntry(places[0], b"1")])
     end = store.newest(NS)
     ahead, behind = (store._shards(NS)[shard].tag for shard in (0, 1))

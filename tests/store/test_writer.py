@@ -280,7 +280,7 @@ def test_trimming_that_fails_costs_no_record_and_is_said_once(
         raise StoreUnavailableError("locked")
 
     monkeypatch.setattr(store, "trim", broken)
-    monkeypatch.setattr("agentspec.cache.store.writer._TRIM_SECONDS", 0.01)
+    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.01)
     writer = BackgroundWriter(store, retention=Retention(days=1))
     wait_until(lambda: writer.stats().trim_failed > 3)
     writer.put(NS, turn("s", 1))

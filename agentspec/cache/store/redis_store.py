@@ -31,13 +31,11 @@ import heapq
 import logging
 import secrets
 import threading
-import time
 import uuid
-import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from agentspec.cache.store.base import (
@@ -49,40 +47,26 @@ from agentspec.cache.store.base import (
     SessionUsage,
     Trimmed,
     Usage,
-    bad_cursor,
-    check_namespace,
     check_read,
     conflict,
     expected_session,
 )
 from agentspec.cache.store.breaker import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
-from agentspec.cache.store.redis_client import Notices, RedisAddress, RedisClient
+from agentspec.cache.store.redis_client import RedisAddress, RedisClient
 from agentspec.cache.store.redis_index import LogIndex
+from agentspec.cache.store.redis_layout import Layout
 from agentspec.cache.store.redis_losses import LossWatch
-from agentspec.cache.store.redis_shard import START, Id, RedisShard, cursor, id_of, parsed, wire
+from agentspec.cache.store.redis_shard import START, Id, RedisShard, id_of, parsed, wire
 from agentspec.cache.store.redis_trimming import IDLE_MS, Trimming
+from agentspec.cache.store.redis_waiting import Waiting
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
 _KNOWN = 65_536  # logs of which this process remembers that it has checked and entered them
 _UNSURE = 4096  # logs of which it remembers an append that failed
 _PAGE = 64  # logs that are asked at once
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Hold the state of ``wait``.
-
-    quiet: logs that had nothing behind this cursor, and of which nothing was heard since. look_at: when to look at all.
-    """
-
-    notices: Notices
-    quiet: dict[str, str] = field(default_factory=dict)
-    look_at: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RedisStore:
@@ -99,11 +83,11 @@ class RedisStore:
         self, address: RedisAddress, *, prefix: str = "agentspec", shards: int = 1, converting: bool = False
     ) -> None:
         self.prefix = prefix
-        self._shard_count = shards
+        self._layout = Layout(prefix, shards)
         self._converting = converting
         self._client = RedisClient(address)
-        self._watcher = RedisClient(address, patient=False)  # a follower must know soon that the server is away
-        self._waiting = _Waiting(Notices(self._watcher))
+        # A follower must know soon that the server is away.
+        self._waiting = Waiting(RedisClient(address, patient=False), self._layout)
         self._index = LogIndex(self._client, prefix)
         self._watch = LossWatch()
         self._trimming = Trimming(self._client, self._index, self._shards)
@@ -116,7 +100,7 @@ class RedisStore:
         self._shards_checked = False
 
     def part(self, namespace: str) -> str:
-        return self._part(self._client, namespace)
+        return self._layout.part(self._client, namespace)
 
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         shards, batch = self._shards(namespace), list(entries)
@@ -131,7 +115,7 @@ class RedisStore:
             number = self._number_of(namespace, hash((tuple(batch), expect)))
             parts: dict[int, list[int]] = {}
             for index, entry in enumerate(batch):
-                place = self._place(entry.session)
+                place = self._layout.place_of(entry.session)
                 parts.setdefault(number % len(shards) if place is None else place, []).append(index)
             for place, indices in parts.items():
                 part = [batch[index] for index in indices]
@@ -145,7 +129,7 @@ class RedisStore:
                 self._watch.note(namespace, shards[place], number, [entry.name for entry in part], answer)
                 self._index.note(shards[place].name, answer.state, new=parsed(answer.born) == answer.first)
                 for offset, index in enumerate(indices):
-                    sequences[index] = self._name(place, (answer.first[0], answer.first[1] + offset))
+                    sequences[index] = self._layout.name(place, (answer.first[0], answer.first[1] + offset))
             del self._unsure[namespace]
         return sequences
 
@@ -159,8 +143,8 @@ class RedisStore:
         newest: int | None = None,
     ) -> Iterator[Entry]:
         check_read(session, group, newest)
-        place = None if session is None else self._place(session)
-        shards, lows = self._shards(namespace, place), self._places("after", after)
+        place = None if session is None else self._layout.place_of(session)
+        shards, lows = self._shards(namespace, place), self._layout.read_cursor("after", after)
         if place is not None:
             lows = lows[place : place + 1]
         if session is None:
@@ -182,49 +166,23 @@ class RedisStore:
         return [found[session] for session in sorted(found)]
 
     def newest(self, namespace: str) -> str:
-        (ends,) = self._ends(self._client, [namespace]).values()
+        (ends,) = self._layout.ends(self._client, [namespace]).values()
         last = max(ends)
-        return "" if last == START else self._cursor(ends.index(last), last, ends)
+        return "" if last == START else self._layout.cursor(ends.index(last), last, ends)
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
-        deadline = time.monotonic() + timeout
-        lows = {name: self._places("cursors", at) for name, at in cursors.items()}
-        channels = {self._channel(name): name for name in cursors}
-        waiting = self._waiting
-        with waiting.lock:
-            try:
-                heard, pause = waiting.notices.listen(set(channels)), 0.0
-                if waiting.look_at <= deadline:
-                    waiting.look_at = 0.0  # now, so that a server that is away is noticed before the wait is over
-                while True:
-                    for channel in heard | waiting.notices.heard(pause):
-                        waiting.quiet.pop(channels.get(channel, ""), None)
-                    now, heard = time.monotonic(), set()
-                    if now >= waiting.look_at:
-                        waiting.quiet, waiting.look_at = {}, now + _LOOK_SECONDS
-                    changed = sorted(name for name, at in cursors.items() if waiting.quiet.get(name) != at)
-                    ends = self._reachable_ends(changed)
-                    found = [name for name in ends if any(map(_is_before, lows[name], ends[name]))]
-                    waiting.quiet |= {name: cursors[name] for name in set(changed).difference(found)}
-                    left = deadline - time.monotonic()
-                    if found or left <= 0:
-                        return found
-                    pause = min(left, max(0.0, waiting.look_at - now))
-            except BaseException:
-                waiting.notices.drop()  # when it answers again, another server may be the right one
-                waiting.look_at = 0.0
-                raise
+        return self._waiting.wait(cursors, timeout)
 
     def tombstones(self, namespace: str, *, after: str | None = None) -> dict[str, str]:
-        shards = zip(self._shards(namespace), self._places("after", after), strict=True)
+        shards = zip(self._shards(namespace), self._layout.read_cursor("after", after), strict=True)
         marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
-        return {session: self._name(place, number) for number, session, place in sorted(marks)}
+        return {session: self._layout.name(place, number) for number, session, place in sorted(marks)}
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         names = self._index.names(prefix)
         if session is None:
             return names
-        place, courtesy = self._place(session), Courtesy()
+        place, courtesy = self._layout.place_of(session), Courtesy()
         found: set[str] = set()
         for page in (names[at : at + _PAGE] for at in range(0, len(names), _PAGE)):
             shards = [(name, shard) for name in page for shard in self._shards(name, place)]
@@ -234,7 +192,7 @@ class RedisStore:
         return sorted(found)
 
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
-        place = self._place(session)
+        place = self._layout.place_of(session)
         shards = self._shards(namespace, place)
         self._check_log(namespace)
         tombstone = encode(EraseRecord(session)) if mark else b""
@@ -245,7 +203,7 @@ class RedisStore:
             self._index.spare(shard.name)
             self._index.note(shard.name, shard.state(IDLE_MS)[0])
         marks = [marked for _, marked in erased if marked is not None]
-        name = None if not marks else self._name(0 if place is None else place, max(marks))
+        name = None if not marks else self._layout.name(0 if place is None else place, max(marks))
         return Erasure(sum(removed for removed, _ in erased), True, name)
 
     def secret(self) -> bytes:
@@ -270,8 +228,7 @@ class RedisStore:
         with suppress(StoreError):
             self._index.flush()
         self._client.close()
-        self._waiting.notices.drop()
-        self._watcher.close()
+        self._waiting.close()
 
     def command(self, *command: str | bytes | int) -> Any:
         """Send one command to the server, and return its answer."""
@@ -291,34 +248,11 @@ class RedisStore:
             self._unsure.popitem(last=False)
         return held[0]
 
-    def _ends(self, client: RedisClient, namespaces: Sequence[str]) -> dict[str, list[Id]]:
-        """Return the ids of the newest entries of logs, for each shard."""
-        tags = [shard.tag for namespace in namespaces for shard in self._shards(namespace)]
-        rows = client.commands(("XREVRANGE", f"{tag}log", "+", "-", "COUNT", 1) for tag in tags) if tags else []
-        ends = iter([parsed(row[0][0]) if row else START for row in rows])
-        return {namespace: [next(ends) for _ in range(self._shard_count)] for namespace in namespaces}
-
-    def _reachable_ends(self, namespaces: Sequence[str]) -> dict[str, list[Id]]:
-        """Return the newest ids of those logs whose node answers. Raise StoreUnavailableError if none does."""
-        parts: dict[str, list[str]] = {}
-        for namespace in namespaces:
-            parts.setdefault(self._part(self._watcher, namespace), []).append(namespace)
-        ends: dict[str, list[Id]] = {}
-        away = None
-        for names in parts.values():
-            try:
-                ends |= self._ends(self._watcher, names)
-            except StoreUnavailableError as error:
-                away = error
-        if away is not None and not ends:
-            raise away
-        return ends
-
     def _alone(self, namespace: str, place: int, read: Iterator[tuple[Id, Entry]]) -> Iterator[Entry]:
         """Yield the entries of one shard."""
         self._check_log(namespace)
         for number, entry in read:
-            yield entry if self._shard_count == 1 else replace(entry, sequence=self._name(place, number))
+            yield entry if self._layout.shards == 1 else replace(entry, sequence=self._layout.name(place, number))
 
     def _merged(
         self, namespace: str, reads: Sequence[Iterator[tuple[Id, Entry]]], lows: list[Id], newest: int | None
@@ -333,12 +267,9 @@ class RedisStore:
         def merged() -> Iterator[Entry]:
             for number, place, entry in heapq.merge(*map(numbered, range(len(reads))), key=lambda found: found[:2]):
                 lows[place] = number
-                yield replace(entry, sequence=self._cursor(place, number, lows))
+                yield replace(entry, sequence=self._layout.cursor(place, number, lows))
 
         yield from merged() if newest is None else deque(merged(), newest)
-
-    def _part(self, client: RedisClient, namespace: str) -> str:
-        return ",".join(sorted({client.part(shard.tag) for shard in self._shards(namespace)}))
 
     def _check_log(self, namespace: str) -> None:
         """Raise StoreVersionError if an older release wrote the log, StoreError for another number of shards."""
@@ -358,66 +289,33 @@ class RedisStore:
         if namespace in self._entered:
             return
         with suppress(StoreUnavailableError):
-            self.command("SET", f"{self.prefix}:shards", self._shard_count, "NX")
+            self.command("SET", f"{self.prefix}:shards", self._layout.shards, "NX")
             self._index.enter(namespace)
             _remember(self._entered, namespace)
 
     def _check_shards(self) -> None:
         key = f"{self.prefix}:shards"
         unmarked = self.command("GET", key) is None and not self._index.is_new()
-        self.command("SET", key, 1 if unmarked else self._shard_count, "NX")
+        self.command("SET", key, 1 if unmarked else self._layout.shards, "NX")
         held = int(self.command("GET", key))
-        if held != self._shard_count:
+        if held != self._layout.shards:
             raise StoreError(
                 f"{self._client.shown}: the logs under the prefix {self.prefix!r} have {held} shards, not"
-                f" {self._shard_count}; put shards={held} into the store URL of every server, or take another prefix"
+                f" {self._layout.shards}; put shards={held} into the store URL of every server, or take another prefix"
             )
         self._shards_checked = True
 
     def _shards(self, namespace: str, place: int | None = None) -> list[RedisShard]:
         """Return the shards of a log, or the one at a place."""
-        name, channel = f"{self.prefix}:{check_namespace(namespace)}", self._channel(namespace)
-        places = range(self._shard_count) if place is None else [place]
-        names = [name] if self._shard_count == 1 else [f"{name}:{place}" for place in places]
+        places, tags = self._layout.places(place), self._layout.tags(namespace, place)
+        channel = self._layout.channel(namespace)
         return [
-            RedisShard(self._client, f"{namespace}/{place}", f"{{{name}}}:3:", channel, self._watch.miss)
-            for place, name in zip(places, names, strict=True)
+            RedisShard(self._client, f"{namespace}/{place}", tag, channel, self._watch.miss)
+            for place, tag in zip(places, tags, strict=True)
         ]
-
-    def _place(self, session: str) -> int | None:
-        """Return the place of a session's shard. None: entries without a session are in all."""
-        if self._shard_count == 1:
-            return 0
-        return zlib.crc32(session.encode("utf-8", "surrogatepass")) % self._shard_count if session else None
-
-    def _channel(self, namespace: str) -> str:
-        return f"{self.prefix}:{namespace}"
-
-    def _name(self, place: int, number: Id) -> str:
-        """Return the cursor of an entry alone."""
-        return cursor(number) if self._shard_count == 1 else f"{cursor(number)}.{place:02d}"
-
-    def _cursor(self, place: int, number: Id, reached: Sequence[Id]) -> str:
-        """Return the cursor of an entry, with the ids up to which each shard was read."""
-        several = "" if self._shard_count == 1 else "@" + ",".join(wire(one).decode() for one in reached)
-        return self._name(place, number) + several
-
-    def _places(self, name: str, at: str | None) -> list[Id]:
-        """Return the id that a cursor stands for in each shard. Raises InvalidInputError, naming the argument."""
-        own, several, rest = (at or "").partition("@")
-        if not several:
-            return [id_of(name, own) if own else START] * self._shard_count
-        places = [id_of(name, one) for one in rest.split(",")]
-        if len(places) != self._shard_count:
-            raise bad_cursor(name, at or "")
-        return places
 
 
 def _remember(names: set[str], name: str) -> None:
     if len(names) >= _KNOWN:
         names.clear()
     names.add(name)
-
-
-def _is_before(low: Id, end: Id) -> bool:
-    return low < end

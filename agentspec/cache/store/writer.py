@@ -11,6 +11,7 @@ from agentspec.cache.store.aside import QueuedRecord, SetAside
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.records import Record, TurnRecord, encode
+from agentspec.cache.store.trimmer import Trimmer
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,6 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
 _GROUPS = 64  # of records that were set aside, which are written before what was put meanwhile goes on
-_TRIM_SECONDS = 60.0  # between two looks at whether the store exceeds its limits,
-_TRIM_SHARE = 0.02  # or when so much of its limit was appended
 
 
 @dataclass(slots=True)
@@ -69,9 +68,7 @@ class BackgroundWriter:
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store
-        self._retention = retention
-        self._trim_at = time.monotonic()
-        self._untrimmed = 0  # bytes appended since the store was last within its limits
+        self._trimmer = None if retention is None else Trimmer(store, retention)
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._batch_entries, self._batch_seconds = batch_entries, batch_seconds
         self._breaker = breaker or CircuitBreaker()
@@ -144,15 +141,24 @@ class BackgroundWriter:
         """Return the current counts."""
         with self._work:
             state: State = "open" if self._aside else self._breaker.state
-            return replace(self._counts, queued=self._waiting(), queued_bytes=self._bytes, state=state)
+            trimmed, failed = (0, 0) if self._trimmer is None else (self._trimmer.removed, self._trimmer.failed)
+            waiting = self._waiting()
+            return replace(
+                self._counts,
+                queued=waiting,
+                queued_bytes=self._bytes,
+                trimmed=trimmed,
+                trim_failed=failed,
+                state=state,
+            )
 
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
             if batch:
                 self._write(batch)
             self._write_aside()
-            if self._trim_due():
-                self._trim()
+            if self._trimmer is not None and not self._closing():
+                self._trimmer.trim_if_due(store_is_away=self._breaker.state != "closed")
         self._write_aside(closing=True)
         with self._work:
             left = self._waiting()
@@ -165,7 +171,7 @@ class BackgroundWriter:
     def _next_batch(self) -> list[QueuedRecord] | None:
         """Wait for a batch of records and for the breaker, or until it is time to trim. Returns None to end."""
         with self._work:
-            trim_in = None if self._retention is None else max(0.0, self._trim_at - time.monotonic())
+            trim_in = None if self._trimmer is None else self._trimmer.wait()
             pause = min((one for one in (trim_in, self._aside.wait()) if one is not None), default=None)
             self._work.wait_for(lambda: self._queue or self._closing(), pause)
             if not (self._queue or self._closing()):
@@ -280,11 +286,12 @@ class BackgroundWriter:
 
     def _note_written(self, items: list[QueuedRecord], entries: list[NewEntry]) -> None:
         recovered = self._breaker.success()
+        if self._trimmer is not None:
+            self._trimmer.note_written(sum(len(entry.payload) for entry in entries))
         with self._work:
             self._counts.persisted += len(entries)
             self._counts.refused += len(items) - len(entries)
             self._limit = self._batch_entries
-            self._untrimmed += sum(len(entry.payload) for entry in entries)
             self._leave(items)
             left, dropped = len(self._queue) + len(self._in_flight), self._counts.dropped
         if recovered:
@@ -343,36 +350,6 @@ class BackgroundWriter:
         if not (self._queue or self._in_flight):
             self._hurry = self._overflowing = False
         self._settled.notify_all()
-
-    def _trim_due(self) -> bool:
-        if self._retention is None or self._closing():
-            return False
-        share = self._retention.bytes is not None and self._untrimmed > _TRIM_SHARE * self._retention.bytes
-        if not share and time.monotonic() < self._trim_at:
-            return False
-        if self._breaker.state != "closed":
-            self._trim_at = time.monotonic() + _TRIM_SECONDS
-            return False
-        return True
-
-    def _trim(self) -> None:
-        """Remove one slice of what exceeds the limits."""
-        assert self._retention is not None
-        self._untrimmed = 0
-        self._trim_at = time.monotonic() + _TRIM_SECONDS
-        try:
-            removed, more = self._store.trim(self._retention)
-        except Exception as error:  # a store may raise anything, and the thread must survive it
-            with self._work:
-                self._counts.trim_failed += 1
-                first = self._counts.trim_failed == 1
-            if first:
-                logger.warning("agentspec: the store could not be trimmed: %s; further failures are counted", error)
-            return
-        with self._work:
-            self._counts.trimmed += removed
-        if more:
-            self._trim_at = 0.0  # at once, after what has been queued meanwhile
 
     def _shorten(self) -> None:
         """Drop the oldest records while the queue is beyond its limits."""

@@ -1,0 +1,79 @@
+"""Wait for new entries of logs on Redis."""
+
+import operator
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from agentspec.cache.store.redis_client import Notices, RedisClient
+from agentspec.cache.store.redis_layout import Layout
+from agentspec.cache.store.redis_shard import Id
+from agentspec.errors import StoreUnavailableError
+
+_LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in case that a notice was lost
+
+
+class Waiting:
+    """Do ``Store.wait``: listen for notices of new entries, and look at all logs now and then.
+
+    client: used for nothing else, and closed with this.
+    """
+
+    def __init__(self, client: RedisClient, layout: Layout) -> None:
+        self._client, self._layout = client, layout
+        self._notices = Notices(client)
+        self._quiet: dict[
+            str, str
+        ] = {}  # logs that had nothing behind this cursor, and of which nothing was heard since
+        self._look_at = 0.0  # when to look at all logs
+        self._lock = threading.Lock()
+
+    def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
+        """Return the logs that have entries behind their cursors; waits up to ``timeout`` seconds for the first."""
+        deadline = time.monotonic() + timeout
+        lows = {name: self._layout.read_cursor("cursors", at) for name, at in cursors.items()}
+        channels = {self._layout.channel(name): name for name in cursors}
+        with self._lock:
+            try:
+                heard, pause = self._notices.listen(set(channels)), 0.0
+                if self._look_at <= deadline:
+                    self._look_at = 0.0  # now, so that a server that is away is noticed before the wait is over
+                while True:
+                    for channel in heard | self._notices.heard(pause):
+                        self._quiet.pop(channels.get(channel, ""), None)
+                    now, heard = time.monotonic(), set()
+                    if now >= self._look_at:
+                        self._quiet, self._look_at = {}, now + _LOOK_SECONDS
+                    changed = sorted(name for name, at in cursors.items() if self._quiet.get(name) != at)
+                    ends = self._reachable_ends(changed)
+                    found = [name for name in ends if any(map(operator.lt, lows[name], ends[name]))]
+                    self._quiet |= {name: cursors[name] for name in set(changed).difference(found)}
+                    left = deadline - time.monotonic()
+                    if found or left <= 0:
+                        return found
+                    pause = min(left, max(0.0, self._look_at - now))
+            except BaseException:
+                self._notices.drop()  # when it answers again, another server may be the right one
+                self._look_at = 0.0
+                raise
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._notices.drop()
+        self._client.close()
+
+    def _reachable_ends(self, namespaces: Sequence[str]) -> dict[str, list[Id]]:
+        """Return the newest ids of those logs whose node answers. Raise StoreUnavailableError if none does."""
+        parts: dict[str, list[str]] = {}
+        for namespace in namespaces:
+            parts.setdefault(self._layout.part(self._client, namespace), []).append(namespace)
+        ends: dict[str, list[Id]] = {}
+        away = None
+        for names in parts.values():
+            try:
+                ends |= self._layout.ends(self._client, names)
+            except StoreUnavailableError as error:
+                away = error
+        if away is not None and not ends:
+            raise away
+        return ends

@@ -1,0 +1,52 @@
+"""Keep a store within its retention's limits, for the writer's thread."""
+
+import logging
+import time
+
+from agentspec.cache.store.base import Retention, Store
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # between two looks at whether the store exceeds its limits,
+_SHARE = 0.02  # or when so much of its limit in bytes was appended
+
+
+class Trimmer:
+    """Remove what exceeds the limits of a store, a slice at a time. Use it from one thread; any may read its counts.
+
+    removed: entries that were removed. failed: attempts that failed.
+    """
+
+    def __init__(self, store: Store, retention: Retention) -> None:
+        self.removed = self.failed = 0
+        self._store, self._retention = store, retention
+        self._at = time.monotonic()  # when to look next
+        self._written = 0  # bytes appended since the last look
+
+    def wait(self) -> float:
+        """Return in how many seconds to look at the store next."""
+        return max(0.0, self._at - time.monotonic())
+
+    def note_written(self, size: int) -> None:
+        """Note that so many bytes were appended."""
+        self._written += size
+
+    def trim_if_due(self, *, store_is_away: bool) -> None:
+        """Remove one slice if it is time to. Look again later while the store is away. Never raises."""
+        limit = self._retention.bytes
+        if (limit is None or self._written <= _SHARE * limit) and self.wait() > 0:
+            return
+        self._at = time.monotonic() + _SECONDS
+        if store_is_away:
+            return
+        self._written = 0
+        try:
+            removed, more = self._store.trim(self._retention)
+        except Exception as error:  # a store may raise anything, and the thread must survive it
+            self.failed += 1
+            if self.failed == 1:
+                logger.warning("agentspec: the store could not be trimmed: %s; further failures are counted", error)
+            return
+        self.removed += removed
+        if more:
+            self._at = 0.0  # at once, after what has been queued meanwhile
