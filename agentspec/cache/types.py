@@ -20,8 +20,6 @@ another drafter's token, merged by `SuffixCache.merge_drafts`."""
 MAX_PREDICTION = 16_384
 """Most tokens of a prediction."""
 
-MODEL = SOURCES.index("model")
-
 Scope = Literal["tenant", "session", "none"]
 """Texts that a request drafts from and adds to, beside its own: session, group and tenant; session and its family;
 none."""

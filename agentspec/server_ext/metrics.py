@@ -28,7 +28,6 @@ _REQUEST_BYTES = 1_024
 _LINE_BYTES = 1_024
 """Memory that one line of the step record takes before it is written, about."""
 _FLUSH_SECONDS = 0.1
-_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
 """Bounds of the histograms, from ten microseconds on."""
 _QUEUED_LINES = 200_000
 
@@ -68,11 +67,12 @@ class RequestFigures:
 class Histogram:
     """Count durations in buckets. bounds: upper bounds of the buckets but the last, in seconds."""
 
-    __slots__ = ("_counts", "_sum", "bounds")
+    __slots__ = ("_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
-        self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+    bounds = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1)
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:

@@ -144,10 +144,10 @@ class ModelServer:
         engines: list[dict[str, Any]] = self.get("/v1/agentspec/stats")["engines"]
         return engines[0]
 
-    def tail(self, lines: int = 40) -> str:
-        """Return the last lines of the log."""
+    def tail(self) -> str:
+        """Return the last 40 lines of the log."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
         except OSError:
             return "(no log)"
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.types import MODEL
+from agentspec.cache.types import SOURCES
 from tests.oracle.index import Match, SuffixIndex
 
 CANDIDATES = 4  # scored at each position of a draft
@@ -205,7 +205,7 @@ class ResumePoint:
 
 def external_token(token: int, probability: float) -> Candidate:
     """Return another drafter's token as a candidate."""
-    return Candidate(token, MODEL, 0, 0, 0, 0.0, probability, 0)
+    return Candidate(token, SOURCES.index("model"), 0, 0, 0, 0.0, probability, 0)
 
 
 def mark_resume_point(scored: ScoredPosition, token: int, resume: ResumePoint | None) -> ResumePoint | None:

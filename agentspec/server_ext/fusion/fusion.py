@@ -89,7 +89,7 @@ class DraftFusion:
         cost: price of verifying one more token, as a share of a decode step. unit: seconds of a step without drafts
         for each of its rows; None: not measured yet.
         """
-        question = self._guarded(lambda: self._begin(rows, model, cost, unit))
+        question = self._guarded(lambda: self._begin(rows, model, unit))
         drafts = self._cache.step(
             rows.handle,
             rows.tokens,
@@ -127,7 +127,7 @@ class DraftFusion:
                 logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
             return None
 
-    def _begin(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> _Question | None:
+    def _begin(self, rows: DraftRows, model: StepModel, unit: float | None) -> _Question | None:
         """Learn from this step's verified tokens, and launch the model if it runs in parallel to the host."""
         for i, state in enumerate(rows.states):
             if state.alternatives is not None:
