@@ -29,7 +29,7 @@ class KeptTurns:
         self.policy = policy
         self._core = core
         self._vocab_size = vocab_size
-        self._public_bytes = 0  # of the public corpus
+        self._public_bytes = 0  # memory of the public corpus
 
     def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
         """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.

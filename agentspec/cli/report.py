@@ -18,7 +18,7 @@ def report(
     """Draw a page of what speculation did: the text by source, acceptance and speed by turn, sessions compared."""
     try:
         page = render(read_run(record), title)
-        out.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold halves of characters
+        out.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: {error.strerror}") from None
     typer.echo(f"written: {out}")

@@ -57,11 +57,11 @@ class Conversation:
         self.id = session
         self.group = group
         self.parent = parent
-        self.cache_salts: set[str] = set()  # that its calls have sent: each makes another session on the server
+        self.cache_salts: set[str] = set()  # salts that its calls have sent: each makes another session on the server
         self.helpers: dict[str, None] = {}  # ids of the sessions that its loops used, oldest first
         self.loaded = new
         self.resumed = 0  # messages that came from the store
-        self.offered = False  # whether a server was told of these
+        self.offered = False  # whether a server was told of those messages
         self._log = log
         self._history: list[Said] = []
         self._next_position = 0

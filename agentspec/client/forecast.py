@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 TokensFrom: TypeAlias = Literal["server", "tokenizer", "approximation"]
 Tokenize: TypeAlias = Callable[[str], Sequence[int]]
 
-_MAX_BYTES = 64 << 20  # of the cache
+_MAX_BYTES = 64 << 20  # memory of the cache
 _MAX_SESSIONS = 4_096
-_MAX_PENDING_BYTES = 64 << 20  # of the calls since the last forecast
-_MAX_TEXT_BYTES = 64 << 20  # of the texts whose tokens are remembered
-_CALL_BYTES = 1_000  # of a call besides its text
-_REFERENCE_BYTES = 8  # of each message in its list
+_MAX_PENDING_BYTES = 64 << 20  # memory of the calls since the last forecast
+_MAX_TEXT_BYTES = 64 << 20  # memory of the texts whose tokens are remembered
+_CALL_BYTES = 1_000  # memory of a call besides its text
+_REFERENCE_BYTES = 8  # memory of each entry in a list of messages
 _PIECE = re.compile(r"[^\S\r\n]?[^\W\d_]{1,5}|\d{1,3}|[^\S\r\n]?[^\s\w]{1,3}|_|[\r\n]+|[^\S\r\n]+")
 _LARGEST = 2**31 - 1
 

@@ -9,10 +9,10 @@ from typing import Any
 from agentspec.errors import InvalidInputError
 
 _LEAST_TEXT = 200  # characters: nothing shorter is worth a prediction
-_LEAST_PART = 0.5  # of the earlier edits' tokens that were in the answer before
-_PAIRS = 2  # latest edits that are looked at
-_LONGEST = 2_000  # tokens of an answer that are looked at
-_MOST_BYTES = 16_384  # of an automatic prediction: servers refuse more tokens than that
+_LEAST_PART = 0.5  # least share of an edit's tokens that were in the answer before it
+_PAIRS = 2  # how many of the latest edits are looked at
+_LONGEST = 2_000  # most tokens of an answer that are looked at
+_MOST_BYTES = 16_384  # longest automatic prediction: servers refuse more tokens than that
 
 
 _REFUSED: dict[str, Callable[[Any], object]] = {

@@ -11,7 +11,7 @@ from agentspec.client.request import SALT_HEADER, TIMEOUT_S
 from agentspec.errors import InvalidInputError
 from agentspec.identifiers import to_header
 
-_BODY_BYTES = 4 << 20  # of texts in one request; servers take 8 MiB
+_BODY_BYTES = 4 << 20  # most bytes of texts in one request; servers take 8 MiB
 
 
 class Priming(NamedTuple):

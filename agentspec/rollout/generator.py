@@ -74,22 +74,22 @@ class EpochFigures:
 
     @property
     def steps(self) -> int:
-        """Decode steps that the samples took, added up."""
+        """Return the decode steps that the samples took, added up."""
         return self.tokens - self.accepted
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean acceptance length: tokens a decode step of a sample, the bonus token included."""
+        """Return the mean tokens of a sample's decode step, the bonus token included."""
         return self.tokens / max(1, self.steps)
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens for each drafted one."""
+        """Return accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / max(1, self.drafted)
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean of the rewards, None if there are none."""
+        """Return the mean reward; None if no sample has one."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     def add(self, sample: Sample) -> None:

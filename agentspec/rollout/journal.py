@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def key(self) -> Key:
-        """The sample's name."""
+        """Return what names the sample."""
         return Key(self.id, self.epoch, self.sample)
 
 

@@ -167,7 +167,7 @@ class RayEngine:
 
     @property
     def given(self) -> list[int]:
-        """Requests that each worker was given so far."""
+        """Return how many requests each worker was given so far."""
         return [member.given for member in self._members]
 
     def step(self) -> list[Answer]:

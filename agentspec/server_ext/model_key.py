@@ -115,7 +115,7 @@ def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path | 
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # it raises its own errors, the network's and the file system's
+    except Exception as error:  # the hub's client raises its own errors, the network's and the file system's
         logger.debug("agentspec: %s is not on the hub: %s", name, error)
         return None
 

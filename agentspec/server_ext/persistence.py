@@ -71,13 +71,13 @@ class Persistence:
         self._loader = BackgroundLoader(
             store, max_ready_bytes=queue_bytes, before_read=self._begin_following, prepare=self._prepare
         )
-        self._cache: SuffixCache | None = None  # for which large sessions are indexed in the loader's thread
+        self._cache: SuffixCache | None = None  # known once it is served from
         self._follower: Follower | None = None
         self._jobs = StoreJobs(store)
         self._writer_id = secrets.token_hex(8)
         self._number = 0
-        self._arrived: Loaded | None = None  # of its records, those from _applied on are to be applied
-        self._applied = 0
+        self._arrived: Loaded | None = None  # what the loader delivered,
+        self._applied = 0  # and how many of its records the cache has
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
         self._applying = threading.Lock()  # held while a record is checked and restored
         self._restored = self._followed = self._adopted = 0

@@ -24,7 +24,8 @@ Stats = Mapping[str, Any]
 
 _PATHS = frozenset({"/metrics", "/metrics/"})
 _ASK_SECONDS = 2.0
-_FRESH_SECONDS = 1.0  # anybody may read /metrics, and the engine answers between two steps
+_FRESH_SECONDS = 1.0
+"""Age up to which figures are shown again. Anybody may read /metrics, and asking an engine takes time of its steps."""
 
 
 class _Figure(NamedTuple):

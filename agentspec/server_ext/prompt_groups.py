@@ -35,7 +35,7 @@ class PromptGroups:
 
     @property
     def bytes(self) -> int:
-        """Memory of what is remembered, in bytes, roughly."""
+        """Return roughly how many bytes the remembered prompts take."""
         return len(self._prompts) * _PROMPT_BYTES + len(self._lengths) * _LENGTH_BYTES
 
     def group_of(self, identity: Identity, prompt: TokenIds) -> str | None:

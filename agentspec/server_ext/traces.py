@@ -28,7 +28,7 @@ class Trace:
         self._shares = shares_corpus
         self._tokens, self._lengths, self._accepted = array("i"), array("i"), array("i")
         self._rejected, self._rejections = array("i"), array("i")
-        self._sources = bytearray()  # of the accepted tokens and then the rejected ones, step by step
+        self._sources = bytearray()  # step by step: sources of the accepted tokens, then of the rejected ones
         self._draft: tuple[Sequence[int], Sequence[int]] = ((), ())
 
     @property

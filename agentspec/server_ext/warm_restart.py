@@ -120,7 +120,7 @@ class SnapshotKeeper:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # of a process that was killed while saving
+        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
             with contextlib.suppress(OSError):
                 left.unlink()
         self._load()

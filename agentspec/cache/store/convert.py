@@ -260,7 +260,7 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         path.rename(old)
         new.rename(path)
-        for leftover in _files(path)[1:]:  # of the old file; it was emptied before
+        for leftover in _files(path)[1:]:  # the old file's log, which was emptied above
             leftover.unlink(missing_ok=True)
     except (sqlite3.OperationalError, OSError) as error:
         raise StoreUnavailableError(f"{path}: {error}; stop the servers that use it, and try again") from error

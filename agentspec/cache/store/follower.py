@@ -199,7 +199,7 @@ class Follower:
                 return False
             pause = self._breaker.wait()
             if pause > 0:
-                self._alive = begun  # it is known that the store is away
+                self._alive = begun  # the store is known to be away
                 self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
                 return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
         return self._breaker.allow()
@@ -251,7 +251,7 @@ class Follower:
         log.erased = max(log.erased, end)
 
     def _apply(self, log: _Log, session: str, cursor: str) -> None:
-        """Apply a tombstone, unless that was done."""
+        """Apply a tombstone unless it was applied before."""
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
             return

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 64  # records in a batch, and entries of a corpus that are read before the loader looks for other requests
 _BATCH_BYTES = 1 << 20
-_WHOLE_BYTES = 4 << 20  # of a session that is delivered in one batch; what is larger comes in several
-_PREPARED_TOKENS = 100_000  # from which on a session is indexed before it is delivered
-_MAX_RECORDS = 2048  # newest ones of a session or group that a request delivers
+_WHOLE_BYTES = 4 << 20  # most bytes of a session that is delivered in one batch; a larger one comes in several
+_PREPARED_TOKENS = 100_000  # a session of so many tokens is indexed before it is delivered
+_MAX_RECORDS = 2048  # most records of a session or group that a request delivers, the newest
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
 
 

@@ -101,7 +101,7 @@ class TurnRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the record holds."""
+        """Return how many tokens the record holds."""
         return len(self.prompt_tail) + len(self.response)
 
     @property
@@ -337,7 +337,7 @@ def _pack(value: object) -> bytes:
     try:
         packed: bytes = packer.pack(value)
     except BaseException:
-        _local.packer = None  # it may hold half of the value
+        _local.packer = None  # the packer may hold half of the value
         raise
     return packed
 

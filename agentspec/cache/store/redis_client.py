@@ -82,7 +82,7 @@ class RedisClient:
         self._address = address
         self._patient = patient
         self._redis: Any = None
-        self._lock = threading.Lock()  # of connecting
+        self._lock = threading.Lock()  # held while connecting
         self._closed = False
 
     def command(self, *command: str | bytes | int) -> Any:

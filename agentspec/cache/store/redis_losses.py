@@ -44,9 +44,9 @@ class LossWatch:
         self._batches: deque[tuple[str, int, list[str]]] = deque(maxlen=_REMEMBERED)  # tag, batch, names of records
 
     def note(self, namespace: str, shard: RedisShard, number: int, names: Sequence[str], answer: Appended) -> None:
-        """Note the answer to a batch, and name what the shard had acknowledged before and lost.
+        """Note the answer to an append. Count and log what the shard acknowledged before and has lost since.
 
-        names: of the batch's records.
+        number: of the batch. names: of the batch's records.
         """
         held = self._acknowledged.pop(shard.tag, None)
         if held is None or time.monotonic() - held.at > IDLE_SECONDS:

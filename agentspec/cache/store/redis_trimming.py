@@ -82,7 +82,7 @@ class Trimming:
                     self._index.remove(namespace)
                     if not all(shard.state(IDLE_MS)[1] for shard in self._shards(namespace, None)):
                         self._index.enter(namespace)  # somebody has appended to it meanwhile
-            except StoreUnavailableError as error:  # of one node
+            except StoreUnavailableError as error:  # only one node may be away
                 logger.debug("agentspec: a log could not be looked at: %s", error)
             courtesy.pause()
 

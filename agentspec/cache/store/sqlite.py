@@ -281,7 +281,7 @@ class SQLiteStore(_Database):
             try:
                 create_schema(writer, path)
                 enter_wal(writer)
-                empty_log(writer)  # of what a process left in it that was killed while it erased or appended
+                empty_log(writer)  # a process that was killed while it erased may have left text in it
                 super().__init__(str(path), writer, connect(str(path)))
             except BaseException:
                 writer.close()

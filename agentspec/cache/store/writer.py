@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
-_GROUPS = 64  # of records that were set aside, which are written before what was put meanwhile goes on
+_GROUPS = 64  # most groups of records set aside that are written before the queue has its turn again
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class NativeDrafter(ModelDrafter):
         native = runner.drafter
         native.num_speculative_tokens = tokens
         self._probabilities: list[Any] = []
-        """of the tokens that the running draft has so far: a tensor for each pass"""
+        """probabilities of the running draft's tokens so far: a tensor for each pass"""
         if self._tells_probabilities(native):
             native._greedy_sample = self._greedy_sample
         # The rejection sampler takes drafts as they are, with or without suffix tokens: the likeliest serve best.
