@@ -7,6 +7,7 @@ fails.
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
 from agentspec.server_ext.step_cost import StepCost
 from agentspec.server_ext.traces import Traces
+from agentspec.server_ext.turnover import Text, Turnover
 from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 
 logger = logging.getLogger(__name__)
@@ -109,9 +111,10 @@ class DraftingEngine:
         self._recorder = Recorder(settings.record, shares.figures // 8) if settings.record else None
         self._traces = Traces(shares.figures // 8)
         self._requests: dict[str, RequestState] = {}
+        self._turnover = Turnover(self._start, self._keep)
         self._groups = PromptGroups(shares.figures // 4)
         self._sessions = SessionAdmin(
-            self.cache, persistence, self._requests, self._traces, self._recorder, self._drop_snapshot
+            self.cache, persistence, self._states, self._traces, self._recorder, self._drop_snapshot
         )
         persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
@@ -136,6 +139,7 @@ class DraftingEngine:
         self._steps = self._held_back = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
+        self._put_off = False  # the latest step had no time to apply stored turns
         self._model_seconds = 0.0  # time that the draft model took after the latest step
         self._logged: set[str] = set()
 
@@ -153,6 +157,7 @@ class DraftingEngine:
         if self._public is not None:
             self._public.start()
         threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True).start()
+        self._worked_ns = self.cache.worked_ns()  # no step waited for this
         return restored
 
     def note_new_weights(self) -> None:
@@ -186,39 +191,45 @@ class DraftingEngine:
                 self._fail(request_id)
             return [[] for _ in step.batch.request_ids]
 
-    def finish(self, request_id: str, output_limit: int | None = None) -> None:
+    def finish(self, request_id: str, output_limit: int | None = None, text: Text | None = None) -> None:
         """Keep the response of a finished request, for later drafts and in the store. Never raises.
 
-        output_limit: tokens of the response that the engine returned.
+        The next steps do so, or this call if no request is left. output_limit: tokens of the response that the engine
+        returned. text: returns prompt and response, for a request that waits for its start. Without it such a request
+        is not kept.
         """
         begin = time.thread_time_ns()
-        self._finish(request_id, output_limit)
+        self._end(request_id, output_limit, text)
+        if not self._requests:
+            self._turnover.finish_all()
         self._beside_ns += time.thread_time_ns() - begin
 
-    def _finish(self, request_id: str, output_limit: int | None) -> None:
+    def _end(self, request_id: str, output_limit: int | None, text: Text | None = None) -> None:
+        """Take a request out of the batch, and let it wait for its end."""
         self._leave_batch()
         state = self._requests.pop(request_id, None)
         if state is not None:
             self.metrics.end(state.figures)
             self._traces.running -= state.trace is not None
-        if state is None:
-            return
-        if not state.failed:
-            self._keep(state, output_limit)
-        session = state.identity.session
-        if state.identity.final and session is not None:
-            self.metrics.counters["sessions_ended"] += 1
-            self.cache.free_session(state.identity.tenant, session)
+            self._turnover.end(state, output_limit, text)
 
     def _keep(self, state: RequestState, output_limit: int | None) -> None:
         """Keep what a request adds, unless it is too short, and send its turn to the store."""
-        request_id = state.request_id
-        self.metrics.counters["finished"] += 1
-        if output_limit is not None and output_limit < _LEAST_KEPT:
-            self._drop(request_id)
-            return
+        identity = state.identity
+        if not state.failed:
+            self.metrics.counters["finished"] += 1
+            if output_limit is not None and output_limit < _LEAST_KEPT:
+                self._drop(state.request_id)
+            else:
+                self._store(state, output_limit)
+        if identity.final and identity.session is not None:
+            self.metrics.counters["sessions_ended"] += 1
+            self.cache.free_session(identity.tenant, identity.session)
+
+    def _store(self, state: RequestState, output_limit: int | None) -> None:
         try:
-            turn = self.cache.finish(request_id, output_limit=output_limit, name=self._persistence.next_name())
+            name = self._persistence.next_name()
+            turn = self.cache.finish(state.request_id, output_limit=output_limit, name=name)
             if turn is not None:
                 self._persistence.save(turn, state.identity)
         except Exception as error:
@@ -271,6 +282,7 @@ class DraftingEngine:
         self.cache.close()
         if self._public is not None:
             self._public.close()
+        self._turnover.finish_all()
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()
@@ -289,7 +301,7 @@ class DraftingEngine:
             self.cache.begin_epoch()
         lookup = self._lookup
         loading = self._persistence.has_loaded()
-        if loading or step.started:
+        if loading or step.started or self._turnover:
             self._prepare(step, lookup)
             lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
@@ -325,18 +337,42 @@ class DraftingEngine:
         return lookup.spread(self.budget.cut(drafts, budget))
 
     def _prepare(self, step: Step, lookup: _Lookup | None) -> None:
-        """Apply stored turns and start new requests. lookup: of the step before."""
+        """Start and finish requests, and apply stored turns, as far as there is time. lookup: of the step before."""
         begin = time.thread_time_ns()
-        # What is applied has to be indexed, too, so each gets half of the time.
-        self._persistence.apply_loaded(self.cache, (lookup.work if lookup else DEFAULT_WORK_SECONDS) / 2)
         for new in step.started:
             known = self._requests.get(new.request_id)
             if known is not None:
-                self._leave_batch()
+                self._leave_batch()  # which counts its tokens
                 # vLLM drops the last token of a response that streamed input follows.
-                self._finish(new.request_id, max(known.length - known.prompt_length - 1, 0))
-            self._start(new)
+                self._end(new.request_id, max(known.length - known.prompt_length - 1, 0))
+            self._begin(new)
+        # What is done has to be indexed, too, so this gets half of the time.
+        work = (lookup.work if lookup else DEFAULT_WORK_SECONDS) / 2
+        if self._turnover:
+            self._leave_batch()
+            self._turnover.advance(step, work)
+            if starting := self._turnover.starting():
+                self._count_waiting(step, starting)
+        left = work - 1e-9 * (time.thread_time_ns() - begin)
+        self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
+        if not self._put_off:
+            self._persistence.apply_loaded(self.cache, max(left, 0.0))
         self._beside_ns += time.thread_time_ns() - begin
+
+    def _count_waiting(self, step: Step, starting: list[RequestState]) -> None:
+        """Add the step to the figures of requests that get no drafts yet."""
+        places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
+        for state in starting:
+            place = places.get(state.request_id)
+            if place is None or state.failed:
+                continue
+            length = int(step.lengths[place])
+            state.figures.tokens += length - state.length
+            state.figures.steps += 1
+            if state.trace is not None:
+                row = step.tokens[step.batch.rows[place]]
+                self._traces.add(state.trace, row[state.length : length].tolist(), 0, 0)
+            state.length = length
 
     def _measure(self, took: int) -> None:
         """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""
@@ -371,15 +407,29 @@ class DraftingEngine:
         self._model_seconds = fused.seconds
         return fused.drafts
 
-    def _start(self, new: NewRequest) -> None:
-        identity = replace(new.identity, group=self._groups.group_of(new.identity, new.prompt))
-        state = self._requests[new.request_id] = RequestState(
-            new.request_id, identity, RequestFigures(), length=len(new.prompt), prompt_length=len(new.prompt)
-        )
+    def _begin(self, new: NewRequest) -> None:
+        """Let a request wait for its start."""
+        identity, length = new.identity, len(new.prompt)
+        figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
+        state = RequestState(new.request_id, identity, figures, length=length, prompt_length=length)
+        if new.detailed and figures.trace is None:  # of several samples, the first is traced
+            shared = identity.tenant != identity.principal
+            state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
+        self._requests[new.request_id] = state
+        self._turnover.begin(state, new)
+
+    def _start(
+        self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
+    ) -> None:
+        """Start a request in the cache. response: what it said since, if it has ended."""
+        identity = new.identity
+        if state.identity.session != identity.session:  # which was erased since: the request draws on its own text
+            identity = replace(identity, session=None, group=None, scope="none")
+        identity = replace(identity, group=self._groups.group_of(identity, prompt))
         try:
             self.cache.start(
                 new.request_id,
-                new.prompt,
+                prompt,
                 session=identity.session,
                 group=identity.group,
                 tenant=identity.tenant,
@@ -390,25 +440,25 @@ class DraftingEngine:
                 prediction=new.prediction,
                 parent=identity.parent_session,
             )
+            if identity.session is not None and state.identity.session is None:  # another thread has just erased it
+                self.cache.remove_session(identity.tenant, identity.session)
+            if len(response):
+                self.cache.extend(new.request_id, response)
         except Exception as error:  # the other requests must get their drafts even if this one cannot start
             self._count_error("start", error)
             state.failed = True
             return
-        state.figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
-        if new.detailed and state.figures.trace is None:  # of several samples, the first is traced
-            shared = identity.tenant != identity.principal
-            state.trace = self._traces.begin(state.figures, identity.session, shares_corpus=shared)
         self.metrics.counters["started"] += 1
         if identity.ignored_ids:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
         self._persistence.request_load(self.cache, identity, self.cache.family_of(new.request_id))
 
     def _look_up(self, batch: Batch) -> _Lookup:
-        """Look up the requests of a batch. Requests that failed or have ended get no drafts."""
+        """Look up the requests of a batch. Requests that failed, have ended or wait for their start get no drafts."""
         self._leave_batch()
         known = [self._requests.get(request_id) for request_id in batch.request_ids]
-        picked = [i for i, state in enumerate(known) if state is not None and not state.failed]
-        states = [state for state in known if state is not None and not state.failed]
+        picked = [i for i, state in enumerate(known) if state is not None and not (state.failed or state.waits)]
+        states = [state for state in known if state is not None and not (state.failed or state.waits)]
         handle = self.cache.batch([state.request_id for state in states])
         some = None if len(picked) == len(batch) else np.array(picked, np.intp)
         rows = batch.rows if some is None else batch.rows[some]
@@ -457,6 +507,10 @@ class DraftingEngine:
             state.figures.steps += lookup.quiet
             state.length += lookup.quiet
         lookup.quiet = 0
+
+    def _states(self) -> list[RequestState]:
+        """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
+        return [*list(self._requests.values()), *self._turnover.states()]
 
     def _drop_snapshot(self) -> None:
         """Delete the snapshot, because a session was erased."""

@@ -6,7 +6,7 @@ for its answer. All names here are keys (`Identity.session`), so whoever asks mu
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,7 +29,7 @@ _PART_BYTES = 256 * 1024
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    running: its running requests, by id. traces: of requests that asked for one. recorder: its step record, if one is
+    states: returns those of its requests. traces: of requests that asked for one. recorder: its step record, if one is
     written. erased: called when a session has left the cache.
     """
 
@@ -37,14 +37,14 @@ class SessionAdmin:
         self,
         cache: SuffixCache,
         persistence: Persistence,
-        running: Mapping[str, RequestState],
+        states: Callable[[], Iterable[RequestState]],
         traces: Traces | None = None,
         recorder: Recorder | None = None,
         erased: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._persistence = persistence
-        self._running = running
+        self._states = states
         self._traces = traces
         self._recorder = recorder
         self._erased = erased
@@ -136,7 +136,7 @@ class SessionAdmin:
         return () if self._recorder is None else (self._recorder.erase(session),)
 
     def _of(self, session: str) -> list[RequestState]:
-        return [state for state in list(self._running.values()) if state.identity.session == session]
+        return [state for state in self._states() if state.identity.session == session]
 
     def _logs(self, store: Store, tenant: str | None, anybody: bool = False, session: str | None = None) -> list[str]:
         logs = self._persistence.logs

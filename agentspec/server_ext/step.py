@@ -117,6 +117,8 @@ class RequestState:
     """tokens of its prompt"""
     failed: bool = False
     """whether an error occurred for it, after which it gets no drafts"""
+    waits: bool = False
+    """whether the cache has not started it yet, so that it gets no drafts"""
     draft_source: str | None = None
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0

@@ -184,6 +184,7 @@ def test_a_session_ends_behind_its_other_requests() -> None:
     )
     engine.proposer.propose(step)
     engine.run("last", [5], TEXT, session="s", final=True)
+    engine.proposer.propose(replace(step, started=()))
     assert engine.proposer.cache.has_session(None, "s")
     engine.proposer.finish("long", 3)
     assert not engine.proposer.cache.has_session(None, "s")
@@ -381,18 +382,21 @@ class Rows:
             for _ in range(drafted + 1):
                 self.tokens[row, self.lengths[row]] = 100 * row + self.lengths[row]
                 self.lengths[row] += 1
-        return self.proposer.propose(
-            Step(
-                started=started,
-                batch=self.batch,
-                tokens=self.tokens,
-                lengths=self.lengths[rows],
-                max_draft_tokens=np.full(len(rows), 8, np.int32),
-                num_verified_draft_tokens=np.full(len(rows), drafted, np.int32),
-                num_draft_tokens=drafted * len(rows),
-                seconds=seconds,
-            )
+        step = Step(
+            started=started,
+            batch=self.batch,
+            tokens=self.tokens,
+            lengths=self.lengths[rows],
+            max_draft_tokens=np.full(len(rows), 8, np.int32),
+            num_verified_draft_tokens=np.full(len(rows), drafted, np.int32),
+            num_draft_tokens=drafted * len(rows),
+            seconds=seconds,
         )
+        drafts = self.proposer.propose(step)
+        if started:
+            self.proposer._turnover.advance(step, 60.0)  # however slow this machine is
+            self.proposer._leave_batch()
+        return drafts
 
     def repeat(self) -> list[list[int]]:
         """Take a step of the batch as it is, in which each row is given 30 tokens that repeat."""

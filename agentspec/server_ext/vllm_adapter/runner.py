@@ -28,7 +28,7 @@ from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_d
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens
+from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens, text_of
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -114,7 +114,10 @@ class RunnerExtension:
     def finish(self, request_id: str, state: Any) -> None:
         """Tell the engine that a request has finished or was aborted. state: vLLM's CachedRequestState, or None."""
         if self.engine is not None:
-            self.engine.finish(request_id, None if state is None else returned_tokens(state))
+            if state is None:
+                self.engine.finish(request_id)
+            else:
+                self.engine.finish(request_id, returned_tokens(state), functools.partial(text_of, state))
 
     def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
         bound = None if self.draft_model is None else self.draft_model.bind(forward)

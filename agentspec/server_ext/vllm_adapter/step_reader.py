@@ -220,6 +220,11 @@ def returned_tokens(state: Any) -> int:
     return end
 
 
+def text_of(state: Any) -> list[int]:
+    """Return a request's prompt and response, in tokens. state: vLLM's CachedRequestState."""
+    return [*(state.prompt_token_ids or ()), *state.output_token_ids]
+
+
 def _verified(request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> Int32:
     """Return how many draft tokens of each of the [n] rows were verified: those that the scheduler kept.
 

@@ -1,0 +1,125 @@
+"""Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
+
+What waits is done in the order in which it came: a session's next turn starts after the one before was finished. A step
+does one start or finish, and more as long as they take less than its time. Where no request is left for whose steps the
+rest could wait, all is done at once.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
+
+Text = Callable[[], Sequence[int]]
+"""Returns a request's prompt and response, in tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Beginning:
+    """Hold a request to be started. text: what it said, if it has ended meanwhile."""
+
+    state: RequestState
+    new: NewRequest
+    text: Text | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ending:
+    """Hold a request to be finished. output_limit: tokens of the response that the engine returned."""
+
+    state: RequestState
+    output_limit: int | None
+
+
+class Turnover:
+    """Hold the requests that wait to be started or finished.
+
+    start(state, new, prompt, response): starts a request in the cache. prompt: its tokens, [P]. response: what it said
+    since, if it has ended. finish(state, output_limit): keeps what it said. Neither raises.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[RequestState, NewRequest, Sequence[int] | Int32, Sequence[int]], None],
+        finish: Callable[[RequestState, int | None], None],
+    ) -> None:
+        self._start = start
+        self._finish = finish
+        self._waiting: deque[Beginning | Ending] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def states(self) -> list[RequestState]:
+        """Return the state of each request that waits, some of them twice. Any thread may call it."""
+        return [item.state for item in list(self._waiting)]
+
+    def starting(self) -> list[RequestState]:
+        """Return the states of the requests that wait for their start and have not ended."""
+        return [item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None]
+
+    def begin(self, state: RequestState, new: NewRequest) -> None:
+        """Let a request wait for its start. Until then ``state.waits`` is true."""
+        state.waits = True
+        self._waiting.append(Beginning(state, new))
+
+    def end(self, state: RequestState, output_limit: int | None, text: Text | None) -> None:
+        """Let a request wait for its end. Forget it if it waits for its start and nothing tells what it said."""
+        if state.waits:
+            place = next(i for i, item in enumerate(self._waiting) if item.state is state)
+            beginning = self._waiting[place]
+            if text is None or state.failed or not isinstance(beginning, Beginning):
+                del self._waiting[place]
+                return
+            beginning.text = text
+        self._waiting.append(Ending(state, output_limit))
+
+    def advance(self, step: Step, seconds: float) -> None:
+        """Start and finish what fits into so much CPU time of this thread, one at least.
+
+        step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays, and
+        those behind it go first.
+        """
+        until = time.thread_time() + seconds
+        rows: dict[str, int] = {}
+        fresh = {id(new): new for new in step.started}
+        for _ in range(len(self._waiting)):
+            item = self._waiting[0]  # where an erasure finds it until it is done
+            prompt: Sequence[int] | Int32 | None = None
+            if isinstance(item, Beginning) and item.text is None:
+                if id(item.new) in fresh:
+                    prompt = item.new.prompt
+                else:
+                    rows = rows or dict(zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True))
+                    row = rows.get(item.state.request_id)
+                    if row is None:
+                        self._waiting.rotate(-1)
+                        continue
+                    prompt = step.tokens[row, : item.state.prompt_length]
+            self._do(item, prompt)
+            self._waiting.popleft()
+            if time.thread_time() >= until:
+                break
+
+    def finish_all(self) -> None:
+        """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will."""
+        while self._waiting:
+            item = self._waiting[0]
+            if isinstance(item, Ending) or item.text is not None:
+                self._do(item, None)
+            self._waiting.popleft()
+
+    def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
+        if isinstance(item, Ending):
+            self._finish(item.state, item.output_limit)
+            return
+        response: Sequence[int] = ()
+        if item.text is not None:
+            text = item.text()
+            prompt, response = text[: item.state.prompt_length], text[item.state.prompt_length :]
+        assert prompt is not None
+        item.state.waits = False
+        if not item.state.failed:
+            self._start(item.state, item.new, prompt, response)

@@ -1,0 +1,182 @@
+"""Requests that begin or end together do so in one step after the other."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache.store import open_store
+from agentspec.cache.store.records import TurnRecord, decode
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import Batch, NewRequest, Step
+from tests.store.helpers import LOGS
+
+ROWS = 4
+PROMPT = 5
+
+
+def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a call take a millisecond of CPU time, more than a step has."""
+
+    def slowly(*args: Any, **names: Any) -> Any:
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+        return call(*args, **names)
+
+    return slowly
+
+
+class Rows:
+    """Rows of one token array, each of which gets a token in each step. The cache is slow."""
+
+    def __init__(self) -> None:
+        self.store = open_store("memory://")
+        self.persistence = Persistence(self.store, LOGS, 0)
+        self.engine = DraftingEngine(Settings(store="memory://"), self.persistence, 1000, 16)
+        self.engine.cache.start = slow(self.engine.cache.start)  # type: ignore[method-assign]
+        self.engine.cache.finish = slow(self.engine.cache.finish)  # type: ignore[method-assign]
+        self.tokens = np.arange(ROWS * 200, dtype=np.int32).reshape(ROWS, 200)
+        self.lengths = dict[str, int]()
+        self.rows = dict[str, int]()
+
+    def begin(self, *ids: str, session: str | None = None) -> list[list[int]]:
+        """Take a step in which requests begin; their names end in their rows."""
+        for name in ids:
+            self.rows[name], self.lengths[name] = int(name[-1]), PROMPT
+        return self.step(*ids, session=session)
+
+    def step(self, *started: str, session: str | None = None) -> list[list[int]]:
+        for name in self.rows:
+            self.lengths[name] += 1
+        rows = np.array(list(self.rows.values()), np.int32)
+        new = [NewRequest(name, self.tokens[self.rows[name], :PROMPT], Identity(None, session)) for name in started]
+        none = np.zeros(len(rows), np.int32)
+        lengths = np.array(list(self.lengths.values()), np.int32)
+        batch = Batch(tuple(self.rows), rows)
+        return self.engine.propose(Step(batch, new, self.tokens, lengths, none + 8, none, num_draft_tokens=0))
+
+    def end(self, name: str, *, told: bool = True) -> None:
+        text = self.tokens[self.rows.pop(name), : self.lengths.pop(name)].tolist()
+        self.engine.finish(name, len(text) - PROMPT, (lambda: text) if told else None)
+
+    @property
+    def started(self) -> int:
+        return self.engine.metrics.counters["started"]
+
+    @property
+    def finished(self) -> int:
+        return self.engine.metrics.counters["finished"]
+
+    def stored(self) -> list[TurnRecord]:
+        """Return the turns in the store, in the order in which they came."""
+        self.persistence._writer.flush(10.0)
+        records = [decode(entry.payload) for entry in self.store.read(LOGS.of(None))]
+        return [record for record in records if isinstance(record, TurnRecord)]
+
+
+@pytest.fixture
+def rows() -> Iterator[Rows]:
+    made = Rows()
+    yield made
+    made.engine.close()
+
+
+def test_a_step_starts_one_request_and_counts_for_all(rows: Rows) -> None:
+    names = [f"r{row}" for row in range(ROWS)]
+    rows.begin(*names)
+    for count in range(1, ROWS + 1):
+        assert rows.started == count
+        assert all(rows.engine.knows(name, PROMPT) for name in names)
+        rows.step()
+    assert rows.started == ROWS
+    for name in names:
+        figures = rows.engine.request(name)
+        assert figures is not None and figures["tokens"] == figures["steps"] == ROWS + 1
+
+
+def test_a_step_finishes_one_request_and_the_last_finishes_the_rest(rows: Rows) -> None:
+    names = [f"r{row}" for row in range(ROWS)]
+    rows.begin(*names)
+    for _ in range(ROWS):
+        rows.step()
+    for name in names[1:3]:
+        rows.end(name)
+    assert rows.finished == 0
+    rows.step()
+    assert rows.finished == 1
+    rows.end(names[3])
+    assert rows.finished == 1
+    rows.end(names[0])  # no step may follow
+    assert rows.finished == ROWS
+    assert [record.prompt_tail[0] for record in rows.stored()] == [200, 400, 600, 0]
+    assert [record.number for record in rows.stored()] == [1, 2, 3, 4]
+
+
+def test_a_request_that_ends_before_it_was_started_is_kept(rows: Rows) -> None:
+    rows.begin("a0", "b1", "c2")
+    rows.step()
+    assert rows.started == 2
+    rows.end("c2")
+    rows.step()
+    rows.step()
+    rows.end("a0")
+    rows.end("b1")
+    kept = {int(record.prompt_tail[0]): record.response.tolist() for record in rows.stored()}
+    assert kept == {400: [405, 406], 0: [5, 6, 7, 8], 200: [205, 206, 207, 208]}
+    assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
+
+
+def test_a_request_of_which_nothing_is_told_is_forgotten(rows: Rows) -> None:
+    rows.begin("a0", "b1")
+    rows.end("b1", told=False)
+    rows.step()
+    rows.end("a0")
+    assert len(rows.stored()) == 1 and rows.engine.cache.stats().requests == 0
+
+
+def test_a_sessions_next_turn_starts_behind_the_end_of_the_one_before(rows: Rows) -> None:
+    rows.begin("other3")
+    rows.begin("first0", session="s")
+    rows.step()
+    rows.end("first0")
+    rows.tokens[1] = rows.tokens[0]  # it repeats the turn before
+    rows.begin("second1", session="s")
+    assert (rows.finished, rows.started) == (1, 2)
+    rows.step()
+    rows.end("second1")
+    rows.end("other3")
+    assert rows.started == 3
+    first, second, _ = rows.stored()
+    assert first.kept == 0 and second.kept == PROMPT
+
+
+@pytest.mark.parametrize("ends", ["before it is started", "later"])
+def test_a_session_that_is_erased_while_a_request_waits_keeps_nothing_of_it(rows: Rows, ends: str) -> None:
+    rows.begin("a0", "b1", session="s")
+    assert rows.started == 1
+    if ends == "before it is started":
+        rows.end("b1")
+    rows.engine._sessions.erased_elsewhere(None, "s")
+    rows.step()
+    rows.step()
+    if ends == "later":
+        rows.end("b1")
+    rows.end("a0")
+    assert rows.started == 2 and rows.finished == 2
+    assert rows.stored() == [] and not rows.engine.cache.has_session(None, "s")
+    assert rows.engine.cache.stats().tokens == 0
+
+
+def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
+    rows.begin("a0", "b1")
+    rows.step()
+    rows.end("a0")
+    assert rows.finished == 0
+    rows.engine.close()
+    assert rows.finished == 1
