@@ -20,7 +20,7 @@ from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
-from agentspec.server_ext.metrics import Metrics, Recorder, RequestFigures
+from agentspec.server_ext.metrics import Metrics, Recorder
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
