@@ -20,6 +20,7 @@ from agentspec.server_ext.metrics import make_record
 from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
+from agentspec.server_ext.vllm_adapter.conflicts import conflict, schedule_synchronously
 from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, describe
 
 logger = logging.getLogger("vllm.agentspec")
@@ -238,6 +239,7 @@ def create_speculative_config(
     if spec is not None and beside:
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
     if spec is not None and (own or beside):
+        schedule_synchronously(engine_args)
         settings = load_settings(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
         if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
@@ -258,13 +260,11 @@ def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config
     Raises ConfigurationError or UnsupportedEngineError with the remedy where that cannot work.
     """
     native_methods.check_method(spec)
-    native_methods.check_runner(os.environ)
     settings = load_settings(engine_args.additional_config)
     if settings.speculator is not None:
         raise ConfigurationError(
             f"speculator and --speculative-config {spec.method!r}: there is one draft model; give one of them"
         )
-    native_methods.schedule_synchronously(engine_args)
     limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
     native_methods.adopt(spec, limit)
 
@@ -294,13 +294,16 @@ def switch_on(
     if not is_switched_on(environ):
         return
     given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1:
+    can_draft = parallel_config.pipeline_parallel_size == 1 and conflict(engine_args, environ) is None
+    if given in native_methods.NATIVE_METHODS and can_draft:
         engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
     elif given is not None or getattr(engine_args, "spec_model", None) is not None:
         logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
     elif model_config.runner_type != "generate":
         logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
+    elif (reason := conflict(engine_args, environ)) is not None:
+        logger.warning("agentspec: %s=1: no drafts: %s", SWITCH, reason)
     elif parallel_config.pipeline_parallel_size > 1:
         logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
     else:

@@ -80,27 +80,6 @@ def check_method(speculative_config: Any) -> None:
         )
 
 
-def check_runner(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError where the environment demands vLLM's V2 model runner."""
-    if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
-        raise ConfigurationError(
-            "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
-        )
-
-
-def schedule_synchronously(engine_args: Any) -> None:
-    """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
-
-    Raises ConfigurationError where the user switched it on.
-    """
-    if engine_args.async_scheduling:
-        raise ConfigurationError(
-            "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
-            "doesn't wait for; leave the option out"
-        )
-    engine_args.async_scheduling = False
-
-
 def as_configured(vllm_config: Any) -> Any:
     """Return vLLM's configuration with the user's ``num_speculative_tokens``: a shallow copy where agentspec drafts."""
     tokens = drafter_tokens(vllm_config.speculative_config)

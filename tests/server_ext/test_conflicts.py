@@ -1,0 +1,51 @@
+"""Options of vLLM that exclude drafts: refused in one line before the model is loaded, or the engine stays plain."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.vllm_adapter import launch
+from agentspec.server_ext.vllm_adapter.conflicts import conflict
+from agentspec.server_ext.vllm_launch import engine_options
+from tests.server_ext.vllm_configs import DENSE, engine_args
+
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"async_scheduling": True}, "--async-scheduling: .* leave the option out"),
+    ({"logits_processors": ["module:Processor"]}, "--logits-processors: .* leave the option out"),
+]
+
+
+@pytest.mark.parametrize(("option", "message"), CONFLICTS)
+def test_an_engine_that_was_told_to_draft_names_the_remedy(
+    option: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    arguments = engine_args(
+        tmp_path / "model", DENSE, enforce_eager=True, **engine_options(store="memory://"), **option
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(("option", "message"), CONFLICTS)
+@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 4}])
+def test_an_engine_that_everybody_switched_on_stays_as_it_is(
+    option: dict[str, Any], message: str, config: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = SimpleNamespace(speculative_config=config, additional_config={}, **option)
+    model, parallel = SimpleNamespace(runner_type="generate"), SimpleNamespace(pipeline_parallel_size=1)
+    launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
+    assert arguments.speculative_config == config
+    assert arguments.additional_config == {}
+    assert bool(re.search(message, caplog.text)) == (config is None)
+
+
+def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> None:
+    arguments = SimpleNamespace(async_scheduling=None, logits_processors=None)
+    assert "unset the variable" in (conflict(arguments, {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or "")
+    for environ in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
+        assert conflict(arguments, environ) is None
+        assert conflict(SimpleNamespace(async_scheduling=False, logits_processors=[]), environ) is None
