@@ -15,8 +15,8 @@ from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.cli.report import report
 from agentspec.cli.top import top
-from agentspec.errors import AgentSpecError, ConfigurationError
-from agentspec.server_ext.settings import default_store
+from agentspec.errors import AgentSpecError, ConfigurationError, StoreUnavailableError
+from agentspec.server_ext.settings import default_store, memory_instead
 
 app = typer.Typer(
     name="agentspec",
@@ -83,7 +83,13 @@ def serve(
     if store is not None:
         hand_on_store(store, "--store")
     arguments = serve_arguments(context.args, given, max_draft)
-    open_store(os.environ.get("AGENTSPEC_STORE") or default_store()).close()  # an unusable store shows now
+    named = os.environ.get("AGENTSPEC_STORE")
+    try:
+        open_store(named or default_store()).close()  # an unusable store shows now
+    except StoreUnavailableError as error:
+        if named:
+            raise
+        os.environ["AGENTSPEC_STORE"] = memory_instead(str(error))
     run_vllm([model, *arguments])
 
 

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentspec.cache.store import redact
+from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
 from agentspec.errors import StoreUnavailableError
-from agentspec.server_ext.settings import default_store
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
@@ -128,7 +127,7 @@ def convert(
     from agentspec.cache.store.convert import convert as run
     from agentspec.server_ext.model_key import find_model_key
 
-    url = store or os.environ.get("AGENTSPEC_STORE") or default_store()
+    url = store or os.environ.get("AGENTSPEC_STORE") or default_store_url("server.db")
     log = None
     if model is not None:
         key = find_model_key(model, tokenizer, tokenizer_revision=tokenizer_revision, given=model_key)

@@ -8,10 +8,12 @@ own say nothing.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from agentspec.cache import Scope
 from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
-from agentspec.cache.store import QUEUE_BYTES, Retention, default_store_url
+from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, sqlite_path
 from agentspec.cache.types import DEFAULT_MAX_BYTES, HistoryWindow
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
+
+logger = logging.getLogger(__name__)
 
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
@@ -33,8 +37,29 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def default_store() -> str:
-    """Return the URL of the server's own SQLite file in the user's data folder."""
-    return default_store_url("server.db")
+    """Return the URL of the server's own SQLite file in the user's data folder.
+
+    Where it cannot be written, as in a container without a home folder, return that of a store in memory.
+    """
+    try:
+        url = default_store_url("server.db")
+        if can_write(sqlite_path(url)):
+            return url
+        why = f"{sqlite_path(url)} cannot be written"
+    except StoreUnavailableError as error:
+        why = str(error)
+    return memory_instead(why)
+
+
+@cache
+def memory_instead(why: str) -> str:
+    """Return the URL of a store in memory, and warn once that nothing outlives this process. why: cause."""
+    logger.warning(
+        "agentspec: turns are kept in memory and forgotten at shutdown, because %s; name another place with --store, "
+        "AGENTSPEC_STORE or XDG_DATA_HOME",
+        why,
+    )
+    return "memory://"
 
 
 @dataclass(frozen=True, slots=True)

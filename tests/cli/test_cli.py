@@ -1,5 +1,6 @@
 """The program as users call it: bad input is one line that names the option and the remedy, with exit status 2."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cli import main
+from agentspec.errors import StoreUnavailableError
 
 
 class Program:
@@ -58,6 +60,30 @@ def test_a_store_file_of_another_kind_is_named_and_left_alone(agentspec: Program
     assert status == 2
     assert "notes.txt" in printed
     assert file.read_text() == "these are my notes, not a database"
+
+
+def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_does(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk, where the folder is writable and the file cannot be made."""
+
+    def full(url: str) -> None:
+        raise StoreUnavailableError(f"{url}: database or disk is full")
+
+    served: list[str | None] = []
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("AGENTSPEC_STORE", "")
+    monkeypatch.setattr("agentspec.cli.app.open_store", full)
+    monkeypatch.setattr(
+        "agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: served.append(os.environ.get("AGENTSPEC_STORE"))
+    )
+    assert agentspec("serve", "no-such-model")[0] == 0
+    assert served == ["memory://"]
+    assert "disk is full" in caplog.text
+    status, printed = agentspec("serve", "no-such-model", "--store", f"sqlite:///{tmp_path}/named.db")
+    assert status == 2
+    assert "disk is full" in printed
+    assert len(served) == 1
 
 
 def test_a_password_does_not_reach_the_error(agentspec: Program) -> None:

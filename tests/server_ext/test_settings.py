@@ -19,6 +19,20 @@ def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
     assert settings.tenant is None
 
 
+def test_a_default_store_that_nobody_can_write_is_in_memory_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    monkeypatch.setenv("XDG_DATA_HOME", str(file))
+    for _ in range(2):
+        assert load_settings({}, environ={}).store == "memory://"
+    assert len(caplog.messages) == 1
+    assert str(file) in caplog.text and "--store" in caplog.text
+    named = f"sqlite:///{file}/named.db"
+    assert load_settings({}, environ={"AGENTSPEC_STORE": named}).store == named
+
+
 def test_the_environment_wins_so_that_secrets_need_no_argument() -> None:
     config = {"agentspec": {"store": "memory://", "tenant": "a"}}
     settings = load_settings(config, environ={"AGENTSPEC_STORE": "redis://:secret@localhost:1/0"})

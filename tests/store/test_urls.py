@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import MemoryStore, NewEntry, RedisStore, SQLiteStore, open_store, redact
+from agentspec.cache.store import (
+    MemoryStore,
+    NewEntry,
+    RedisStore,
+    SQLiteStore,
+    can_write,
+    default_store_url,
+    open_store,
+    redact,
+    snapshot_path,
+)
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreURLError
 from tests.store.helpers import NS
 
@@ -134,3 +144,33 @@ def test_an_unreachable_server_is_an_error_without_the_password() -> None:
         assert isinstance(error.value, StoreError)
         assert "hunter2" not in str(error.value)
         assert error.value.__cause__ is None
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a user whom the machine does not know, as containers of OpenShift run."""
+
+    def unknown(_: object) -> object:
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapshot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert default_store_url("server.db").endswith("/server.db")
+    assert snapshot_path("redis://host/0", "log", 0) is not None
+    without_home(monkeypatch)
+    with pytest.raises(StoreUnavailableError, match="set XDG_DATA_HOME"):
+        default_store_url("server.db")
+    assert snapshot_path("redis://host/0", "log", 0) is None
+    assert "XDG_DATA_HOME" in caplog.text
+
+
+def test_where_a_file_can_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert can_write(file) and can_write(tmp_path / "new" / "folders" / "a.db")
+    assert not can_write(file / "a.db") and not can_write(file / "new" / "a.db")

@@ -31,7 +31,14 @@ from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
 from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
-from agentspec.cache.store.urls import default_store_url, open_store, redact, snapshot_path
+from agentspec.cache.store.urls import (
+    can_write,
+    default_store_url,
+    open_store,
+    redact,
+    snapshot_path,
+    sqlite_path,
+)
 from agentspec.cache.store.writer import BackgroundWriter, WriterStats
 
 if TYPE_CHECKING:
@@ -69,6 +76,7 @@ __all__ = [
     "Usage",
     "Wanted",
     "WriterStats",
+    "can_write",
     "decode",
     "default_store_url",
     "encode",
@@ -78,6 +86,7 @@ __all__ = [
     "open_store",
     "redact",
     "snapshot_path",
+    "sqlite_path",
     "trim_sessions",
 ]
 

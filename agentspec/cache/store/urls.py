@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -11,11 +12,13 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from agentspec.cache.store.base import Store
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
-from agentspec.errors import StoreURLError
+from agentspec.errors import StoreUnavailableError, StoreURLError
 
 if TYPE_CHECKING:
     from agentspec.cache.store.redis_client import RedisForm
     from agentspec.cache.store.redis_store import RedisStore
+
+logger = logging.getLogger(__name__)
 
 FORMS = (
     "sqlite:///relative/path.db, sqlite:////absolute/path.db, sqlite:///~/path.db, "
@@ -40,9 +43,24 @@ _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 def default_store_url(name: str) -> str:
-    """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME)."""
+    """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME).
+
+    Raises StoreUnavailableError where this user has no home folder.
+    """
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return f"sqlite:///{Path(base).expanduser() / 'agentspec' / name}"
+    try:
+        folder = Path(base).expanduser()
+    except RuntimeError as error:
+        raise StoreUnavailableError(f"{base}: {error} Name a store, or set XDG_DATA_HOME") from None
+    return f"sqlite:///{folder / 'agentspec' / name}"
+
+
+def can_write(path: Path) -> bool:
+    """Return whether this user may write an SQLite file here, and create it and its folders if they are missing."""
+    if os.access(path, os.F_OK) and not os.access(path, os.W_OK):
+        return False
+    folder = next(folder for folder in path.absolute().parents if os.access(folder, os.F_OK))
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def open_store(url: str, *, memory_bytes: int = 256 << 20) -> Store:
@@ -67,7 +85,8 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20) -> Store:
 def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
     """Return the file for a snapshot of one log, beside an SQLite file and in the user's data folder for Redis.
 
-    number: of the engine, where several of a server share the store. None for a store in memory. Raises StoreURLError.
+    number: of the engine, where several of a server share the store. None for a store in memory, and for Redis where
+    this user has no home folder. Raises StoreURLError.
     """
     if url == "memory://":
         return None
@@ -76,7 +95,11 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
         path = sqlite_path(url)
         return path.with_name(f"{path.name}-{name}")
     place = hashlib.blake2b(redact(url).encode(), digest_size=6).hexdigest()
-    return sqlite_path(default_store_url(f"{place}-{name}"))
+    try:
+        return sqlite_path(default_store_url(f"{place}-{name}"))
+    except StoreUnavailableError as error:
+        logger.warning("agentspec: the suffix indexes are not saved: %s", error)
+        return None
 
 
 def redact(url: str) -> str:
