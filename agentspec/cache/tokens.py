@@ -53,7 +53,7 @@ def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
         raise InvalidTokenError(f"{name}: token ids must be one-dimensional, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise InvalidTokenError(f"{name}: token ids must be integers, got dtype {array.dtype}")
-    if len(array) and (int(array.min()) < 0 or int(array.max()) >= vocab_size):
+    if len(array) and not _all_below(array, vocab_size):
         at = int(np.flatnonzero((array < 0) | (array >= vocab_size))[0])
         raise InvalidTokenError(f"{name}[{at}] is {int(array[at])}: token ids must be from 0 to {vocab_size - 1}")
     return np.ascontiguousarray(array, dtype=np.int32)
@@ -64,6 +64,9 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
     Raises InvalidTokenError, naming the first position that is illegal: negative or not below 2**31 - 1.
     """
+    if isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1 and len(values):
+        if _all_below(values, vocab_size):
+            return np.ascontiguousarray(values)
     tokens = as_tokens(values, name, vocab_size if vocab_size == MAX_VOCAB else MAX_VOCAB - 1)
     if vocab_size < MAX_VOCAB and len(tokens) and int(tokens.max()) >= vocab_size:
         return np.where(tokens < vocab_size, tokens, -2 - tokens).astype(np.int32)
@@ -72,7 +75,9 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
 def as_given(prompt: Int32Array) -> Int32Array:
     """Return a prompt from the core with the ids that `as_prompt` was given."""
-    return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32) if (prompt < 0).any() else prompt
+    if not len(prompt) or int(prompt.min()) >= 0:
+        return prompt
+    return np.where(prompt >= 0, prompt, -2 - prompt).astype(np.int32)
 
 
 def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], Int32Array, Int32Array]:
@@ -91,6 +96,13 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
     return (turn.kept, turn.parent, turn.block), tail, as_tokens(turn.response, "response", vocab_size)
+
+
+def _all_below(tokens: NDArray[np.integer], vocab_size: int) -> bool:
+    """Return whether all tokens, one at least, are from 0 to vocab_size - 1. Reads int32 once: prompts are long."""
+    if tokens.dtype == _INT32:
+        return int(tokens.view(np.uint32).max()) < vocab_size  # a negative one is 2**31 at least
+    return int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
 def _from_sequence(values: Sequence[int], name: str) -> NDArray[np.integer]:

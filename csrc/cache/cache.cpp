@@ -128,7 +128,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
   if (of.session && !turn.tokens.empty()) {
     context = of.session->context_of(turn);
     if (!of.session->holds(turn.record)) {
-      const bool is_new = of.session->append(turn);
+      const bool is_new = of.session->append(turn, of.blocks);
       wanted = is_new || turn.record != 0 || origin == Origin::kFinished;
       entries_.trim(*of.session);
     }

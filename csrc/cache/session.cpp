@@ -142,12 +142,16 @@ void Session::begin_document(const std::optional<Prefix>& prefix, ContextHash co
   set_place(context.value, begin + 1);
 }
 
-bool Session::append(const Turn& turn) {
+bool Session::append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks) {
   const std::span<const Token> tokens = turn.tokens;
   std::vector<std::uint64_t> blocks;
   ContextHash context{turn.parent, turn.kept};
   newest_ = context;
-  newest_.add(tokens, blocks);
+  if (const std::size_t before = turn.kept / kBlock; prompt_blocks.size() > before) {
+    blocks.assign(prompt_blocks.begin() + static_cast<std::ptrdiff_t>(before), prompt_blocks.end());
+    newest_ = {blocks.back(), prompt_blocks.size() * kBlock};
+  }
+  newest_.add(tokens.subspan(newest_.length - turn.kept), blocks);
   const auto prefix = longest(context, parent_of(turn), tokens, blocks, turn.kept);
   const std::size_t known = prefix ? prefix->length - turn.kept : 0;
   const bool is_new = known < tokens.size();

@@ -53,8 +53,9 @@ class Session final : public CacheEntry {
   void find_parent(Turn& turn) const;
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
-  // Appends what is new in a turn. Returns whether anything was.
-  bool append(const Turn& turn);
+  // Appends what is new in a turn. Returns whether anything was. `prompt_blocks`: the hashes of its prompt, the context
+  // included, at its block boundaries, where they are known.
+  bool append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks = {});
   bool holds_all_of(const Session& other) const;  // the records
   // Becomes what `from` holds, which is empty then. Returns the index that was here.
   SuffixIndex take_over(Session& from);
