@@ -60,10 +60,10 @@ class SessionLog:
         """Queue the messages of one turn. Never blocks, never raises."""
 
     def check(self, place: Place) -> None:
-        """Look whether another client wrote to the session. May block shortly. Raises SessionConflictError if so."""
+        """Raise SessionConflictError if another client wrote to the session. May block for a moment."""
 
     def confirm(self, place: Place) -> None:
-        """Wait shortly until the messages are stored. Raises SessionConflictError if another client wrote before."""
+        """Wait a moment for the messages to be stored. Raises SessionConflictError if another client wrote before."""
 
     def remove(self, session: str) -> None:
         """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""

@@ -59,7 +59,7 @@ def adapter_key(name: str, path: str) -> str:
         files = [file for file in sorted(Path(path).iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
         state = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
         return f"{name}@{_adapter_digest(state)}"
-    except OSError:  # a hub id, which is the same on all servers
+    except OSError:  # the path is a hub id, which is the same on all servers
         return f"{name}@{path}"
 
 

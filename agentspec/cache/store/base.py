@@ -80,8 +80,8 @@ class Usage:
 class Losses:
     """Count what a store has lost, as far as this process noticed.
 
-    lost: records that it had acknowledged to this process and does not have any more. missing: entries that reads found
-    referred to, but gone.
+    lost: records that it had acknowledged to this process and does not have any more. missing: entries that it still
+    refers to and that a read did not find.
     """
 
     lost: int = 0
@@ -113,7 +113,7 @@ class Store(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Return whether other processes may write to it, so that there is something to follow."""
+        """Return whether other processes may write to the store, so that there is something to follow."""
         ...
 
     @property

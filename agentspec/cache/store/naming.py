@@ -11,7 +11,7 @@ SCHEMA = "agentspec-log-1"
 
 _MODEL_BYTES, _TENANT_DIGITS, _APART_DIGITS = 8, 24, 16
 _APART = re.compile("[0-9a-f]{32}/(.*)", re.DOTALL)
-"""A tenant apart from another one, by LoRA adapter or cache salt: a MAC of these, and the other's name."""
+"""A tenant that a LoRA adapter or a cache salt sets apart: a MAC of these, then the name of the tenant without them."""
 
 
 @dataclass(frozen=True, slots=True)

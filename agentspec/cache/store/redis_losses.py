@@ -1,4 +1,4 @@
-"""Notice what a Redis has lost of what it had acknowledged to this process, and say so."""
+"""Notice when a Redis has lost records that it had acknowledged to this process, and log it."""
 
 import logging
 import time

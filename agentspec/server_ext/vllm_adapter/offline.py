@@ -11,7 +11,7 @@ from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Say how to sample. seed: of this request alone; None: the engine's. stop: texts that end an answer."""
+    """Say how to sample. seed: for this request alone; None: the engine's seed. stop: texts that end an answer."""
 
     temperature: float
     top_p: float
