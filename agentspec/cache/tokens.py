@@ -64,9 +64,14 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
     Raises InvalidTokenError, naming the first position that is illegal: negative or not below 2**31 - 1.
     """
-    if isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1 and len(values):
-        if _all_below(values, vocab_size):
-            return np.ascontiguousarray(values)
+    if (
+        isinstance(values, np.ndarray)
+        and values.dtype == _INT32
+        and values.ndim == 1
+        and len(values)
+        and _all_below(values, vocab_size)
+    ):
+        return np.ascontiguousarray(values)
     tokens = as_tokens(values, name, vocab_size if vocab_size == MAX_VOCAB else MAX_VOCAB - 1)
     if vocab_size < MAX_VOCAB and len(tokens) and int(tokens.max()) >= vocab_size:
         return np.where(tokens < vocab_size, tokens, -2 - tokens).astype(np.int32)
