@@ -313,9 +313,20 @@ class SuffixCache(KeptTurns):
         if turn is None:
             return None
         kept, parent, block, count, tokens = turn
-        tail, response = as_given(tokens[:count]), tokens[count:]
-        of_session = (names.tenant, names.session, kept, tail, response, names.group, names.scope)
-        return FinishedTurn(*of_session, parent, block, writer, number, family=names.family)
+        return FinishedTurn(
+            tenant=names.tenant,
+            session=names.session,
+            group=names.group,
+            family=names.family,
+            scope=names.scope,
+            kept=kept,
+            parent=parent,
+            block=block,
+            prompt_tail=as_given(tokens[:count]),
+            response=tokens[count:],
+            writer=writer,
+            number=number,
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request and keep nothing of it."""
