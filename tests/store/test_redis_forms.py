@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from agentspec.cache.store import (
+    BackgroundWriter,
     EraseRecord,
     Follower,
     NewEntry,
@@ -331,3 +332,19 @@ def test_another_number_of_shards_is_refused_with_the_remedy(sharded: tuple[Redi
     server.client().set("agentspec:shards", 1)
     with pytest.raises(StoreError, match="shards=1"):
         open_store(f"{server.url}?shards=4").append(NS, [NewEntry("s", b"1")])
+
+
+def test_turns_wait_while_the_password_is_wrong() -> None:
+    """As while it is changed: on the server first, or on the clients first."""
+    with RedisServer({"requirepass": PASSWORD}) as server:
+        store = open_store(f"redis://:another@127.0.0.1:{server.port}/0")
+        writer = BackgroundWriter(store)
+        for number in range(1, 4):
+            writer.put(NS, turn("s", number))
+        wait_until(lambda: writer.stats().failed > 2)
+        assert (writer.stats().refused, writer.stats().queued) == (0, 3)
+        server.client().config_set("requirepass", "another")
+        wait_until(lambda: writer.stats().persisted == 3)
+        writer.close()
+        assert len(list(store.read(NS))) == 3
+        store.close()

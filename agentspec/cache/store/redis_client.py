@@ -199,8 +199,8 @@ class RedisClient:
         ((host, port),) = at.nodes
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
 
-    def _forbidden(self, error: Exception) -> StoreError:
-        return StoreError(
+    def _forbidden(self, error: Exception) -> StoreUnavailableError:
+        return StoreUnavailableError(  # nothing is wrong with what was to be written, so it waits
             f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
             " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
         )
