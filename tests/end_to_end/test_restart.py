@@ -1,21 +1,30 @@
 """What the store acknowledged is there after kill -9, from SQLite and from a real Redis server; Redis may go away."""
 
 import json
+import os
+import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from agentspec.server_ext.vllm_adapter.shutdown import SAVE_SECONDS
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
 from tests.end_to_end.mixed_load import code
 
 pytestmark = pytest.mark.engine
+
+OPEN = 4
+"""Requests that run while a server is stopped."""
 
 
 def complete(
@@ -68,6 +77,30 @@ def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, databas
     again, figures = complete(fast, published, "public-2")
     assert again == expected and figures["accepted_by_source"]["public"] > 0
     assert fast.stats()["accepted_by_source"]["public"] == figures["accepted_by_source"]["public"]
+
+
+def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> None:
+    """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
+    server = ModelServer(
+        MODEL,
+        options=OPTIONS,
+        name="demo",
+        log=tmp_path / "server.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path}/server.db"},
+    )
+    with server, ThreadPoolExecutor() as pool:
+        complete(server, code(907, 12), "stopped")
+        body = {"model": "demo", "prompt": "def ", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
+        running = [
+            pool.submit(httpx.post, f"{server.base_url}/completions", json=body, timeout=60) for _ in range(OPEN)
+        ]
+        wait_for(lambda: bool(server.stats()["running"] > 0))
+        assert server.process_id is not None
+        os.kill(server.process_id, signal.SIGTERM)
+        wait_for(lambda: all(request.done() for request in running), seconds=SAVE_SECONDS + 15)
+    assert list(tmp_path.glob("server.db-*.snapshot"))
+    with sqlite3.connect(tmp_path / "server.db") as database:
+        assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1
 
 
 @pytest.mark.store

@@ -28,7 +28,15 @@ from typing import Any, Literal
 
 from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
-from agentspec.server_ext.vllm_adapter import cheap_steps, frontend, launch, native_methods, runner, verification
+from agentspec.server_ext.vllm_adapter import (
+    cheap_steps,
+    frontend,
+    launch,
+    native_methods,
+    runner,
+    shutdown,
+    verification,
+)
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
@@ -171,6 +179,7 @@ _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+_MANAGER = "vllm.v1.engine.utils:CoreEngineProcManager"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"  # the CPU's runner inherits from it
@@ -206,6 +215,10 @@ PATCHES = (
           "takes that along into the thread that prepares prompts, and makes what tells callers apart"),
     Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
           "writes the identity where the worker finds it"),
+    Patch("frontend", _MANAGER, "__init__", shutdown.init_engine_manager,
+          "notes whether the engines have something to save", until=(0, 32)),
+    Patch("frontend", _MANAGER, "shutdown", shutdown.shut_down_engines,
+          "gives them the time for it, which is none by default", until=(0, 32)),
     Patch("engine core", _GRAMMARS, "grammar_bitmask", cheap_steps.grammar_bitmask,
           "allocates it for the drafts that there are; later versions lay it out for the longest", until=(0, 32)),
     Patch("engine core", _SCHEDULER, "__init__", cheap_steps.init_scheduler,
