@@ -305,7 +305,7 @@ class Persistence:
     def _erase_here(self, tenant: str | None, session: str, erased: Callable[[str | None, str], None]) -> int:
         """Erase from this process a session that another one has erased in the store. Runs in the follower's thread."""
         self._loader.forget(session)
-        with self._applying:  # a turn of it that is being restored is there when this goes on
+        with self._applying:  # wait for a turn of it that is being restored
             pass
         erased(tenant, session)  # from here on its requests leave nothing behind
         self._writer.forget(session)
