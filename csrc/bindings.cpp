@@ -139,7 +139,7 @@ class Numbers {
 
 // Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
-                nb::handle max_draft_, nb::handle num_verified_, double cost, double work_seconds) {
+                nb::handle max_draft_, nb::handle num_verified_, double cost, double work_seconds, std::int32_t most) {
   const Int32Buffer slots(slots_), tokens(tokens_);
   if (!slots.has_dimensions(1)) refuse("slots: give int32 [requests]");
   if (!tokens.has_dimensions(2)) {
@@ -154,7 +154,7 @@ nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle 
   lengths.check("lengths", width);
   Drafts drafts = without_gil([&] {
     return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), max_draft.get(),
-                      num_verified.get(), cost, work_seconds);
+                      num_verified.get(), cost, work_seconds, most);
   });
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();
@@ -331,7 +331,7 @@ NB_MODULE(_native, module) {
            "lengths"_a.noconvert(), "max_draft"_a.noconvert(), "cost"_a)
       .def("candidates", &candidates, "slot"_a)
       .def("step", &step, "slots"_a, "tokens"_a.none(), "rows"_a.none(), "lengths"_a.none(), "max_draft"_a.none(),
-           "num_verified"_a.none(), "cost"_a, "work_seconds"_a)
+           "num_verified"_a.none(), "cost"_a, "work_seconds"_a, "most"_a)
       .def("finish", &finish, "slot"_a, "output_limit"_a.none(), "record"_a)
       .def("abort", &Cache::abort, "slot"_a, Released())
       .def(

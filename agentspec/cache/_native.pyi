@@ -78,6 +78,7 @@ class Core:
         num_verified: Rows,
         cost: float,
         work_seconds: float,
+        most: int,
     ) -> StepArrays | None: ...
     def candidates(self, slot: int) -> CandidateArrays: ...
     # Returns kept, parent and block of the turn, and its tokens behind their number that belongs to the prompt.

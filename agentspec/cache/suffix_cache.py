@@ -270,6 +270,7 @@ class SuffixCache(KeptTurns):
         *,
         cost: float | None = None,
         work_seconds: float = DEFAULT_WORK_SECONDS,
+        most: int = MAX_DRAFT,
     ) -> StepDrafts:
         """Take one decode step of n requests in one call, without the GIL, reading the engine's tokens in place.
 
@@ -278,9 +279,10 @@ class SuffixCache(KeptTurns):
         only the first num_verified[i] tokens were verified. Then it drafts at most max_draft[i] tokens (0: none).
         rows, lengths, max_draft, num_verified: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
-        work_seconds: CPU time of this thread for what waits beside drafting: indexing what start, finish and restore
-        appended, removing what was evicted, giving memory back. The rest waits for later steps or `catch_up`. 32 new
-        tokens of each request are indexed in any case.
+        most: longest draft of any request, whatever its max_draft is. work_seconds: CPU time of this thread for what
+        waits beside drafting: indexing what start, finish and restore appended, removing what was evicted, giving
+        memory back. The rest waits for later steps or `catch_up`. 32 new tokens of each request are indexed in any
+        case.
         A row with an illegal token is used up to that token and gets no draft. Tokens that the engine took back are
         forgotten: the row no longer begins with them.
         Raises UnknownRequestError or InvalidInputError, and then changes nothing.
@@ -288,7 +290,7 @@ class SuffixCache(KeptTurns):
         slots = self._running.slots_of(request_ids)
         price = self._cost(cost)
         try:
-            arrays = self._core.step(slots, tokens, rows, lengths, max_draft, num_verified, price, work_seconds)
+            arrays = self._core.step(slots, tokens, rows, lengths, max_draft, num_verified, price, work_seconds, most)
         except ValueError as error:  # the core rejects bad arguments before it changes anything
             raise InvalidInputError(str(error)) from None
         return no_drafts(len(slots)) if arrays is None else StepDrafts(*arrays)

@@ -79,16 +79,17 @@ class DraftBudget:
         self._rows, self._tokens, self._limited_by = rows, tokens, limited_by
         return tokens
 
-    def limit(self, max_draft: Int32Array, budget: int) -> Int32Array:
-        """Return [n] how many tokens each row may draft, at most the engine's limits ``max_draft`` [n].
+    def most(self, rows: int, budget: int) -> int:
+        """Return how many tokens any of the rows may draft.
 
-        A row may take _ROOM_FACTOR times its even share of the budget. That serves rows that copy long passages, and
-        `cut` need not discard most of what many rows draft.
+        That is _ROOM_FACTOR times its even share of the budget. It serves rows that copy long passages, and `cut` need
+        not discard most of what many rows draft.
         """
-        rows = len(max_draft)
-        if budget <= 0:
-            return np.zeros_like(max_draft)
-        most = max(1, _ROOM_FACTOR * budget // max(rows, 1))
+        return min(max(1, _ROOM_FACTOR * budget // max(rows, 1)), MAX_DRAFT) if budget > 0 else 0
+
+    def limit(self, max_draft: Int32Array, budget: int) -> Int32Array:
+        """Return [n] how many tokens each row may draft, at most the engine's limits ``max_draft`` [n]."""
+        most = self.most(len(max_draft), budget)
         return max_draft if most >= MAX_DRAFT else np.minimum(max_draft, most, dtype=max_draft.dtype)
 
     def cut(self, drafts: Drafts, budget: int) -> list[list[int]]:

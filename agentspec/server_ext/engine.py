@@ -47,8 +47,8 @@ class _Lookup:
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
     quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
-    a share of a decode step. budget: most draft tokens of a step. work: CPU time for what waits beside drafting, in
-    seconds a step. These three hold for version ``as_of`` of the step cost.
+    a share of a decode step. budget: most draft tokens of a step. most: of a row. work: CPU time for what waits beside
+    drafting, in seconds a step. These four hold for version ``as_of`` of the step cost.
     """
 
     batch: Batch
@@ -59,6 +59,7 @@ class _Lookup:
     quiet: int = 0
     cost: float = 0.0
     budget: int = 0
+    most: int = 0
     work: float = DEFAULT_WORK_SECONDS
     as_of: int = -1
 
@@ -314,14 +315,14 @@ class DraftingEngine:
         if lookup.as_of != self.step_cost.version:
             self._price(lookup)
         cost, budget = lookup.cost, lookup.budget
-        max_draft, most = lookup.pick(step.max_draft_tokens), self.settings.disable_by_batch_size
-        if most is not None and count > most:
-            max_draft, model = np.zeros_like(max_draft), None
+        most, largest = lookup.most, self.settings.disable_by_batch_size
+        if largest is not None and count > largest:
+            most, model = 0, None
         begin = time.perf_counter_ns()
         # Starting and finishing took their part of the time. Some is left in any case, or nothing would be indexed.
         work = lookup.work / 2 if loading else lookup.work
         work = max(work / 4, work - 1e-9 * self._beside_ns)
-        drafts = self._draft(step, lookup, self.budget.limit(max_draft, budget), model, cost, work)
+        drafts = self._draft(step, lookup, most, model, cost, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
@@ -390,18 +391,29 @@ class DraftingEngine:
             lookup.work = min(_WORK_SHARE * count * prices.row_seconds, DEFAULT_WORK_SECONDS)
         lookup.cost = prices.cost
         lookup.budget = self.budget.tokens(count, prices.affordable_tokens)
+        lookup.most = self.budget.most(len(lookup.states), lookup.budget)
         lookup.as_of = self.step_cost.version
 
     def _draft(
-        self, step: Step, lookup: _Lookup, max_draft: Int32, model: StepModel | None, cost: float, work: float
+        self, step: Step, lookup: _Lookup, most: int, model: StepModel | None, cost: float, work: float
     ) -> StepDrafts:
-        """Return drafts for the k rows, at most ``max_draft`` [k] tokens each. work: CPU seconds beside drafting."""
+        """Return drafts for the k rows, at most ``most`` tokens each. work: CPU seconds beside drafting."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
+        max_draft = lookup.pick(step.max_draft_tokens)
         self._model_seconds = 0.0
         if model is None or self.fusion.disabled:
             return self.cache.step(
-                lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, cost=cost, work_seconds=work
+                lookup.handle,
+                step.tokens,
+                lookup.rows,
+                lengths,
+                max_draft,
+                verified,
+                cost=cost,
+                work_seconds=work,
+                most=most,
             )
+        max_draft = np.minimum(max_draft, most, dtype=np.int32)
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
         fused = self.fusion.draft(rows, model, cost, self.step_cost.at(len(step.batch)).row_seconds)
         self._model_seconds = fused.seconds

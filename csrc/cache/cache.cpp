@@ -294,9 +294,13 @@ Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::
 
 Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
                    std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
-                   std::span<const std::int32_t> num_verified, double cost, double seconds) {
+                   std::span<const std::int32_t> num_verified, double cost, double seconds, std::int32_t most) {
   const EngineCall call(*this);
   Drafts drafts;
+  drafts.offsets.reserve(slots.size() + 1);
+  drafts.match_lengths.reserve(slots.size());
+  drafts.accepted.reserve(slots.size());
+  drafts.drafted.reserve(slots.size());
   WorkBudget budget(kWorkPerStep, seconds);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Request& current = request(static_cast<std::size_t>(slots[i]));
@@ -315,7 +319,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     }
     advance(current, budget);
     if (!settings_.arctic) current.choose_sibling();
-    drafter_->draft(current.for_drafter(public_.get()), sound ? draft_limit(max_draft[i]) : 0, cost);
+    drafter_->draft(current.for_drafter(public_.get()), sound ? draft_limit(std::min(max_draft[i], most)) : 0, cost);
     current.draft.open = sound;
     count(current);
     write(current, drafts);

@@ -106,12 +106,14 @@ class Cache {
   Size recount();  // what stats() says, added up anew
 
   // `cost`: price of verifying one more token, as a share of a step.
+  // `most`: no draft is longer, whatever its request's `max_draft` is.
   // `seconds`: CPU time for the work beside drafting that waits: start, finish and restore only append.
   Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
                  double seconds);
   Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
               std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
-              std::span<const std::int32_t> num_verified, double cost, double seconds);
+              std::span<const std::int32_t> num_verified, double cost, double seconds,
+              std::int32_t most = static_cast<std::int32_t>(kMaxDraft));
   // Merges another drafter's tokens, the first lengths[i] of row i, into the open drafts that were just made. Returns
   // the merged drafts. The caller has checked tokens and probabilities. A request without an open draft gets none.
   Drafts merge_drafts(std::span<const std::int32_t> slots, ExternalDrafts external,

@@ -1,6 +1,7 @@
 #include "cache/request.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace agentspec {
@@ -45,8 +46,9 @@ void Request::predict(const Drafter& drafter, std::span<const Token> prompt, std
 bool Request::goes_on_in(std::span<const Token> row) const {
   const auto text = index.text();
   if (row.size() < text.size()) return false;
-  const auto end = last_of(text, kMaxDraft + 1);
-  return std::ranges::equal(end, row.subspan(text.size() - end.size(), end.size()), is_same);
+  const auto end = last_of(text, kMaxDraft + 1), in_row = row.subspan(text.size() - end.size(), end.size());
+  if (end.empty() || std::memcmp(end.data(), in_row.data(), end.size_bytes()) == 0) return true;
+  return std::ranges::equal(end, in_row, is_same);
 }
 
 void Request::rewind(const Drafter& drafter, std::span<const Token> row) {

@@ -313,6 +313,12 @@ bool SortedPositions::locate(const Token* text, Position position, Place& place)
 }
 
 Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
+  if (count == 1) {  // as in most steps: arrays for many would take as long as the search
+    const Found found = search(text, Query::of_position(text, begin));
+    const Neighbours around = neighbours(found);
+    tree_.insert(text, found.place, begin);
+    return around;
+  }
   std::array<Search, kBatch> searches;
   std::array<Found, kBatch> found{};
   std::array<bool, kBatch> stale{};

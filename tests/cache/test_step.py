@@ -34,6 +34,16 @@ def test_step_equals_extend_and_propose() -> None:
         assert got.match_lengths.tolist() == [expected.match_length]
 
 
+@pytest.mark.parametrize(("most", "drafted"), [(0, 0), (2, 2), (128, 4)])
+def test_no_draft_is_longer_than_any_may_be(most: int, drafted: int) -> None:
+    """`max_draft` is 4."""
+    cache = SuffixCache()
+    cache.start("r", PROMPT)
+    table = np.array([PROMPT], np.int32)
+    drafts = cache.step(["r"], table, [0], [len(PROMPT)], [4], [0], most=most)
+    assert drafts.lists() == [[1, 2, 3, 4][:drafted]]
+
+
 def test_step_counts_what_was_accepted() -> None:
     cache = SuffixCache()
     cache.start("r", PROMPT)
