@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pickle
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,6 +388,13 @@ class TestStart:
             vllm_adapter.AgentSpecProposer(
                 self.config(speculative_config=SimpleNamespace(num_speculative_tokens=1_000))
             )
+
+
+def test_the_tables_name_every_file() -> None:
+    files = {path.stem for path in Path(vllm_adapter.__file__).parent.glob("*.py")} - {"__init__"}
+    map_of_files = (Path(__file__).parents[2] / "docs/architecture.md").read_text().partition("vllm_adapter/    ")[2]
+    assert set(re.findall(r"^``(\w+)``", vllm_adapter.__doc__ or "", re.MULTILINE)) == files
+    assert set(re.findall(r"^ {6}(\w+) ", map_of_files.partition("    step.py")[0], re.MULTILINE)) == files
 
 
 def test_nothing_else_imports_vllm() -> None:

@@ -1,6 +1,7 @@
 """Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
 ``launch``        turns ``agentspec serve`` into ``vllm serve``, takes over speculative methods
+``conflicts``     finds options that exclude drafts
 ``draft_limit``   chooses the longest draft by model, says what drafts
 ``frontend``      writes identities into requests in the API server, and asks the engines for their figures
 ``runner``        drafts in the worker, from an object on vLLM's model runner
@@ -11,6 +12,7 @@
 ``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
                   buffers and CUDA graphs
 ``verification``  corrects vLLM's rejection sampler, and makes it cheaper on CPUs
+``shutdown``      gives engines the time to save when a server is stopped
 ``offline``       runs an ``LLM`` of this process step by step, for rollouts
 
 PATCHES below lists every method of vLLM that is replaced: where, why, and in which of the versions from OLDEST_VERSION
