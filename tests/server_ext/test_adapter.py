@@ -220,12 +220,16 @@ class TestRowsFilledUp:
         assert self.table(method="draft_model") is None
 
 
-def test_a_worker_that_shuts_down_closes_the_extension_first() -> None:
+def test_a_worker_that_shuts_down_closes_the_extension_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    extension = SimpleNamespace(close=lambda: order.append("extension"))
+    monkeypatch.setattr(runner, "note_saved", lambda: order.append("saved"))
+    extension = SimpleNamespace(close=lambda: order.append("extension"), engine=object())
     wrapper = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(agentspec=extension)))
     runner.shut_down(lambda wrapper: order.append("worker"), wrapper)
-    assert order == ["extension", "worker"]
+    assert order == ["extension", "saved", "worker"]
+    extension.engine = None  # as on every rank but the first
+    runner.shut_down(lambda wrapper: None, wrapper)
+    assert order[3:] == ["extension"]
     runner.shut_down(lambda wrapper: order.append("early"), SimpleNamespace(worker=None))  # before a worker was made
     assert order[-1] == "early"
 

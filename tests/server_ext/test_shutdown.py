@@ -1,36 +1,87 @@
 """Engines get the time to save when the server is stopped, and no other engine gets more than vLLM gives it."""
 
+import os
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentspec.server_ext.vllm_adapter import shutdown
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
-from agentspec.server_ext.vllm_adapter.shutdown import SAVE_SECONDS, init_engine_manager, shut_down_engines
 
 OURS = SimpleNamespace(method="custom_class", model=PROPOSER_PATH)
 
 
-@pytest.mark.parametrize(
-    ("speculative_config", "draining", "given", "expected"),
-    [
-        (OURS, 0, 0, SAVE_SECONDS),
-        (OURS, 0, 0.0, SAVE_SECONDS),
-        (OURS, 0, None, None),
-        (OURS, 0, 3, 3),
-        (OURS, 30, 0, 0),
-        (OURS, 30, 12.5, 12.5),
-        (None, 0, 0, 0),
-    ],
-)
-def test_the_time_that_engines_have_to_end(
-    speculative_config: Any, draining: int, given: float | None, expected: float | None
-) -> None:
-    made: list[Any] = []
-    ended: list[float | None] = []
+class Process:
+    """An engine's process, which saves a while after it was told to end, or never."""
+
+    def __init__(self, save_seconds: float | None) -> None:
+        self.folder = os.environ.get(shutdown._FOLDER)
+        self._seconds = save_seconds
+
+    def terminate(self) -> None:
+        if self._seconds is not None:
+            threading.Timer(self._seconds, self._save).start()
+
+    def is_alive(self) -> bool:
+        return True
+
+    def _save(self) -> None:
+        assert self.folder is not None
+        Path(self.folder, str(id(self))).touch()
+
+
+def stopped(
+    speculative_config: Any, draining: int, given: float | None, *save_seconds: float | None
+) -> tuple[float, Any]:
+    """Return how long the engines had before vLLM's own shutdown, and their manager. save_seconds: of each engine."""
     config = SimpleNamespace(speculative_config=speculative_config, shutdown_timeout=draining)
-    manager = SimpleNamespace()
-    init_engine_manager(lambda *args, **kwargs: made.append((args, kwargs)), manager, 1, vllm_config=config)
-    assert made == [((manager, 1), {"vllm_config": config})]
-    shut_down_engines(lambda _, timeout: ended.append(timeout), manager, given)
-    assert ended == [expected]
+    manager = SimpleNamespace(manager_stopped=threading.Event())
+
+    def start(made: Any, *_: Any, **__: Any) -> None:
+        made.processes = [Process(seconds) for seconds in save_seconds]
+
+    shutdown.init_engine_manager(start, manager, 1, vllm_config=config)
+    assert shutdown._FOLDER not in os.environ
+    ended: list[tuple[float, float | None]] = []
+    begin = time.monotonic()
+    shutdown.shut_down_engines(lambda _, timeout: ended.append((time.monotonic(), timeout)), manager, given)
+    ((end, timeout),) = ended
+    assert timeout == given
+    return end - begin, manager
+
+
+def test_engines_are_killed_when_the_last_one_has_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "SAVE_SECONDS", 60.0)
+    seconds, manager = stopped(OURS, 0, 0, 0.1, 0.3)
+    assert 0.3 <= seconds < 30
+    assert manager.manager_stopped.is_set()
+    assert not Path(manager.processes[0].folder).exists()
+
+
+def test_one_that_never_saves_is_killed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "SAVE_SECONDS", 0.4)
+    assert stopped(OURS, 0, 0, 0.0, None)[0] >= 0.4
+
+
+@pytest.mark.parametrize(
+    ("speculative_config", "draining", "given"), [(OURS, 0, None), (OURS, 0, 3.0), (OURS, 30, 0), (None, 0, 0)]
+)
+def test_where_vllm_waits_or_nothing_is_to_be_saved_it_is_vllms_shutdown(
+    speculative_config: Any, draining: int, given: float | None
+) -> None:
+    seconds, manager = stopped(speculative_config, draining, given, None)
+    assert seconds < shutdown.SAVE_SECONDS / 2
+    assert not manager.manager_stopped.is_set()
+
+
+def test_a_worker_says_that_it_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(shutdown._FOLDER, raising=False)
+    shutdown.note_saved()
+    for folder in (tmp_path, tmp_path / "gone"):
+        monkeypatch.setenv(shutdown._FOLDER, str(folder))
+        shutdown.note_saved()
+    assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]

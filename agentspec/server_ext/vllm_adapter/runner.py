@@ -28,6 +28,7 @@ from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_d
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.shutdown import note_saved
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens, text_of
 
 logger = logging.getLogger("vllm.agentspec")
@@ -245,6 +246,8 @@ def shut_down(original: Callable[[Any], None], wrapper: Any) -> None:
     extension = extension_of(getattr(wrapper.worker, "model_runner", None))
     if extension is not None:
         extension.close()
+        if extension.engine is not None:
+            note_saved()
     original(wrapper)
 
 

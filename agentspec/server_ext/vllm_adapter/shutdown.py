@@ -1,31 +1,64 @@
 """Let engines save what they hold when a server is stopped.
 
 By default (``--shutdown-timeout 0``) vLLM tells its engines to abort their requests, and kills them at the same moment.
-Then nothing is saved: no snapshot, and no turn of the last milliseconds.
+Then nothing is saved: no snapshot, and no turn of the last milliseconds. So they get time until each has left a file
+in a folder that their manager made.
 """
 
+import contextlib
+import os
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
 SAVE_SECONDS = 10.0
-"""Longest time that engines have to end once their requests are aborted."""
+"""Longest time that engines have to save once their requests are aborted."""
 
-_SAVES = "agentspec_saves"
-"""Attribute of vLLM's manager of engine processes: whether they draft with agentspec and abort requests at once."""
+_FOLDER = "AGENTSPEC_SAVED"
+"""Environment variable that names the folder to engines and their workers."""
+_ATTRIBUTE = "agentspec_saved"
+"""Attribute of vLLM's manager of engine processes: the folder, or None where engines have nothing to save."""
+_POLL_SECONDS = 0.02
 
 
 def init_engine_manager(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Note whether the engines have something to save. vLLM's manager does not keep their configuration."""
+    """Make the folder, if these engines draft with agentspec. vLLM's manager does not keep their configuration."""
     config = next((value for value in (*args, *kwargs.values()) if hasattr(value, "speculative_config")), None)
+    folder = None
     # With a time for requests to finish, engines are to be killed when it is over.
-    setattr(manager, _SAVES, config is not None and uses_agentspec(config) and not config.shutdown_timeout)
-    original(manager, *args, **kwargs)
+    if config is not None and uses_agentspec(config) and not config.shutdown_timeout:
+        folder = os.environ[_FOLDER] = tempfile.mkdtemp(prefix="agentspec-saved-")
+    setattr(manager, _ATTRIBUTE, folder)
+    try:
+        original(manager, *args, **kwargs)
+    finally:
+        os.environ.pop(_FOLDER, None)
+
+
+def note_saved() -> None:
+    """Tell the manager that this process has saved what it holds."""
+    if folder := os.environ.get(_FOLDER):
+        with contextlib.suppress(OSError):
+            Path(folder, str(os.getpid())).touch()
 
 
 def shut_down_engines(original: Callable[..., None], manager: Any, timeout: float | None = None) -> None:
-    """End the engines, with time to save in place of none."""
-    if timeout == 0 and getattr(manager, _SAVES, False):
-        timeout = SAVE_SECONDS
+    """End the engines: at once where vLLM does, but not before they have saved, if that takes at most SAVE_SECONDS."""
+    folder = getattr(manager, _ATTRIBUTE, None)
+    if folder is not None and timeout == 0:
+        manager.manager_stopped.set()  # whoever watches over the engines expects their end
+        for process in manager.processes:
+            process.terminate()
+        deadline = time.monotonic() + SAVE_SECONDS
+        while time.monotonic() < deadline and any(process.is_alive() for process in manager.processes):
+            if len(list(Path(folder).glob("*"))) >= len(manager.processes):
+                break
+            time.sleep(_POLL_SECONDS)
     original(manager, timeout=timeout)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
