@@ -1,7 +1,7 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
 What waits is done in the order in which it came: a session's next turn starts after the one before was finished. A step
-does one start or finish, and more as long as they take less than its time. Where no request is left for whose steps the
+does a quarter of them, one at least, and more as long as that takes less than its time. Where no request is left for whose steps the
 rest could wait, all is done at once.
 """
 
@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
+
+_PARTS = 4
+"""Part of what waits that a step does at least: where many begin together, waiting longer would cost their drafts."""
 
 Text = Callable[[], Sequence[int]]
 """Returns a request's prompt and response, in tokens."""
@@ -77,12 +80,13 @@ class Turnover:
         self._waiting.append(Ending(state, output_limit))
 
     def advance(self, step: Step, seconds: float) -> None:
-        """Start and finish what fits into so much CPU time of this thread, one at least.
+        """Start and finish what fits into so much CPU time of this thread, and a quarter of what waits at least.
 
         step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays, and
         those behind it go first.
         """
         until = time.thread_time() + seconds
+        least, done = -(-len(self._waiting) // _PARTS), 0
         rows: dict[str, int] = {}
         fresh = {id(new): new for new in step.started}
         for _ in range(len(self._waiting)):
@@ -100,7 +104,8 @@ class Turnover:
                     prompt = step.tokens[row, : item.state.prompt_length]
             self._do(item, prompt)
             self._waiting.popleft()
-            if time.thread_time() >= until:
+            done += 1
+            if done >= least and time.thread_time() >= until:
                 break
 
     def finish_all(self) -> None:

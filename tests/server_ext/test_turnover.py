@@ -11,9 +11,11 @@ from agentspec.cache.store import open_store
 from agentspec.cache.store.records import TurnRecord, decode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step import Batch, NewRequest, RequestState, Step
+from agentspec.server_ext.turnover import Turnover
 from tests.store.helpers import LOGS
 
 ROWS = 4
@@ -180,3 +182,18 @@ def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     assert rows.finished == 0
     rows.engine.close()
     assert rows.finished == 1
+
+
+def test_a_step_does_a_quarter_of_what_waits() -> None:
+    done: list[str] = []
+    turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
+    for number in range(12):
+        turnover.end(RequestState(str(number), Identity(), RequestFigures(), 0), 8, None)
+    none = np.zeros(0, np.int32)
+    step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
+    counts = []
+    while turnover:
+        before = len(done)
+        turnover.advance(step, 0.0)
+        counts.append(len(done) - before)
+    assert counts == [3, 3, 2, 1, 1, 1, 1] and done == [str(number) for number in range(12)]
