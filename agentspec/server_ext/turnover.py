@@ -1,8 +1,8 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
 What waits is done in the order in which it came: a session's next turn starts after the one before was finished. A step
-does a quarter of them, one at least, and more as long as that takes less than its time. Where no request is left for whose steps the
-rest could wait, all is done at once.
+does a quarter of them, one at least, and more as long as that takes less than its time. Where no request is left for
+whose steps the rest could wait, all is done at once.
 """
 
 import time
