@@ -34,6 +34,7 @@ from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
 from agentspec.server_ext.draft_budget import DraftBudget
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import AcceptanceLength
 from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)
@@ -136,6 +137,8 @@ class IndexDrafter:
         self._step = step
         self._price = StepCost()
         self._budget = DraftBudget(Settings().step_draft_tokens)
+        self._lengths: dict[str, AcceptanceLength] = {}
+        self._steps = 0
         self._slots: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
 
@@ -156,9 +159,10 @@ class IndexDrafter:
             a, b = self._step
             batch = len(self._table)  # rows without a draft start or finish in the next step
             self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
-            prices = self._price.at(batch)
-            cost = prices.cost
-            budget = self._budget.tokens(batch, prices.affordable_tokens)
+            cost = self._price.at(batch).cost
+            budget = self._budget.tokens(
+                batch, self._price.affordable_tokens(batch, self._lowest_acceptance_length(rows))
+            )
             max_draft = self._budget.limit(max_draft, budget)
         drafts = self._cache.step(
             self._names,
@@ -173,8 +177,19 @@ class IndexDrafter:
         for row, draft in zip(rows, lists, strict=True):
             row.draft = draft
 
+    def _lowest_acceptance_length(self, rows: Sequence[Row]) -> float:
+        self._steps += 1
+        means = []
+        for row in rows:
+            known = self._lengths.setdefault(row.turn.name, AcceptanceLength(row.done, self._steps))
+            known.note(row.done, self._steps)
+            if known.mean is not None:
+                means.append(known.mean)
+        return min(means) if 2 * len(means) > len(self._table) else 1.0
+
     def finish(self, row: Row) -> None:
         name = row.turn.name
+        self._lengths.pop(name, None)
         # The index does not have the tokens of the last step yet.
         place, length, max_draft, checked = np.array(
             [[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32

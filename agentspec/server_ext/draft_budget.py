@@ -8,7 +8,8 @@ memory     Each position to verify takes logits, float32 over the vocabulary, in
 scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
            SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
-           STEP_MULTIPLE times as long as one without drafts; ``Prices.affordable_tokens`` says how many tokens fit.
+           STEP_MULTIPLE times as long as one without drafts, or longer where every row accepts enough of its
+           drafts; ``StepCost.affordable_tokens`` says how many tokens fit.
 
 If the drafts exceed the budget, the tokens that are most likely to be accepted stay. That probability is the product
 of the probabilities along the draft. It falls along the draft, so the tokens that stay are its beginning.
@@ -67,7 +68,7 @@ class DraftBudget:
     def tokens(self, rows: int, affordable: float) -> int:
         """Return how many draft tokens a step of ``rows`` rows may hold.
 
-        affordable: the tokens that the step's time allows, from ``Prices.affordable_tokens``.
+        affordable: the tokens that the step's time allows, from ``StepCost.affordable_tokens``.
         """
         tokens, limited_by = self._fixed, self._fixed_by
         if self._limits.scheduled_tokens is not None:

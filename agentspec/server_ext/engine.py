@@ -8,16 +8,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder
@@ -26,7 +25,15 @@ from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import Batch, DraftRows, Int32, NewRequest, RequestState, Step, spread_drafts
+from agentspec.server_ext.step import (
+    AcceptanceLength,
+    Batch,
+    DraftRows,
+    Int32,
+    NewRequest,
+    RequestState,
+    Step,
+)
 from agentspec.server_ext.step_cost import StepCost
 from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.turnover import Text, Turnover
@@ -37,39 +44,11 @@ logger = logging.getLogger(__name__)
 _WORK_SHARE = 0.02
 """Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
+_PRICED_STEPS = 16
+"""Most steps until a batch's budget follows what its rows accept."""
+
 _LEAST_KEPT = 2
 """Shortest response that is kept, in tokens. Beam search makes a request of one token for each step and beam."""
-
-
-@dataclass(slots=True, eq=False)
-class _Lookup:
-    """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
-
-    rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
-    quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
-    a share of a decode step. budget: most draft tokens of a step. most: of a row. work: CPU time for what waits beside
-    drafting, in seconds a step. These four hold for version ``as_of`` of the step cost.
-    """
-
-    batch: Batch
-    states: list[RequestState]
-    handle: BatchHandle
-    rows: Int32
-    picked: NDArray[np.intp] | None
-    quiet: int = 0
-    cost: float = 0.0
-    budget: int = 0
-    most: int = 0
-    work: float = DEFAULT_WORK_SECONDS
-    as_of: int = -1
-
-    def pick(self, values: Int32) -> Int32:
-        """Return the values of the k rows. values: one for each row of the batch."""
-        return values if self.picked is None else values[self.picked]
-
-    def spread(self, drafts: list[list[int]]) -> list[list[int]]:
-        """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
-        return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))
 
 
 class DraftingEngine:
@@ -136,7 +115,7 @@ class DraftingEngine:
             self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
         self._new_weights = False  # were loaded since the latest step
         self._new_epoch = False  # began since the latest step
-        self._lookup: _Lookup | None = None  # the latest step's batch; None as soon as one of its requests ends
+        self._lookup: BatchLookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = self._held_back = 0
         self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
@@ -312,8 +291,8 @@ class DraftingEngine:
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.step_cost.given is None):
             self.step_cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
-        if lookup.as_of != self.step_cost.version:
-            self._price(lookup)
+        if lookup.as_of != self.step_cost.version or self._steps >= lookup.until:
+            self._price(lookup, step)
         cost, budget = lookup.cost, lookup.budget
         most, largest = lookup.most, self.settings.disable_by_batch_size
         if largest is not None and count > largest:
@@ -337,7 +316,7 @@ class DraftingEngine:
             return [[] for _ in step.batch.request_ids]
         return lookup.spread(self.budget.cut(drafts, budget))
 
-    def _prepare(self, step: Step, lookup: _Lookup | None) -> None:
+    def _prepare(self, step: Step, lookup: BatchLookup | None) -> None:
         """Start and finish requests, and apply stored turns, as far as there is time. lookup: of the step before."""
         begin = time.thread_time_ns()
         for new in step.started:
@@ -383,19 +362,20 @@ class DraftingEngine:
         self.metrics.draft_seconds.observe(1e-9 * (took - in_call))
         self.metrics.beside_seconds.observe(1e-9 * beside)
 
-    def _price(self, lookup: _Lookup) -> None:
+    def _price(self, lookup: BatchLookup, step: Step) -> None:
         """Set the price, the budget and the work of the batch's steps."""
         count = len(lookup.batch)
         prices = self.step_cost.at(count)
         if prices.row_seconds is not None:
             lookup.work = min(_WORK_SHARE * count * prices.row_seconds, DEFAULT_WORK_SECONDS)
         lookup.cost = prices.cost
-        lookup.budget = self.budget.tokens(count, prices.affordable_tokens)
+        affordable = self.step_cost.affordable_tokens(count, lookup.lowest_acceptance_length(step, self._steps))
+        lookup.budget = self.budget.tokens(count, affordable)
         lookup.most = self.budget.most(len(lookup.states), lookup.budget)
-        lookup.as_of = self.step_cost.version
+        lookup.as_of, lookup.until = self.step_cost.version, self._steps + _PRICED_STEPS
 
     def _draft(
-        self, step: Step, lookup: _Lookup, most: int, model: StepModel | None, cost: float, work: float
+        self, step: Step, lookup: BatchLookup, most: int, model: StepModel | None, cost: float, work: float
     ) -> StepDrafts:
         """Return drafts for the k rows, at most ``most`` tokens each. work: CPU seconds beside drafting."""
         lengths, verified = lookup.pick(step.lengths), lookup.pick(step.num_verified_draft_tokens)
@@ -423,7 +403,8 @@ class DraftingEngine:
         """Let a request wait for its start."""
         identity, length = new.identity, len(new.prompt)
         figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
-        state = RequestState(new.request_id, identity, figures, length=length, prompt_length=length)
+        accepted = AcceptanceLength(length + 1, self._steps)  # prefill gives a token, too
+        state = RequestState(new.request_id, identity, figures, accepted, length=length, prompt_length=length)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
             state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
@@ -465,7 +446,7 @@ class DraftingEngine:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
         self._persistence.request_load(self.cache, identity, self.cache.family_of(new.request_id))
 
-    def _look_up(self, batch: Batch) -> _Lookup:
+    def _look_up(self, batch: Batch) -> BatchLookup:
         """Look up the requests of a batch. Requests that failed, have ended or wait for their start get no drafts."""
         self._leave_batch()
         known = [self._requests.get(request_id) for request_id in batch.request_ids]
@@ -474,10 +455,10 @@ class DraftingEngine:
         handle = self.cache.batch([state.request_id for state in states])
         some = None if len(picked) == len(batch) else np.array(picked, np.intp)
         rows = batch.rows if some is None else batch.rows[some]
-        self._lookup = _Lookup(batch, states, handle, rows, some)
+        self._lookup = BatchLookup(batch, states, handle, rows, some)
         return self._lookup
 
-    def _account(self, lookup: _Lookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+    def _account(self, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         """Add the step to its requests' figures, and to the step record if one is written."""
         self._settle()
         lengths: list[int] = lookup.pick(step.lengths).tolist()

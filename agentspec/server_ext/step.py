@@ -15,6 +15,8 @@ from agentspec.server_ext.traces import Trace
 
 Int32 = NDArray[np.int32]
 
+_FEWEST_STEPS, _MEAN_STEPS = 8, 256
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -104,6 +106,27 @@ class RunningMean:
         self.value += (value - self.value) / self.count
 
 
+@dataclass(slots=True)
+class AcceptanceLength:
+    """Measure the tokens that a request gets a step, over about its latest _MEAN_STEPS steps.
+
+    length: tokens of its text at step ``step``. mean: None until its first _FEWEST_STEPS steps are over.
+    """
+
+    length: int
+    step: int
+    mean: float | None = None
+
+    def note(self, length: int, step: int) -> None:
+        """Note how long the text is at a step. Steps are taken in once there are _FEWEST_STEPS more."""
+        steps = step - self.step
+        if steps < _FEWEST_STEPS:
+            return
+        latest = (length - self.length) / steps
+        self.mean = latest if self.mean is None else self.mean + min(steps / _MEAN_STEPS, 1.0) * (latest - self.mean)
+        self.length, self.step = length, step
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """Hold the state of one running request."""
@@ -111,6 +134,7 @@ class RequestState:
     request_id: str
     identity: Identity
     figures: RequestFigures
+    acceptance_length: AcceptanceLength
     length: int
     """tokens of its text that its figures count"""
     prompt_length: int = 0

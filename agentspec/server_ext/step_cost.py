@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 STEP_MULTIPLE = 2.0
-"""Longest duration of a step with several rows, in multiples of a step without drafts."""
+"""Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more."""
 AIMED_MULTIPLE = 1.5
 """Multiple that a measured estimate aims at, so that most steps stay within STEP_MULTIPLE, not half of them. If every
 step has drafts, the time of one without drafts is extrapolated, and contains what any draft costs a step by itself."""
@@ -174,8 +174,6 @@ class Prices:
 
     cost: float
     """price of verifying one more token, as a share of a step; from LOWEST_COST to HIGHEST_COST where it is measured"""
-    affordable_tokens: float
-    """draft tokens that keep a step within STEP_MULTIPLE times one without drafts"""
     row_seconds: float | None
     """seconds of a step without drafts, divided by its rows; None: not measured yet"""
 
@@ -215,24 +213,33 @@ class StepCost:
             prices = self._prices[rows] = self._prices_at(rows)
         return prices
 
-    def affordable_tokens(self, rows: int) -> float:
-        """Return how many draft tokens keep a step of ``rows`` rows within AIMED_MULTIPLE times one without drafts.
+    def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
+        """Return how many draft tokens a step of ``rows`` rows can afford.
+
+        acceptance_length: the lowest mean acceptance length of a row. A step may take AIMED_MULTIPLE times as long as
+        one without drafts, or longer if even that row accepts enough (`_earned_multiple`).
 
         Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
         those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
         by which a draft token costs as much as a row, plus its standard deviation. A line says little about steps far
         beyond the measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft
         tokens measured. Means are compared: on a busy machine steps without drafts vary as much.
+
+        If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
+        those of a draft token, the price is b * rows / a, and the multiple is STEP_MULTIPLE or more.
         """
+        if self.given is not None:
+            return (max(STEP_MULTIPLE, _earned_multiple(acceptance_length)) - 1.0) * rows / self.given
         tokens = 0.0
         batch = self._nearest(rows)
         if batch is not None:
+            multiple = max(AIMED_MULTIPLE, _earned_multiple(acceptance_length))
             usual, unit = batch.usual, batch.usual.seconds / batch.rows
             base = usual.base(self._slope(batch)[0])
             plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
             mean, _, deviation = self._posterior(batch, unit, unit)
             slope = max(mean, 0.0) + deviation
-            tokens = (usual.drafted + (AIMED_MULTIPLE * plain - usual.seconds) / slope) * rows / batch.rows
+            tokens = (usual.drafted + (multiple * plain - usual.seconds) / slope) * rows / batch.rows
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
         return max(tokens, (STEP_MULTIPLE - 1.0) * rows)
@@ -316,11 +323,7 @@ class StepCost:
             slope, _ = self._slope(batch)
             base = batch.base(slope)
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
-        if self.given is None:
-            return Prices(cost, self.affordable_tokens(rows), row_seconds)
-        # If a step takes a seconds without drafts and b more for each draft token, d tokens fit if
-        # a + b * d = STEP_MULTIPLE * a. The price is b * rows / a.
-        return Prices(self.given, (STEP_MULTIPLE - 1.0) * rows / self.given, row_seconds)
+        return Prices(cost if self.given is None else self.given, row_seconds)
 
     def _slope(self, batch: _Batch) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
@@ -350,6 +353,15 @@ class StepCost:
             return known
         settled = [batch for batch in self._batches.values() if batch.levels]
         return min(settled, key=lambda batch: abs(batch.rows - rows)) if settled else None
+
+
+def _earned_multiple(acceptance_length: float) -> float:
+    """Return how many times as long as one without drafts a step may take, if every row accepts so much of its drafts.
+
+    A row's mean time for a token stays within STEP_MULTIPLE times that without drafts. A row that gets little more than
+    a token a step notices long steps as pauses, so each accepted draft token earns three times a step's duration.
+    """
+    return min(1.0 + 3.0 * (acceptance_length - 1.0), STEP_MULTIPLE * acceptance_length)
 
 
 def _alike(rows: int, other: int) -> float:

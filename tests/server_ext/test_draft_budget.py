@@ -114,14 +114,14 @@ class TestHowMany:
         self, limits: EngineLimits, rows: int, cost: float, tokens: int, limited_by: str
     ) -> None:
         budget = DraftBudget(1024, limits)
-        assert budget.tokens(rows, StepCost(cost).at(rows).affordable_tokens) == tokens
+        assert budget.tokens(rows, StepCost(cost).affordable_tokens(rows)) == tokens
         stats = budget.stats()
         assert (stats["tokens"], stats["limited_by"], stats["rows"]) == (tokens, limited_by, rows)
 
     def test_a_step_at_the_latency_limit_takes_twice_as_long(self) -> None:
         fixed, row, token, rows = 0.010, 0.001, 0.0004, 12
         plain = fixed + row * rows
-        d = DraftBudget(100_000).tokens(rows, StepCost(token * rows / plain).at(rows).affordable_tokens)
+        d = DraftBudget(100_000).tokens(rows, StepCost(token * rows / plain).affordable_tokens(rows))
         assert plain + token * d == pytest.approx(2 * plain, rel=0.02)
 
     @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])
@@ -176,7 +176,7 @@ class TestProposer:
         given = Settings(store="memory://", verify_cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
         proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 128, limits)
-        proposer.step_cost.at = lambda rows: Prices(0.01, rows / 0.01, 1.0)  # type: ignore[method-assign]
+        proposer.step_cost.at = lambda rows: Prices(0.01, 1.0)  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)
         ids, length, drafts = tuple("abcd"), 100, [[0][:0]] * self.ROWS

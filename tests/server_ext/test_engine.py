@@ -356,8 +356,8 @@ class Rows:
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
         self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 16)
-        self.tokens = np.zeros((3, 400), dtype=np.int32)
-        self.lengths = np.zeros(3, dtype=np.int32)
+        self.tokens = np.zeros((4, 400), dtype=np.int32)
+        self.lengths = np.zeros(4, dtype=np.int32)
         self.costs: list[float | None] = []
         self.batch = Batch((), np.zeros(0, np.int32))
         step = self.proposer.cache.step
@@ -530,6 +530,19 @@ def test_the_price_is_measured_where_none_is_given() -> None:
     assert figures["given"] is None
     assert figures["cost"] == pytest.approx(0.1, rel=0.1)
     assert figures["ms_per_draft_token"] == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("slowest", "budget"), [(1, 20), (2, 60), (5, 180)])
+def test_a_batch_whose_rows_all_accept_much_may_draft_more(slowest: int, budget: int) -> None:
+    """The budget of two rows at a price of .1: one gets 5 tokens a step, the other ``slowest``."""
+    batch = Rows(verify_cost=0.1)
+    for _ in range(24):
+        batch.lengths[:2] += (4, slowest - 1)  # step() adds one
+        batch.step(("0", "1"))
+    assert batch.proposer.stats()["step_budget"]["tokens"] == budget
+    batch.lengths[0] += 4
+    batch.step(("0", "2", "3"))  # most rows are new
+    assert batch.proposer.stats()["step_budget"]["tokens"] == 30
 
 
 def test_steps_of_unknown_duration_are_not_measured() -> None:

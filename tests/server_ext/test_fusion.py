@@ -21,13 +21,13 @@ from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
-from agentspec.server_ext.step import DraftRows, RequestState
+from agentspec.server_ext.step import AcceptanceLength, DraftRows, RequestState
 
 VOCABULARY = 1000
 
 
 def request(name: str = "r") -> RequestState:
-    return RequestState(name, Identity(), RequestFigures(), 0)
+    return RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0)
 
 
 def weigh(

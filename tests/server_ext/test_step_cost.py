@@ -185,17 +185,12 @@ def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
     assert cost.at(8).cost == pytest.approx(many.true_cost(8), rel=0.2)
 
 
-def allowed(cost: StepCost, rows: int) -> float:
-    """The draft tokens with which a step lasts at most AIMED_MULTIPLE times as long as one without."""
-    return cost.affordable_tokens(rows)
-
-
 @pytest.mark.parametrize("rows", [2, 8, 64])
 def test_before_anything_is_measured_a_step_may_draft_a_token_a_row(rows: int) -> None:
     cost = StepCost()
-    assert allowed(cost, rows) == rows
+    assert cost.affordable_tokens(rows) == rows
     Machine(0.0004).run(cost, 50, rows, longest=0)
-    assert allowed(cost, rows) == rows
+    assert cost.affordable_tokens(rows) == rows
 
 
 @pytest.mark.parametrize("plain", [0, 6])
@@ -209,13 +204,13 @@ def test_drafts_that_use_what_is_allowed_grow_until_steps_take_as_long_as_they_m
     machine.run(cost, plain, 8, longest=0)
     most = 0.0
     for _ in range(200):
-        tokens = int(allowed(cost, 8) * machine.random.uniform(0.8, 1.0))
+        tokens = int(cost.affordable_tokens(8) * machine.random.uniform(0.8, 1.0))
         assert tokens <= max(8, 2 * most)
         most = max(most, tokens)
         cost.observe(8, tokens, machine.seconds(8, tokens))
     step = 0.018 if plain else 0.018 + surcharge  # what was never seen cannot be held to
     fits = max((AIMED_MULTIPLE * step - 0.018 - surcharge) / per_token, 8)
-    assert allowed(cost, 8) == pytest.approx(fits, rel=0.3 if plain else 0.5)
+    assert cost.affordable_tokens(8) == pytest.approx(fits, rel=0.3 if plain else 0.5)
     assert most < (1.5 if plain else 2.5) * fits
 
 
@@ -224,7 +219,7 @@ def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
     machine, cost = Machine(0.0001, noise=0.02), StepCost()
     over = 0
     for _ in range(300):
-        tokens = int(allowed(cost, 8))
+        tokens = int(cost.affordable_tokens(8))
         seconds = machine.seconds(8, tokens) + 0.001 * max(tokens - 40, 0)
         over += seconds > STEP_MULTIPLE * 0.018
         cost.observe(8, tokens, seconds)
@@ -241,19 +236,34 @@ def test_drafts_grow_on_a_busy_machine_too(share: float) -> None:
         machine.random = random.Random(seed)
         machine.run(cost, 20, 8, longest=0)
         for _ in range(400):
-            tokens = machine.random.randint(4, int(allowed(cost, 8))) if machine.random.random() < share else 0
+            tokens = machine.random.randint(4, int(cost.affordable_tokens(8))) if machine.random.random() < share else 0
             other = machine.random.expovariate(1 / 0.03) if machine.random.random() < 0.1 else 0.0
             cost.observe(8, tokens, machine.seconds(8, tokens) + other)
-        found.append(allowed(cost, 8))
+        found.append(cost.affordable_tokens(8))
     assert 0.6 * fits < median(found) < 1.4 * fits, found
+
+
+@pytest.mark.parametrize(("length", "multiple"), [(1.0, AIMED_MULTIPLE), (1.1, AIMED_MULTIPLE), (1.5, 2.5), (3.0, 6.0)])
+def test_a_step_may_take_longer_where_every_row_accepts_much(length: float, multiple: float) -> None:
+    machine, cost = Machine(0.0002), StepCost()
+    for _ in range(200):
+        machine.run(cost, 1, 8, longest=0)
+        tokens = int(cost.affordable_tokens(8, length) * machine.random.uniform(0.5, 1.0))
+        cost.observe(8, tokens, machine.seconds(8, tokens))
+    assert cost.affordable_tokens(8, length) == pytest.approx((multiple - 1) * 0.018 / 0.0002, rel=0.3)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(1.0, 400), (1.3, 400), (1.5, 600), (5.0, 3600)])
+def test_where_all_rows_accept_much_a_given_price_affords_more(length: float, tokens: int) -> None:
+    assert StepCost(0.02).affordable_tokens(8, length) == tokens
 
 
 def test_what_one_batch_size_measured_bounds_another() -> None:
     machine, cost = Machine(0.0001), StepCost()
     machine.run(cost, 500, rows=8, longest=4)
-    assert 2 * 8 < allowed(cost, 8) <= 2 * 8 * 4
-    assert allowed(cost, 9) <= 2 * 8 * 4
-    assert allowed(cost, 64) <= 64
+    assert 2 * 8 < cost.affordable_tokens(8) <= 2 * 8 * 4
+    assert cost.affordable_tokens(9) <= 2 * 8 * 4
+    assert cost.affordable_tokens(64) <= 64
 
 
 @functools.cache

@@ -1,0 +1,54 @@
+"""Keep what is the same for all steps of a batch: which of its requests get drafts, and what they may cost."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.cache.running import BatchHandle
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.step import Batch, Int32, RequestState, Step, spread_drafts
+
+
+@dataclass(slots=True, eq=False)
+class BatchLookup:
+    """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
+
+    rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
+    quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
+    a share of a decode step. budget: most draft tokens of a step. most: of a row. work: CPU time for what waits beside
+    drafting, in seconds a step. These four hold for version ``as_of`` of the step cost, and until step ``until``.
+    """
+
+    batch: Batch
+    states: list[RequestState]
+    handle: BatchHandle
+    rows: Int32
+    picked: NDArray[np.intp] | None
+    quiet: int = 0
+    cost: float = 0.0
+    budget: int = 0
+    most: int = 0
+    work: float = DEFAULT_WORK_SECONDS
+    as_of: int = -1
+    until: int = 0
+
+    def pick(self, values: Int32) -> Int32:
+        """Return the values of the k rows. values: one for each row of the batch."""
+        return values if self.picked is None else values[self.picked]
+
+    def spread(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
+        return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))
+
+    def lowest_acceptance_length(self, step: Step, number: int) -> float:
+        """Return the lowest mean acceptance length of a row; 1 while half of the rows or more are too new to tell.
+
+        number: of this step, among all.
+        """
+        means = []
+        for state, length in zip(self.states, self.pick(step.lengths).tolist(), strict=True):
+            state.acceptance_length.note(length, number)
+            if state.acceptance_length.mean is not None:
+                means.append(state.acceptance_length.mean)
+        return min(means) if 2 * len(means) > len(step.batch) else 1.0
