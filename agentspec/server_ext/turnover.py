@@ -1,7 +1,7 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
 What waits is done in the order in which it came: a session's next turn starts after the one before was finished. A step
-does a quarter of them, one at least, and more as long as that takes less than its time. Where no request is left for
+does an eighth of them, one at least, and more as long as that takes less than its time. Where no request is left for
 whose steps the rest could wait, all is done at once.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
 
-_PARTS = 4
+_PARTS = 8
 """Part of what waits that a step does at least: where many begin together, waiting longer would cost their drafts."""
 
 Text = Callable[[], Sequence[int]]
@@ -80,7 +80,7 @@ class Turnover:
         self._waiting.append(Ending(state, output_limit))
 
     def advance(self, step: Step, seconds: float) -> None:
-        """Start and finish what fits into so much CPU time of this thread, and a quarter of what waits at least.
+        """Start and finish what fits into so much CPU time of this thread, and an eighth of what waits at least.
 
         step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays, and
         those behind it go first.

@@ -184,10 +184,10 @@ def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     assert rows.finished == 1
 
 
-def test_a_step_does_a_quarter_of_what_waits() -> None:
+def test_a_step_does_an_eighth_of_what_waits() -> None:
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
-    for number in range(12):
+    for number in range(20):
         turnover.end(RequestState(str(number), Identity(), RequestFigures(), AcceptanceLength(0, 0), 0), 8, None)
     none = np.zeros(0, np.int32)
     step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
@@ -196,4 +196,4 @@ def test_a_step_does_a_quarter_of_what_waits() -> None:
         before = len(done)
         turnover.advance(step, 0.0)
         counts.append(len(done) - before)
-    assert counts == [3, 3, 2, 1, 1, 1, 1] and done == [str(number) for number in range(12)]
+    assert counts == [3, 3, 2, 2, 2] + 8 * [1] and done == [str(number) for number in range(20)]
