@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _WORK_SHARE = 0.02
 """Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
+_MOST_STARTING = 0.002
+"""Most CPU time that a step with prompts spends on requests that begin or end, in seconds: such steps take long."""
+
 _PRICED_STEPS = 16
 """Most steps until a batch's budget follows what its rows accept."""
 
@@ -121,6 +124,7 @@ class DraftingEngine:
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
         self._put_off = False  # the latest step had no time to apply stored turns
         self._model_seconds = 0.0  # time that the draft model took after the latest step
+        self._called = self._elapsed = 0.0  # when propose was last called, and the seconds between its last two calls
         self._logged: set[str] = set()
 
     def warm_up(self) -> int:
@@ -163,6 +167,8 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return [[] for _ in step.batch.request_ids]
+        now = time.perf_counter()
+        self._called, self._elapsed = now, now - self._called
         try:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
@@ -330,7 +336,8 @@ class DraftingEngine:
         work = (lookup.work if lookup else DEFAULT_WORK_SECONDS) / 2
         if self._turnover:
             self._leave_batch()
-            self._turnover.advance(step, work)
+            with_prompts = min(_WORK_SHARE * self._elapsed, _MOST_STARTING) if step.started else 0.0
+            self._turnover.advance(step, max(work, with_prompts))
             if starting := self._turnover.starting():
                 self._count_waiting(step, starting)
         left = work - 1e-9 * (time.thread_time_ns() - begin)

@@ -196,12 +196,12 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
 }
 
 void Cache::free_session(const std::string& session) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   entries_.free_session(session);
 }
 
 bool Cache::has_session(const std::string& key) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   const auto session = entries_.find_session(key);
   return session && session->tokens() > 0;
 }
@@ -214,18 +214,18 @@ std::shared_ptr<CacheEntry> Cache::find(Names names) const {
 }
 
 bool Cache::needs_load(Names names) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   const auto entry = find(names);
   return !entry || !entry->loaded;
 }
 
 void Cache::mark_loaded(Names names) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   if (const auto entry = find(names)) entry->loaded = true;
 }
 
 void Cache::begin_period(HistoryWindow::Unit unit) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   if (unit == entries_.window.unit) ++entries_.periods;
 }
 
@@ -279,7 +279,7 @@ std::size_t Cache::draft_limit(std::int32_t max_draft) const {
 }
 
 std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
-  std::lock_guard lock(mutex_);
+  const EngineCall call(*this);
   auto path = request(slot).draft.path;
   for (ScoredPosition& scored : path) {
     for (Candidate& candidate : scored.candidates) candidate.source = request(slot).source_of(candidate);

@@ -22,11 +22,11 @@ ROWS = 4
 PROMPT = 5
 
 
-def slow(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a call take a millisecond of CPU time, more than a step has."""
+def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Let a call take so much CPU time."""
 
     def slowly(*args: Any, **names: Any) -> Any:
-        until = time.thread_time() + 1e-3
+        until = time.thread_time() + seconds
         while time.thread_time() < until:
             pass
         return call(*args, **names)
@@ -35,14 +35,14 @@ def slow(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Rows:
-    """Rows of one token array, each of which gets a token in each step. The cache is slow."""
+    """Rows of one token array, each of which gets a token in each step. The cache takes longer than any step has."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 3e-3) -> None:
         self.store = open_store("memory://")
         self.persistence = Persistence(self.store, LOGS, 0)
         self.engine = DraftingEngine(Settings(store="memory://"), self.persistence, 1000, 16)
-        self.engine.cache.start = slow(self.engine.cache.start)  # type: ignore[method-assign]
-        self.engine.cache.finish = slow(self.engine.cache.finish)  # type: ignore[method-assign]
+        self.engine.cache.start = slow(self.engine.cache.start, seconds)  # type: ignore[method-assign]
+        self.engine.cache.finish = slow(self.engine.cache.finish, seconds)  # type: ignore[method-assign]
         self.tokens = np.arange(ROWS * 200, dtype=np.int32).reshape(ROWS, 200)
         self.lengths = dict[str, int]()
         self.rows = dict[str, int]()
@@ -100,6 +100,15 @@ def test_a_step_starts_one_request_and_counts_for_all(rows: Rows) -> None:
     for name in names:
         figures = rows.engine.request(name)
         assert figures is not None and figures["tokens"] == figures["steps"] == ROWS + 1
+
+
+@pytest.mark.parametrize(("step_seconds", "started"), [(0.001, 1), (1.0, ROWS)])
+def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, started: int) -> None:
+    rows = Rows(seconds=3e-4)
+    rows.engine._called = time.perf_counter() - step_seconds
+    rows.begin(*(f"r{row}" for row in range(ROWS)))
+    assert rows.started == started
+    rows.engine.close()
 
 
 def test_a_step_finishes_one_request_and_the_last_finishes_the_rest(rows: Rows) -> None:
