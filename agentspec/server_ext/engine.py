@@ -332,18 +332,17 @@ class DraftingEngine:
                 # vLLM drops the last token of a response that streamed input follows.
                 self._end(new.request_id, max(known.length - known.prompt_length - 1, 0))
             self._begin(new)
-        # What is done has to be indexed, too, so this gets half of the time.
-        work = (lookup.work if lookup else DEFAULT_WORK_SECONDS) / 2
+        work = lookup.work if lookup else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
             with_prompts = min(_WORK_SHARE * self._elapsed, _MOST_STARTING) if step.started else 0.0
             self._turnover.advance(step, max(work, with_prompts))
             if starting := self._turnover.starting():
                 self._count_waiting(step, starting)
-        left = work - 1e-9 * (time.thread_time_ns() - begin)
+        left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
         self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
         if not self._put_off:
-            self._persistence.apply_loaded(self.cache, max(left, 0.0))
+            self._persistence.apply_loaded(self.cache, max(left, 0.0))  # half, because it has to be indexed, too
         self._beside_ns += time.thread_time_ns() - begin
 
     def _count_waiting(self, step: Step, starting: list[RequestState]) -> None:

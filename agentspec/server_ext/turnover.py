@@ -1,8 +1,8 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
-What waits is done in the order in which it came: a session's next turn starts after the one before was finished. A step
-does an eighth of them, one at least, and more as long as that takes less than its time. Where no request is left for
-whose steps the rest could wait, all is done at once.
+Requests that begin go first, because they get no drafts until then, but a session's next turn starts after the one
+before was finished. A step does an eighth of what waits, one at least, and more as long as that takes less than its
+time. Where no request is left for whose steps the rest could wait, all is done at once.
 """
 
 import time
@@ -82,15 +82,13 @@ class Turnover:
     def advance(self, step: Step, seconds: float) -> None:
         """Start and finish what fits into so much CPU time of this thread, and an eighth of what waits at least.
 
-        step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays, and
-        those behind it go first.
+        step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays.
         """
         until = time.thread_time() + seconds
         least, done = -(-len(self._waiting) // _PARTS), 0
         rows: dict[str, int] = {}
         fresh = {id(new): new for new in step.started}
-        for _ in range(len(self._waiting)):
-            item = self._waiting[0]  # where an erasure finds it until it is done
+        for item in self._in_order():
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
                 if id(item.new) in fresh:
@@ -99,14 +97,28 @@ class Turnover:
                     rows = rows or dict(zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True))
                     row = rows.get(item.state.request_id)
                     if row is None:
-                        self._waiting.rotate(-1)
                         continue
                     prompt = step.tokens[row, : item.state.prompt_length]
             self._do(item, prompt)
-            self._waiting.popleft()
+            self._waiting.remove(item)  # an erasure finds it there until it is done
             done += 1
             if done >= least and time.thread_time() >= until:
                 break
+
+    def _in_order(self) -> list[Beginning | Ending]:
+        """Return what waits: what begins first, unless a request of its session ends before, then the rest."""
+        first: list[Beginning | Ending] = []
+        rest: list[Beginning | Ending] = []
+        ending = set[str]()
+        for item in self._waiting:
+            session = item.state.identity.session
+            if isinstance(item, Ending):
+                rest.append(item)
+                if session is not None:
+                    ending.add(session)
+            else:
+                (rest if session in ending else first).append(item)
+        return first + rest
 
     def finish_all(self) -> None:
         """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will."""

@@ -102,9 +102,24 @@ def test_a_step_starts_one_request_and_counts_for_all(rows: Rows) -> None:
         assert figures is not None and figures["tokens"] == figures["steps"] == ROWS + 1
 
 
-@pytest.mark.parametrize(("step_seconds", "started"), [(0.001, 1), (1.0, ROWS)])
+def test_requests_begin_before_others_end_unless_their_session_waits_for_that(rows: Rows) -> None:
+    rows.begin("a0", session="s")
+    rows.begin("b1")
+    rows.end("a0")
+    rows.begin("c2", session="s")
+    assert (rows.started, rows.finished) == (2, 1)  # the session's turn before
+    rows.end("b1")
+    rows.begin("d3")
+    assert (rows.started, rows.finished) == (3, 1)
+    rows.step()
+    assert (rows.started, rows.finished) == (4, 1)
+    rows.step()
+    assert (rows.started, rows.finished) == (4, 2)
+
+
+@pytest.mark.parametrize(("step_seconds", "started"), [(0.001, 1), (1.0, 3)])
 def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, started: int) -> None:
-    rows = Rows(seconds=3e-4)
+    rows = Rows(seconds=7e-4)
     rows.engine._called = time.perf_counter() - step_seconds
     rows.begin(*(f"r{row}" for row in range(ROWS)))
     assert rows.started == started
