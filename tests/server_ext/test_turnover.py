@@ -117,12 +117,12 @@ def test_requests_begin_before_others_end_unless_their_session_waits_for_that(ro
     assert (rows.started, rows.finished) == (4, 2)
 
 
-@pytest.mark.parametrize(("step_seconds", "started"), [(0.001, 1), (1.0, 3)])
-def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, started: int) -> None:
+@pytest.mark.parametrize(("step_seconds", "several"), [(0.001, False), (1.0, True)])
+def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, several: bool) -> None:
     rows = Rows(seconds=7e-4)
     rows.engine._called = time.perf_counter() - step_seconds
     rows.begin(*(f"r{row}" for row in range(ROWS)))
-    assert rows.started == started
+    assert (rows.started > 1) == several
     rows.engine.close()
 
 
