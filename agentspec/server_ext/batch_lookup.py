@@ -1,10 +1,12 @@
 """Keep what is the same for all steps of a batch: which of its requests get drafts, and what they may cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache import SuffixCache
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.step import Batch, Int32, RequestState, Step, spread_drafts
@@ -32,6 +34,17 @@ class BatchLookup:
     work: float = DEFAULT_WORK_SECONDS
     as_of: int = -1
     until: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, requests: Mapping[str, RequestState], cache: SuffixCache) -> "BatchLookup":
+        """Look up the requests of a batch. Requests that failed, have ended or wait for their start get no drafts."""
+        known = [requests.get(request_id) for request_id in batch.request_ids]
+        picked = [i for i, state in enumerate(known) if state is not None and not (state.failed or state.waits)]
+        states = [state for state in known if state is not None and not (state.failed or state.waits)]
+        handle = cache.batch([state.request_id for state in states])
+        some = None if len(picked) == len(batch) else np.array(picked, np.intp)
+        rows = batch.rows if some is None else batch.rows[some]
+        return cls(batch, states, handle, rows, some)
 
     def pick(self, values: Int32) -> Int32:
         """Return the values of the k rows. values: one for each row of the batch."""

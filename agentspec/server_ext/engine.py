@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.cache import SOURCES, Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.accounts import Accounts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
@@ -27,7 +28,6 @@ from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import (
     AcceptanceLength,
-    Batch,
     DraftRows,
     Int32,
     NewRequest,
@@ -93,6 +93,7 @@ class DraftingEngine:
         self._persistence = persistence
         self._recorder = Recorder(settings.record, shares.figures // 8) if settings.record else None
         self._traces = Traces(shares.figures // 8)
+        self._accounts = Accounts(self.metrics, self._traces, self._recorder)
         self._requests: dict[str, RequestState] = {}
         self._turnover = Turnover(self._start, self._keep)
         self._groups = PromptGroups(shares.figures // 4)
@@ -256,7 +257,7 @@ class DraftingEngine:
 
         admin: of any caller.
         """
-        self._settle()
+        self._accounts.settle(self._lookup)
         return self.metrics.request(request_id, caller, any_caller=admin)
 
     def session(self, step: str, job: str, *args: Any) -> dict[str, Any]:
@@ -291,7 +292,8 @@ class DraftingEngine:
             self._prepare(step, lookup)
             lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
-            lookup = self._look_up(step.batch)
+            self._leave_batch()
+            lookup = self._lookup = BatchLookup.of(step.batch, self._requests, self.cache)
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -311,10 +313,7 @@ class DraftingEngine:
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
-        if step.num_draft_tokens or self._recorder is not None or self._traces.running:
-            self._account(lookup, step, drafts, took // count)
-        else:
-            lookup.quiet += 1
+        self._accounts.note(self._steps, lookup, step, drafts, took // count)
         if not len(drafts.token_ids):
             return [[] for _ in step.batch.request_ids]
         if not self._persistence.is_current():  # this process was frozen: it may not know what was erased meanwhile
@@ -338,27 +337,12 @@ class DraftingEngine:
             with_prompts = min(_WORK_SHARE * self._elapsed, _MOST_STARTING) if step.started else 0.0
             self._turnover.advance(step, max(work, with_prompts))
             if starting := self._turnover.starting():
-                self._count_waiting(step, starting)
+                self._accounts.wait(step, starting)
         left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
         self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
         if not self._put_off:
             self._persistence.apply_loaded(self.cache, max(left, 0.0))  # half, because it has to be indexed, too
         self._beside_ns += time.thread_time_ns() - begin
-
-    def _count_waiting(self, step: Step, starting: list[RequestState]) -> None:
-        """Add the step to the figures of requests that get no drafts yet."""
-        places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
-        for state in starting:
-            place = places.get(state.request_id)
-            if place is None or state.failed:
-                continue
-            length = int(step.lengths[place])
-            state.figures.tokens += length - state.length
-            state.figures.steps += 1
-            if state.trace is not None:
-                row = step.tokens[step.batch.rows[place]]
-                self._traces.add(state.trace, row[state.length : length].tolist(), 0, 0)
-            state.length = length
 
     def _measure(self, took: int) -> None:
         """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""
@@ -452,61 +436,6 @@ class DraftingEngine:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
         self._persistence.request_load(self.cache, identity, self.cache.family_of(new.request_id))
 
-    def _look_up(self, batch: Batch) -> BatchLookup:
-        """Look up the requests of a batch. Requests that failed, have ended or wait for their start get no drafts."""
-        self._leave_batch()
-        known = [self._requests.get(request_id) for request_id in batch.request_ids]
-        picked = [i for i, state in enumerate(known) if state is not None and not (state.failed or state.waits)]
-        states = [state for state in known if state is not None and not (state.failed or state.waits)]
-        handle = self.cache.batch([state.request_id for state in states])
-        some = None if len(picked) == len(batch) else np.array(picked, np.intp)
-        rows = batch.rows if some is None else batch.rows[some]
-        self._lookup = BatchLookup(batch, states, handle, rows, some)
-        return self._lookup
-
-    def _account(self, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
-        """Add the step to its requests' figures, and to the step record if one is written."""
-        self._settle()
-        lengths: list[int] = lookup.pick(step.lengths).tolist()
-        drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
-        for i, state in enumerate(lookup.states):
-            added = lengths[i] - state.length
-            drafted, accepted = self.metrics.add_step(state.figures, added, drafted_by_source[i], accepted_by_source[i])
-            if state.trace is not None:
-                row, own = step.tokens[lookup.rows[i]], slice(drafts.offsets[i], drafts.offsets[i + 1])
-                self._traces.add(state.trace, row[state.length : lengths[i]].tolist(), drafted, accepted)
-                state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
-            state.length = lengths[i]
-            if self._recorder is None:
-                continue
-            self._recorder.add(
-                {
-                    "step": self._steps,
-                    "request": state.request_id,
-                    "session": state.identity.session_name,
-                    "session_key": state.identity.session,
-                    "source": state.draft_source if drafted else None,
-                    "drafted": drafted,
-                    "accepted": accepted,
-                    "tokens": added,
-                    "ns": state.draft_ns,
-                }
-            )
-            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
-            state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
-            state.draft_ns = ns
-
-    def _settle(self) -> None:
-        """Add the steps without drafts to the figures; each of them added one token to every row."""
-        lookup = self._lookup
-        if lookup is None or not lookup.quiet:
-            return
-        for state in lookup.states:
-            state.figures.tokens += lookup.quiet
-            state.figures.steps += lookup.quiet
-            state.length += lookup.quiet
-        lookup.quiet = 0
-
     def _states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
         return [*list(self._requests.values()), *self._turnover.states()]
@@ -518,7 +447,7 @@ class DraftingEngine:
 
     def _leave_batch(self) -> None:
         """Drop the lookup, because the next step has other requests."""
-        self._settle()
+        self._accounts.settle(self._lookup)
         self._lookup = None
 
     def _fail(self, request_id: str) -> None:

@@ -1,0 +1,85 @@
+"""Count what each step did for its requests: in their figures, in their traces and in the step record."""
+
+from collections.abc import Sequence
+
+from agentspec.cache import SOURCES, StepDrafts
+from agentspec.server_ext.batch_lookup import BatchLookup
+from agentspec.server_ext.metrics import Metrics, Recorder
+from agentspec.server_ext.step import RequestState, Step
+from agentspec.server_ext.traces import Traces
+
+
+class Accounts:
+    """Count steps. Steps without drafts are counted together, when somebody asks or the batch changes.
+
+    recorder: writes the step record; None: there is none.
+    """
+
+    def __init__(self, metrics: Metrics, traces: Traces, recorder: Recorder | None) -> None:
+        self._metrics = metrics
+        self._traces = traces
+        self._recorder = recorder
+
+    def note(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+        """Count a step. number: of the step. drafts: for the next one. ns: time that a row's draft took."""
+        if step.num_draft_tokens or self._recorder is not None or self._traces.running:
+            self.settle(lookup)
+            self._add(number, lookup, step, drafts, ns)
+        else:
+            lookup.quiet += 1
+
+    def settle(self, lookup: BatchLookup | None) -> None:
+        """Add the steps without drafts to the figures. Each of them added one token to every row."""
+        if lookup is None or not lookup.quiet:
+            return
+        for state in lookup.states:
+            state.figures.tokens += lookup.quiet
+            state.figures.steps += lookup.quiet
+            state.length += lookup.quiet
+        lookup.quiet = 0
+
+    def wait(self, step: Step, starting: Sequence[RequestState]) -> None:
+        """Add the step to the figures of requests that get no drafts yet."""
+        places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
+        for state in starting:
+            place = places.get(state.request_id)
+            if place is None or state.failed:
+                continue
+            length = int(step.lengths[place])
+            state.figures.tokens += length - state.length
+            state.figures.steps += 1
+            if state.trace is not None:
+                row = step.tokens[step.batch.rows[place]]
+                self._traces.add(state.trace, row[state.length : length].tolist(), 0, 0)
+            state.length = length
+
+    def _add(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+        lengths: list[int] = lookup.pick(step.lengths).tolist()
+        drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
+        for i, state in enumerate(lookup.states):
+            added = lengths[i] - state.length
+            by_source = drafted_by_source[i], accepted_by_source[i]
+            drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
+            if state.trace is not None:
+                row, own = step.tokens[lookup.rows[i]], slice(drafts.offsets[i], drafts.offsets[i + 1])
+                self._traces.add(state.trace, row[state.length : lengths[i]].tolist(), drafted, accepted)
+                state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
+            state.length = lengths[i]
+            if self._recorder is None:
+                continue
+            self._recorder.add(
+                {
+                    "step": number,
+                    "request": state.request_id,
+                    "session": state.identity.session_name,
+                    "session_key": state.identity.session,
+                    "source": state.draft_source if drafted else None,
+                    "drafted": drafted,
+                    "accepted": accepted,
+                    "tokens": added,
+                    "ns": state.draft_ns,
+                }
+            )
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
+            state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
+            state.draft_ns = ns
