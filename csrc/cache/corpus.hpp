@@ -77,7 +77,7 @@ class Corpus {
 
   SuffixIndex index_;
   Queue<Document> documents_;
-  Queue<Document> dropped_;  // documents of erased sessions first, then the others, oldest first
+  Queue<Document> dropped_;  // documents to remove: those of erased sessions first, then the others, oldest first
   std::size_t erased_ = 0;        // documents of erased sessions in dropped_
   std::size_t tokens_ = 0;        // in documents_
   std::size_t dropped_tokens_ = 0;

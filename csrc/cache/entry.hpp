@@ -44,8 +44,8 @@ struct Size {
 struct Names {
   const std::string *session, *group, *tenant;
   bool shared;
-  // Whom session and group count for when memory is scarce, and whom the tenant does. Null: whom they counted for
-  // before; at first, the tenant.
+  // Who is charged for the memory of the session and the group (`owner`), and of the tenant (`tenant_owner`). Null: who
+  // was charged before, and at first the tenant.
   const std::string *owner = nullptr, *tenant_owner = nullptr;
   bool stored = false;  // a stored turn's: `owner` is for what is new
   // The session that started this one, or the root of its family; null: none, as far as is known.

@@ -40,7 +40,7 @@ struct Prefix {
 class Session final : public CacheEntry {
  public:
   std::string family;  // key of the session whose agent started this one, or an ancestor of that; empty: none is known
-  bool final = false;  // the client has ended it: it goes when none of its requests run
+  bool final = false;  // the client has ended the session, which is evicted as soon as none of its requests run
 
   // Returns the longest prefix of a prompt that the session knows; the text of its beginning may be missing. `blocks`
   // holds the prompt's hashes at the block boundaries.

@@ -142,7 +142,7 @@ class SourceSearch {
   }
   bool can_win(std::size_t length) const { return can_win(length, limits_[length]); }
 
-  // Returns whether a draft that scores the same wins: the request's does, then the longest match's.
+  // Returns whether a draft wins that scores the same as the best one: the request's own wins, then the longest match.
   bool wins_level(std::size_t length) const {
     return best_.source == source_ ? length > best_.length : source_ < best_.source;
   }

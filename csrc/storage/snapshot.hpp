@@ -57,7 +57,7 @@ class SnapshotWriter {
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
 
-  // From now on large arrays are copied by flush(), and must stay as they are until then; or they are not.
+  // Sets whether large arrays are copied by flush() only, and must not change until then, or at once.
   void defer(bool deferring) { deferring_ = deferring; }
   std::size_t gathered() const { return memory_.size(); }
 
