@@ -34,7 +34,7 @@ from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
 from agentspec.server_ext.draft_budget import DraftBudget
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import AcceptanceLength
+from agentspec.server_ext.step import AcceptanceLength, lowest_acceptance_length
 from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)
@@ -179,13 +179,10 @@ class IndexDrafter:
 
     def _lowest_acceptance_length(self, rows: Sequence[Row]) -> float:
         self._steps += 1
-        means = []
         for row in rows:
             known = self._lengths.setdefault(row.turn.name, AcceptanceLength(row.done, self._steps))
             known.note(row.done, self._steps)
-            if known.mean is not None:
-                means.append(known.mean)
-        return min(means) if 2 * len(means) > len(self._table) else 1.0
+        return lowest_acceptance_length((self._lengths[row.turn.name] for row in rows), len(self._table))
 
     def finish(self, row: Row) -> None:
         name = row.turn.name

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from agentspec.cache import SuffixCache
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.step import Batch, Int32, RequestState, Step, spread_drafts
+from agentspec.server_ext.step import Batch, Int32, RequestState, Step, lowest_acceptance_length, spread_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +55,10 @@ class BatchLookup:
         return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))
 
     def lowest_acceptance_length(self, step: Step, number: int) -> float:
-        """Return the lowest mean acceptance length of a row; 1 while half of the rows or more are too new to tell.
+        """Note how long the rows' texts are, and return their lowest mean acceptance length.
 
         number: of this step, among all.
         """
-        means = []
         for state, length in zip(self.states, self.pick(step.lengths).tolist(), strict=True):
             state.acceptance_length.note(length, number)
-            if state.acceptance_length.mean is not None:
-                means.append(state.acceptance_length.mean)
-        return min(means) if 2 * len(means) > len(step.batch) else 1.0
+        return lowest_acceptance_length((state.acceptance_length for state in self.states), len(step.batch))

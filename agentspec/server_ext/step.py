@@ -1,6 +1,6 @@
 """Define the data that passes between vLLM's adapter, the drafting engine and fusion."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -125,6 +125,12 @@ class AcceptanceLength:
         latest = (length - self.length) / steps
         self.mean = latest if self.mean is None else self.mean + min(steps / _MEAN_STEPS, 1.0) * (latest - self.mean)
         self.length, self.step = length, step
+
+
+def lowest_acceptance_length(lengths: Iterable[AcceptanceLength], rows: int) -> float:
+    """Return the lowest mean of some of ``rows`` rows; 1 while half of the rows or more are too new to tell."""
+    means = [length.mean for length in lengths if length.mean is not None]
+    return min(means) if 2 * len(means) > rows else 1.0
 
 
 @dataclass(slots=True, eq=False)

@@ -22,9 +22,8 @@ class Waiting:
     def __init__(self, client: RedisClient, layout: Layout) -> None:
         self._client, self._layout = client, layout
         self._notices = Notices(client)
-        self._quiet: dict[
-            str, str
-        ] = {}  # logs that had nothing behind this cursor, and of which nothing was heard since
+        # Logs that had nothing behind this cursor, and of which nothing was heard since.
+        self._quiet: dict[str, str] = {}
         self._look_at = 0.0  # when to look at all logs
         self._lock = threading.Lock()
 

@@ -294,15 +294,15 @@ def switch_on(
     if not is_switched_on(environ):
         return
     given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    can_draft = parallel_config.pipeline_parallel_size == 1 and conflict(engine_args, environ) is None
-    if given in native_methods.NATIVE_METHODS and can_draft:
+    reason = conflict(engine_args, environ)
+    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
         engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
     elif given is not None or getattr(engine_args, "spec_model", None) is not None:
         logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
     elif model_config.runner_type != "generate":
         logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
-    elif (reason := conflict(engine_args, environ)) is not None:
+    elif reason is not None:
         logger.warning("agentspec: %s=1: no drafts: %s", SWITCH, reason)
     elif parallel_config.pipeline_parallel_size > 1:
         logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
