@@ -21,7 +21,7 @@ from agentspec.cache.store import (
     open_store,
 )
 from agentspec.testing.redis_server import RedisServer
-from tests.store.helpers import NS, number_of, turn, wait_until
+from tests.store.helpers import NS, gather, number_of, turn, wait_until
 
 # prints how many records are acknowledged whenever that has changed, until it is killed
 _WRITER = """
@@ -40,7 +40,9 @@ while True:
     if persisted != acknowledged:
         acknowledged = persisted
         print(acknowledged, flush=True)
-    time.sleep(0.002)  # slower than the store, so that nothing is dropped
+    time.sleep(0.002)
+    while writer.stats().queued > 8000:  # so that nothing is dropped
+        time.sleep(0.002)
 """
 
 
@@ -214,7 +216,8 @@ def test_a_redis_that_hangs_is_left_after_its_timeout() -> None:
         finally:
             subprocess.run(["kill", "-CONT", str(server.process_id)], check=True)
         assert writer.flush(60)
-        wait_until(lambda: loader.take() and not loader.is_pending(S))
+        gather(loader, S)
+        assert loader.stats().given_up == 0
         assert stored(store) == [1]
         writer.close()
         loader.close()
@@ -231,8 +234,8 @@ def test_the_loader_waits_for_a_redis_that_is_not_there_yet() -> None:
         wait_until(lambda: loader.stats().state != "closed")
         assert loader.is_pending(S)
         server.start()
-        wait_until(lambda: loader.take() and not loader.is_pending(S))
-        assert loader.stats().damaged == 1
+        gather(loader, S)
+        assert (loader.stats().damaged, loader.stats().given_up) == (1, 0)
         loader.close()
         store.close()
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from agentspec.cache.store import Entry, LogNames, MemoryStore, NewEntry, TurnRecord, encode
+from agentspec.cache.store import (
+    BackgroundLoader,
+    Entry,
+    LogNames,
+    MemoryStore,
+    NewEntry,
+    TurnRecord,
+    Wanted,
+    encode,
+)
 from agentspec.cache.store.records import _checksum
 from agentspec.cache.store.sqlite_file import FRONT
 from agentspec.cache.types import Int32Array
@@ -74,6 +83,21 @@ def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the awaited condition did not come true"
         time.sleep(0.002)
+
+
+def gather(loader: BackgroundLoader, *wanted: Wanted) -> list[TurnRecord]:
+    """Take until nothing more is pending."""
+    records: list[TurnRecord] = []
+
+    def done() -> bool:
+        pending = any(loader.is_pending(each) for each in wanted)
+        while loaded := loader.take():
+            assert loaded.records or loaded.complete
+            records.extend(loaded.records)
+        return not pending
+
+    wait_until(done)
+    return records
 
 
 class FlakyStore(MemoryStore):

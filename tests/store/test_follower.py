@@ -80,16 +80,20 @@ def process() -> Iterator[Process]:
     process.follower.close()
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(0.0, 10), (0.008, 3)])
-def test_others_records_are_learned_from_while_there_is_time(process: Process, seconds: float, count: int) -> None:
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 10, 10), (0.4, 1, 3)])
+def test_others_records_are_learned_from_while_there_is_time(
+    process: Process, seconds: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rest is queued all the same."""
+    # A second in place of 20 ms, for which a busy machine may hold up a thread.
+    monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 1.0 if seconds else 60.0)
     process.learning_takes = seconds
     process.begin(NS, "t")
     process.store.append(NS, [entry_of(turn("s", number)) for number in range(10)])
     process.wait(delivered=10)
     assert process.learned == list(range(process.follower.stats().learned))
     assert not process.queued_before  # who has restored a turn cannot learn from it any more
-    assert 1 <= len(process.learned) <= count if seconds else len(process.learned) >= 1
+    assert least <= len(process.learned) <= most
     assert process.taken() == list(range(10))
 
 
@@ -156,8 +160,9 @@ def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(proce
     process.wait(skipped=2)
     assert process.erased_again == []
     process.store.append(NS, [entry_of(turn("s", 6, writer=OTHER))])  # the seventh, which was on its way
-    process.wait(skipped=3)
+    wait_until(lambda: process.erased_again)  # it is counted as skipped before
     assert process.erased_again == [("t", "s")]
+    assert process.follower.stats().skipped == 3
 
 
 def test_what_does_not_fit_waits_in_the_store_but_no_tombstone_does() -> None:

@@ -165,11 +165,11 @@ def test_a_batch_that_failed_is_sent_again_as_it_was(store: FlakyStore) -> None:
         original(namespace, entries)
 
     store.append = failing_twice  # type: ignore[method-assign,assignment]
-    writer = BackgroundWriter(store, breaker=quick())
+    writer = BackgroundWriter(store, batch_entries=3, batch_seconds=600, breaker=quick())  # the three go together
     for number in range(3):
         writer.put(NS, turn("s", number))
     wait_until(lambda: len(sent) >= 4)
-    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] == sent[1] == sent[2] and len(sent[0]) == 3
     assert stored(store)[:3] == [0, 1, 2]
     writer.close()
 
@@ -224,9 +224,9 @@ def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None
 
 def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStore) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, breaker=quick())
+    writer = BackgroundWriter(store, batch_entries=2, batch_seconds=600, breaker=quick())
     writer.put(NS, turn("a", 0))
-    writer.put(NS, turn("b", 1))
+    writer.put(NS, turn("b", 1))  # with it the batch is full and goes
     wait_until(lambda: store.calls == 1)
     writer.put(NS, turn("a", 2))
     assert not writer.forget("a", 0.05)
@@ -240,9 +240,9 @@ def test_forgetting_waits_for_the_records_that_are_on_their_way(store: FlakyStor
 
 def test_records_that_were_on_their_way_in_vain_are_not_sent_again_once_forgotten(store: FlakyStore) -> None:
     store.gate.clear()
-    writer = BackgroundWriter(store, breaker=quick())
+    writer = BackgroundWriter(store, batch_entries=2, batch_seconds=600, breaker=quick())
     writer.put(NS, turn("a", 0))
-    writer.put(NS, turn("b", 1))
+    writer.put(NS, turn("b", 1))  # with it the batch is full and goes
     wait_until(lambda: store.calls == 1)
     writer.forget("a")
     store.error = StoreUnavailableError("away")
@@ -258,8 +258,8 @@ def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> Non
     for number in range(1000):
         store.append(NS, [entry_of(turn("old", number))])
     writer = BackgroundWriter(store, retention=Retention(records=100, bytes=1 << 30))
-    wait_until(lambda: store.usage().records == 100)
-    assert writer.stats().trimmed == 900
+    wait_until(lambda: writer.stats().trimmed == 900)  # counted behind the removal
+    assert store.usage().records == 100
     writer.close()
     limit = 4 << 20
     writer = BackgroundWriter(store, retention=Retention(bytes=limit))
@@ -311,7 +311,7 @@ def test_close_tries_an_open_store_once_more(store: FlakyStore) -> None:
     writer.put(NS, turn("s", 1))
     wait_until(lambda: writer.stats().state == "open")
     store.error = None
-    writer.close(2)
+    writer.close(60)
     assert writer.stats().persisted == 1
 
 
@@ -323,6 +323,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(store: FlakyStore, caplog:
     begin = time.monotonic()
     writer.close(0.3)
     assert time.monotonic() - begin < 10  # it would try for ever
+    writer._thread.join(60)  # what it drops it counts behind the time that close waits for it
     stats = writer.stats()
     assert (stats.persisted, stats.dropped, stats.queued) == (0, 7, 0)
     assert "7 records unwritten" in caplog.text
@@ -467,8 +468,9 @@ class TestAPartThatIsAway:
         for number in range(0, 300, 3):
             for offset, log in enumerate(("a1", "b1", "a2")):
                 writer.put(log, turn("s", number + offset))
-        wait_until(lambda: len(store.numbers("b1")) == 100)
+        wait_until(lambda: writer.stats().persisted == 100)
         stats = writer.stats()
+        assert len(store.numbers("b1")) == 100
         assert (stats.persisted, stats.queued, stats.state, stats.dropped) == (100, 200, "open", 0)
         tried = len([log for log in store.tried if log != "b1"])
         assert 1 <= tried < 2 + (time.monotonic() - begin)  # it is left alone for a second, then for longer
@@ -477,9 +479,9 @@ class TestAPartThatIsAway:
         assert store.numbers("a1") == list(range(0, 300, 3)) and store.numbers("a2") == list(range(2, 300, 3))
         wait_until(lambda: writer.stats().state == "closed")
         assert (writer.stats().persisted, writer.stats().queued_bytes) == (300, 0)
+        writer.close()  # which ends its thread, so that it has logged what it had to
         messages = [record.getMessage() for record in caplog.records]
         assert ["lost" in line for line in messages] == [True, False] and "is back" in messages[1]
-        writer.close()
 
     def test_sends_what_was_unsure_again_as_it_was_and_keeps_the_order_of_a_log_that_moves(self) -> None:
         store = PartedStore()
@@ -487,7 +489,6 @@ class TestAPartThatIsAway:
         store.away = {"a"}
         for number in range(4):
             writer.put("a", turn("s", number))
-        wait_until(lambda: store.tried == ["a"])
         wait_until(lambda: writer.stats().state == "open")
         store.moved["a"] = "b"
         for number in range(4, 8):
@@ -539,6 +540,6 @@ class TestAPartThatIsAway:
             wait_until(lambda at=writer: at.stats().state == "open")  # type: ignore[misc]
             if not away:
                 store.away.clear()
-            writer.close(2)
+            writer.close(60)
             assert (writer.stats().persisted, writer.stats().dropped) == ((0, 3) if away else (3, 0))
             assert (writer.stats().queued, writer.stats().queued_bytes) == (0, 0)
