@@ -168,7 +168,9 @@ class SuffixCache(KeptTurns):
             raise InvalidInputError(f"prediction: {len(expected)} tokens; give at most {MAX_PREDICTION}")
         root = self._core.start(self._running.free_slot(), tokens, *names.keys(), owner, tenant_owner, ends, expected)
         family = name_in(tenant, root) if root else None
-        self._running.add(request_id, replace(names, family=None if family == session else family))
+        if family == session:
+            family = None
+        self._running.add(request_id, names if family == parent else replace(names, family=family))
 
     def family_of(self, request_id: str) -> str | None:
         """Return the root session of a running request's family; None if that is its own session, or it has none."""

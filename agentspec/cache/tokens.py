@@ -1,7 +1,7 @@
 """Check and convert callers' arguments before anything changes."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ Rows = NDArray[np.integer] | Sequence[int]
 
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
+_NO_TOKENS = np.empty(0, np.int32)
 
 LimitNumbers = tuple[int, int, int, int, int, int]
 """Limits in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
@@ -48,6 +49,10 @@ def as_tokens(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
     Raises InvalidTokenError, naming the first position that is illegal.
     """
+    if isinstance(values, tuple) and not values:
+        return _NO_TOKENS
+    if _is_plain(values, vocab_size):
+        return np.ascontiguousarray(values)
     array = values if isinstance(values, np.ndarray) else _from_sequence(values, name)
     if array.ndim != 1:
         raise InvalidTokenError(f"{name}: token ids must be one-dimensional, got shape {array.shape}")
@@ -64,13 +69,7 @@ def as_prompt(values: TokenIds, name: str, vocab_size: int) -> Int32Array:
 
     Raises InvalidTokenError, naming the first position that is illegal: negative or not below 2**31 - 1.
     """
-    if (
-        isinstance(values, np.ndarray)
-        and values.dtype == _INT32
-        and values.ndim == 1
-        and len(values)
-        and _all_below(values, vocab_size)
-    ):
+    if _is_plain(values, vocab_size):
         return np.ascontiguousarray(values)
     tokens = as_tokens(values, name, vocab_size if vocab_size == MAX_VOCAB else MAX_VOCAB - 1)
     if vocab_size < MAX_VOCAB and len(tokens) and int(tokens.max()) >= vocab_size:
@@ -101,6 +100,17 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
         raise InvalidInputError(f"parent={turn.parent}: give 0 where kept is 0")
     tail = as_prompt(turn.prompt_tail, "prompt_tail", vocab_size)
     return (turn.kept, turn.parent, turn.block), tail, as_tokens(turn.response, "response", vocab_size)
+
+
+def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:
+    """Return whether these are tokens as the core takes them, one at least. It is quick, because each start asks."""
+    return (
+        isinstance(values, np.ndarray)
+        and values.dtype == _INT32
+        and values.ndim == 1
+        and len(values) > 0
+        and _all_below(values, vocab_size)
+    )
 
 
 def _all_below(tokens: NDArray[np.integer], vocab_size: int) -> bool:

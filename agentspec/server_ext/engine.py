@@ -408,13 +408,13 @@ class DraftingEngine:
         identity = new.identity
         if state.identity.session != identity.session:  # which was erased since: the request draws on its own text
             identity = replace(identity, session=None, group=None, scope="none")
-        identity = replace(identity, group=self._groups.group_of(identity, prompt))
+        group = self._groups.group_of(identity, prompt)
         try:
             self.cache.start(
                 new.request_id,
                 prompt,
                 session=identity.session,
-                group=identity.group,
+                group=group,
                 tenant=identity.tenant,
                 scope=identity.scope,
                 end_tokens=new.end_tokens,
@@ -434,7 +434,8 @@ class DraftingEngine:
         self.metrics.counters["started"] += 1
         if identity.ignored_ids:
             self.metrics.counters["ignored_ids"] += identity.ignored_ids
-        self._persistence.request_load(self.cache, identity, self.cache.family_of(new.request_id))
+        family = self.cache.family_of(new.request_id)
+        self._persistence.request_load(self.cache, identity, group=group, family=family)
 
     def _states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""

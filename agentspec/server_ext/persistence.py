@@ -164,14 +164,16 @@ class Persistence:
             ),
         )
 
-    def request_load(self, cache: SuffixCache, identity: Identity, family: str | None = None) -> None:
+    def request_load(
+        self, cache: SuffixCache, identity: Identity, *, group: str | None = None, family: str | None = None
+    ) -> None:
         """Request what the store holds of a request's session, group and tenant, unless the cache has it all.
 
-        family: the root of its session's family, if that is another session.
+        group: the one that it is in. family: the root of its session's family, if that is another session.
         """
         if identity.scope == "none":
             return
-        tenant, session, group = identity.tenant, identity.session, identity.group
+        tenant, session = identity.tenant, identity.session
         log = self.logs.of(tenant)
         if self._follower is not None:
             self._follower.use(log)

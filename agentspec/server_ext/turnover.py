@@ -1,8 +1,9 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
-Requests that begin go first, because they get no drafts until then, but a session's next turn starts after the one
-before was finished. A step does an eighth of what waits, one at least, and more as long as that takes less than its
-time. Where no request is left for whose steps the rest could wait, all is done at once.
+Requests that begin go first, because they get no drafts until then: a step starts half of them. A session's next turn
+starts after the one before was finished. Where none begins, a step does an eighth of what waits. It does one at least,
+and more as long as that takes less than its time. Where no request is left for whose steps the rest could wait, all is
+done at once.
 """
 
 import time
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
 
-_PARTS = 8
-"""Part of what waits that a step does at least: where many begin together, waiting longer would cost their drafts."""
+_STARTED, _FINISHED = 2, 8
+"""Parts of what begins, and of the rest, of which a step does one at least.
+
+Siblings often begin by the dozen. Each step that one waits costs the tokens that a draft would have brought it.
+"""
 
 Text = Callable[[], Sequence[int]]
 """Returns a request's prompt and response, in tokens."""
@@ -80,15 +84,17 @@ class Turnover:
         self._waiting.append(Ending(state, output_limit))
 
     def advance(self, step: Step, seconds: float) -> None:
-        """Start and finish what fits into so much CPU time of this thread, and an eighth of what waits at least.
+        """Start and finish what fits into so much CPU time of this thread, and a part of what waits at least.
 
         step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays.
         """
         until = time.thread_time() + seconds
-        least, done = -(-len(self._waiting) // _PARTS), 0
+        first, rest = self._in_order()
+        least = -(-len(first) // _STARTED) if first else -(-len(rest) // _FINISHED)
+        done = 0
         rows: dict[str, int] = {}
         fresh = {id(new): new for new in step.started}
-        for item in self._in_order():
+        for item in first + rest:
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
                 if id(item.new) in fresh:
@@ -105,8 +111,8 @@ class Turnover:
             if done >= least and time.thread_time() >= until:
                 break
 
-    def _in_order(self) -> list[Beginning | Ending]:
-        """Return what waits: what begins first, unless a request of its session ends before, then the rest."""
+    def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
+        """Return what waits: what begins, unless a request of its session ends before, and the rest."""
         first: list[Beginning | Ending] = []
         rest: list[Beginning | Ending] = []
         ending = set[str]()
@@ -118,7 +124,7 @@ class Turnover:
                     ending.add(session)
             else:
                 (rest if session in ending else first).append(item)
-        return first + rest
+        return first, rest
 
     def finish_all(self) -> None:
         """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will."""

@@ -45,7 +45,8 @@ class Engine:
         name = f"r{self.count}"
         identity = Identity(tenant=TENANT, session=session, group=group, session_name=session, principal="p")
         self.cache.start(name, prompt, session=session, group=group, tenant=TENANT, parent=parent)
-        self.persistence.request_load(self.cache, identity, self.cache.family_of(name))
+        family = self.cache.family_of(name)
+        self.persistence.request_load(self.cache, identity, group=identity.group, family=family)
         return name
 
     def finish(self, name: str, response: list[int], session: str | None = "s") -> None:

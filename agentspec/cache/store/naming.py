@@ -5,11 +5,14 @@ import hmac
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 SCHEMA = "agentspec-log-1"
 """Part of every name. It stays when records get a new version, so that an old log is found and refused by name."""
 
 _MODEL_BYTES, _TENANT_DIGITS, _APART_DIGITS = 8, 24, 16
+_REMEMBERED = 1024
+"""Tenants whose logs' names are remembered: each request asks for its own, and two MACs take long."""
 _APART = re.compile("[0-9a-f]{32}/(.*)", re.DOTALL)
 """A tenant that a LoRA adapter or a cache salt sets apart: a MAC of these, then the name of the tenant without them."""
 
@@ -35,15 +38,20 @@ class LogNames:
 
     def of(self, tenant: str | None) -> str:
         """Return the name of a tenant's log. None: the tenant of callers who cannot be told apart."""
-        whole = self.family(tenant)
-        if tenant is not None and _APART.fullmatch(tenant):
-            return f"{whole}.{mac(self.secret, 'log apart', tenant)[:_APART_DIGITS]}"
-        return whole
+        return _log_of(self, tenant)
 
     def family(self, tenant: str | None) -> str:
         """Return what the names of a tenant's log, and of the logs set apart from it, begin with."""
         apart = None if tenant is None else _APART.fullmatch(tenant)
         return self.prefix + mac(self.secret, "log", (apart[1] or None) if apart else tenant)[:_TENANT_DIGITS]
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _log_of(logs: LogNames, tenant: str | None) -> str:
+    whole = logs.family(tenant)
+    if tenant is not None and _APART.fullmatch(tenant):
+        return f"{whole}.{mac(logs.secret, 'log apart', tenant)[:_APART_DIGITS]}"
+    return whole
 
 
 def model_key(config: str, tokenizer: str) -> str:
