@@ -21,7 +21,7 @@ test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
 	$(BIN)/python -m pytest -m store
 
-test-rl: $(VENV)/.built  ## the long tests of rollouts: killed ones, on Ray, and TRL as it is
+test-rl: $(VENV)/.built $(VENV)/.redis  ## the long tests of rollouts: killed ones, on Ray, and TRL as it is
 	$(BIN)/python -m pip install --disable-pip-version-check -q "trl>=1.16" "ray>=2.40"
 	$(BIN)/python -m pytest -m rl
 

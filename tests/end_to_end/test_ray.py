@@ -13,6 +13,7 @@ import pytest
 
 from agentspec.rollout import RayEngine, rollout_options
 from agentspec.server_ext.vllm_adapter.offline import Answer, Sampling
+from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import CPU_ENVIRONMENT
 from demo.tasks import make_task
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL
@@ -39,14 +40,24 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(params=["sqlite", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty store, which both workers use."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'rollouts.db'}"
+    else:
+        with RedisServer() as server:
+            yield server.url
+
+
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEngine]:
-    """Two workers on one SQLite store."""
+def engine(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEngine]:
+    """Two workers on one store."""
     import ray
 
     for name, value in {**CPU_ENVIRONMENT, **ENVIRONMENT, "AGENTSPEC_STORE": ""}.items():
         monkeypatch.setenv(name, value)
-    drafting = rollout_options(store=f"sqlite:///{tmp_path / 'rollouts.db'}", verify_cost=0.02)
+    drafting = rollout_options(store=store, verify_cost=0.02)
     started = RayEngine.start(str(MODEL), 2, **drafting, **ENGINE)
     yield started
     started.close()
@@ -60,13 +71,28 @@ def greedy(engine: RayEngine, name: str, prompt: list[int]) -> Answer:
     return answers[0]
 
 
+def received(engine: RayEngine) -> list[int]:
+    """Return how many of the others' turns each worker has read from the store."""
+    import ray
+
+    def of(worker: Any) -> int:
+        (stats,) = worker._engine.llm.collective_rpc("agentspec_rpc", args=("stats",))
+        read: int = stats["store"]["loader"]["delivered"] + stats["store"]["follower"]["delivered"]
+        return read
+
+    counts: list[int] = ray.get([member.actor.__ray_call__.remote(of) for member in engine._members])
+    return counts
+
+
 def test_a_worker_drafts_from_what_the_other_sampled(engine: RayEngine) -> None:
     prompts = [
         engine.tokenise([{"role": "user", "content": make_task(1_000_100 + number).request}]) for number in range(2)
     ]
     begin, apart = (greedy(engine, f"{number}", prompt) for number, prompt in enumerate(prompts))
     assert engine.given == [1, 1], "requests go to the worker that has had fewer"
-    time.sleep(5)  # a worker reads the other's new turns every fraction of a second
+    deadline = time.monotonic() + 60
+    while min(received(engine)) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
     crossed = [greedy(engine, f"again {number}", prompt) for number, prompt in enumerate(reversed(prompts))]
     assert engine.given == [2, 2]
     for first, again in zip((apart, begin), crossed, strict=True):
