@@ -131,10 +131,13 @@ void Request::choose_sibling() {
     state.versions[kSibling] = other->index.version();
   };
   if (before) ask(before);
-  for (Request* member : group->members) {
-    if (asked == kAskedSiblings) break;
+  const auto& members = group->members;
+  std::size_t passed = 0;
+  for (; passed < members.size() && asked < kAskedSiblings; ++passed) {
+    Request* const member = members[(next_asked + passed) % members.size()];
     if (member != this && member != before) ask(member);
   }
+  next_asked = (next_asked + passed) % members.size();
   if (sibling != before && state.resume.source == kSibling) state.resume.drop();
 }
 

@@ -35,6 +35,7 @@ struct Request {
   std::size_t prompt_length = 0;
   std::vector<std::uint64_t> blocks;  // hashes of the prompt at its block boundaries, if there is a session
   Request* sibling = nullptr;         // another running request of its group whose text it drafts from
+  std::size_t next_asked = 0;         // place among the group's running requests of the one to look into next
   MatchState state;
   Draft draft;
   Size counted;                  // its part of the sums over all that is held
@@ -57,7 +58,7 @@ struct Request {
   // Joins its group's running requests, and leaves them.
   void join();
   void leave();
-  // Chooses the sibling whose text has the longest match of this one's end. Asks the present one and the oldest.
+  // Chooses the sibling whose text has the longest match of this one's end. Asks the present one and, in turn, others.
   void choose_sibling();
   void forget_sibling();
 

@@ -5,6 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from agentspec.cache import Draft, Scope, SuffixCache
+from tests.oracle.cache import Oracle
 
 PROMPT = [1, 2, 3, 4]
 ANSWER = list(range(100, 140))
@@ -101,6 +102,42 @@ def test_it_is_the_sibling_with_the_longest_match() -> None:
     assert draft(cache) == ("sibling", [70, 71, 72])
     cache.extend("b", [60])
     assert draft(cache) == ("sibling", [61, 62])
+
+
+def test_a_sibling_among_many_is_found_within_a_few_steps() -> None:
+    cache = SuffixCache()
+    names = [f"a{number}" for number in range(30)]
+    for name in names:
+        cache.start(name, PROMPT, group="g")
+        cache.extend(name, [7, 8])
+    cache.extend("a29", ANSWER)
+    cache.start("b", PROMPT, group="g")
+    cache.propose(names, 0)
+    found = []
+    for token in ANSWER[:6]:
+        cache.extend("b", [token])
+        found.append(draft(cache)[1][:1])
+    assert found[0] == [] and found[4:] == [[105], [106]], "it looks into 8 of them in a step"
+
+
+def test_many_siblings_are_asked_as_the_oracle_does() -> None:
+    rng = np.random.default_rng(3)
+    cache, oracle = SuffixCache(vocab_size=50), Oracle(vocab_size=50)
+    names = [f"r{number}" for number in range(24)]
+    for name in names:
+        for each in (cache, oracle):
+            each.start(name, PROMPT, group="g")
+    for step in range(60):
+        if step % 7 == 6:
+            ended = names.pop(int(rng.integers(len(names))))
+            for each in (cache, oracle):
+                each.finish(ended)
+        for name in names:
+            tokens = rng.integers(0, 6, 3).tolist()
+            for each in (cache, oracle):
+                each.extend(name, tokens)
+        found = [each.token_ids.tolist() for each in cache.propose(names, 6)]
+        assert found == [each.tokens for each in oracle.propose(names, [6] * len(names))], step
 
 
 def test_an_erased_session_is_nobodys_sibling() -> None:

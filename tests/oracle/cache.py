@@ -55,6 +55,7 @@ class Request:
     own_group: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
     sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
+    next_asked: int = 0  # place among the group's running requests of the one to look into next
     prediction: SuffixIndex = field(default_factory=SuffixIndex)  # what is expected, behind the end of the prompt
     state: MatchState = field(default_factory=MatchState)
     draft: Draft = field(default_factory=Draft)
@@ -70,14 +71,23 @@ class Request:
     def choose_sibling(self, running: Sequence["Request"]) -> None:
         """Choose the running request of its group whose text has the longest match of this one's end.
 
-        It asks the present one and the oldest. Requests of an erased session take no part.
+        It asks the present one and, in turn, others. Requests of an erased session take no part.
         """
         before, self.sibling = self.sibling, None
-        members = [each for each in running if self.group and each.group is self.group and each.takes_part]
-        others = [each for each in members if each is not self] if self.takes_part else []
-        asked = [each for each in others if each is before] + [each for each in others if each is not before]
+        members = [each for each in running if self.group and each.group is self.group]
+        asked = [before] if before is not None and before.takes_part else []
+        passed = 0
+        if len(members) < 2 or not self.takes_part:
+            members = asked = []
+        while passed < len(members) and len(asked) < ASKED_SIBLINGS:
+            member = members[(self.next_asked + passed) % len(members)]
+            if member is not self and member is not before and member.takes_part:
+                asked.append(member)
+            passed += 1
+        if members:
+            self.next_asked = (self.next_asked + passed) % len(members)
         best = Match()
-        for other in asked[:ASKED_SIBLINGS]:
+        for other in asked:
             match = other.index.look_up(self.index.text)
             if match.length > best.length:
                 best, self.sibling, self.state.versions[SIBLING] = match, other, other.index.version
