@@ -21,12 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -369,7 +371,7 @@ def _outage(now: float, seconds: float) -> bool:
 
 
 def _sample(server: ModelServer, place: Place, now: float, outage: bool, said: Said) -> dict[str, Any]:
-    stats = server.stats()
+    stats = _stats(server)
     rates = [rate for at, rate in list(said.drafts) if at > now - 20]
     return {
         "seconds": round(now, 1),
@@ -383,6 +385,17 @@ def _sample(server: ModelServer, place: Place, now: float, outage: bool, said: S
     }
 
 
+def _stats(server: ModelServer, patience: float = 60.0) -> dict[str, Any]:
+    """Return the server's statistics. On a busy machine a step may outlast the time that the engine has to answer."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return server.stats()
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                raise
+
+
 def _resident(server: ModelServer) -> int:
     """Return the resident memory of the process that drafts, which is the largest of the server's."""
     processes = psutil.Process(server.process_id).children(recursive=True)
@@ -393,7 +406,7 @@ def _settled(server: ModelServer) -> dict[str, Any]:
     """Wait until the server has written all its records, and return its statistics."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        stats = server.stats()
+        stats = _stats(server)
         if not stats["store"]["writer"]["queued"] and not stats["running"]:
             return stats
         time.sleep(0.2)
