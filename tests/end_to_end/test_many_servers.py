@@ -23,7 +23,7 @@ from agentspec.testing.server import ModelServer
 from demo.agent import Agent
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL
-from tests.end_to_end.test_restart import complete, wait_for
+from tests.end_to_end.test_restart import all_stored, complete, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.store]
 
@@ -155,10 +155,20 @@ def followed(server: ModelServer, figure: str) -> int:
 
 def complete_and_store(server: ModelServer, prompt: str, session: str, salt: str | None = None) -> str:
     """A completion whose turn the store has acknowledged."""
-    before = persisted(server)
     text, _ = complete(server, prompt, session, salt=salt)
-    wait_for(lambda: persisted(server) > before)
+    wait_for(lambda: all_stored(server))
     return text
+
+
+def meet(*servers: ModelServer) -> None:
+    """Wait until the store has every turn, and no server has read one of another's for a second.
+
+    The next that a server reads is then one of the next request's.
+    """
+    wait_for(lambda: all(map(all_stored, servers)))
+    counts: list[int] = []
+    while counts != (counts := [followed(server, "delivered") for server in servers]):
+        time.sleep(1.0)
 
 
 def said_before(figures: dict[str, Any]) -> int:
@@ -192,6 +202,7 @@ def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, 
     """A tenant's corpus is followed: another session drafts from it on the other server, within a moment."""
     for number, (writer, reader) in enumerate((pair, pair[::-1])):
         complete(reader, question(4 + number), "warm")  # the tenant's log is followed from the first request on
+        meet(*pair)
         prompt, before = question(1 + number), followed(reader, "delivered")
         text = complete_and_store(writer, prompt, f"said-{number}")
         wait_for(lambda count=before: followed(reader, "delivered") > count, SOON)  # type: ignore[misc] # noqa: B023
@@ -204,6 +215,7 @@ def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, 
 def test_the_agent_moves_turn_by_turn(pair: tuple[ModelServer, ModelServer], expected: dict[int, list[str]]) -> None:
     for server in pair:
         complete(server, question(9), "warm")  # so that both follow the tenant's log
+    meet(*pair)
     done = work(TASKS[0], *pair, meet=True)
     assert done.texts == expected[TASKS[0]]
     assert len(done.texts) > 1
@@ -221,7 +233,7 @@ def test_an_erased_session_is_gone_everywhere_within_a_moment(pair: tuple[ModelS
     again, figures = complete(other, prompt, "erased", salt=salt)
     assert again == text
     assert said_before(figures) > 20
-    wait_for(lambda: other.stats()["store"]["writer"]["queued"] == 0)
+    wait_for(lambda: all_stored(other))
     before = followed(other, "erased")
     answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", headers={"X-Cache-Salt": salt}, timeout=30)
     assert answer.status_code in (200, 202), answer.text
@@ -246,7 +258,7 @@ def test_failures_change_no_text_and_the_loss_is_named(
     assert back.accepted[0]["session"] + back.accepted[0]["global"] > 10
 
     assert redis.process_id is not None
-    wait_for(lambda: one.stats()["store"]["writer"]["queued"] == other.stats()["store"]["writer"]["queued"] == 0)
+    wait_for(lambda: all_stored(one) and all_stored(other))
     os.kill(redis.process_id, signal.SIGSTOP)
     try:
         begin = time.monotonic()
@@ -257,7 +269,7 @@ def test_failures_change_no_text_and_the_loss_is_named(
     assert frozen.texts == expected[TASKS[2]]
     assert took < 300
     for server in pair:
-        wait_for(lambda server=server: server.stats()["store"]["writer"]["queued"] == 0, seconds=200)  # type: ignore[misc]
+        wait_for(lambda server=server: all_stored(server), seconds=200)  # type: ignore[misc]
 
     held = {server: persisted(server) for server in pair}
     redis.kill()
@@ -267,7 +279,7 @@ def test_failures_change_no_text_and_the_loss_is_named(
     for server in pair:
         wait_for(lambda server=server: server.stats()["store"]["lost"] > 0, seconds=60)  # type: ignore[misc]
         assert server.stats()["store"]["lost"] <= held[server]
-        assert "records that it had acknowledged" in server.log.read_text()
+        wait_for(lambda server=server: "records that it had acknowledged" in server.log.read_text())  # type: ignore[misc]
         assert "agentspec_store_lost_records_total" in server.text("/metrics")
         assert not [name for name in server.stats()["counters"] if name.startswith("errors")]
 
@@ -308,6 +320,7 @@ def test_copies_of_a_model_share_one_sqlite_file_and_another_model_does_not(tmp_
         again, figures = complete(same, prompt, "on-one-file")
         assert again == text
         assert said_before(figures) > 20
+        meet(one, same)
         prompt, before = question(8), followed(same, "delivered")
         text = complete_and_store(one, prompt, "on-one-file-too")
         wait_for(lambda: followed(same, "delivered") > before, SOON)

@@ -51,12 +51,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def all_stored(server: ModelServer) -> bool:
+    """Return whether the store has every turn. A request is running until its turn is on its way to the store."""
+    stats = server.stats()
+    return bool(stats["running"] == stats["store"]["writer"]["queued"] == 0)
+
+
 def test_a_killed_server_finds_its_sessions_in_sqlite(fast: ModelServer, database: Path, tmp_path: Path) -> None:
     """Started again, it also has a public corpus, from a text that nobody's requests have left behind."""
     prompt, published = code(901, 12), code(905, 12)
-    before = fast.stats()["store"]["writer"]["persisted"]
     text, _ = complete(fast, prompt, "killed")
-    wait_for(lambda: fast.stats()["store"]["writer"]["persisted"] > before)
+    wait_for(lambda: all_stored(fast))
     expected, _ = complete(fast, published, "public", scope="none")
     (tmp_path / "public.jsonl").write_text(json.dumps({"text": published + expected}))
     fast.kill()
@@ -124,6 +129,7 @@ def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
             assert counts["queued"] >= 1
             redis.start()
             wait_for(lambda: server.stats()["store"]["writer"]["queued"] == 0, seconds=90)
+            wait_for(lambda: "the store is back" in server.log.read_text(errors="replace"))
             log = server.log.read_text(errors="replace")
             assert log.count("the store is lost") == 1, "the writer says so once, however many appends fail"
             assert log.count("the store is back") == 1
