@@ -108,6 +108,7 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
         for rank in range(ENGINES):  # each follows the tenant's log from its first request on
             ask(server, rank, code(997 + rank, 12))
         for rank in range(ENGINES):
+            meet(server)
             prompt, session = code(980 + rank, 12), f"from-{rank}"
             before = delivered(server, 1 - rank)
             text = ask(server, rank, prompt, session)["choices"][0]["text"]
@@ -118,6 +119,17 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
                 assert answer["choices"][0]["text"] == text
                 accepted = server.get(f"/v1/agentspec/requests/{answer['id']}")["accepted_by_source"]
                 assert sum(accepted[source] for source in sources) > 20, accepted
+
+
+def meet(server: ModelServer) -> None:
+    """Wait until the store has every turn, and no engine has read one of the other's for a second.
+
+    The next that an engine reads is then one of the next request's.
+    """
+    wait_for(lambda: all(one["running"] == one["store"]["writer"]["queued"] == 0 for one in engines(server)))
+    counts: list[int] = []
+    while counts != (counts := [delivered(server, rank) for rank in range(ENGINES)]):
+        time.sleep(1.0)
 
 
 def workers(server: ModelServer) -> list[int]:
