@@ -94,7 +94,7 @@ class Replica(SuffixCache):
         """
         super().start(request_id, prompt, session=session, group=group, tenant=tenant, scope=scope, **options)
         identity = self._identities[request_id] = Identity(tenant=tenant, session=session, group=group, scope=scope)
-        self.persistence.request_load(self, identity)
+        self.persistence.request_load(self, identity, group=group, family=None)
         self._wait(lambda: self._has_all(identity))
         self.catch_up()
 

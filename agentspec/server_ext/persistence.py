@@ -164,9 +164,7 @@ class Persistence:
             ),
         )
 
-    def request_load(
-        self, cache: SuffixCache, identity: Identity, *, group: str | None = None, family: str | None = None
-    ) -> None:
+    def request_load(self, cache: SuffixCache, identity: Identity, *, group: str | None, family: str | None) -> None:
         """Request what the store holds of a request's session, group and tenant, unless the cache has it all.
 
         group: the one that it is in. family: the root of its session's family, if that is another session.

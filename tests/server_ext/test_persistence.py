@@ -132,9 +132,13 @@ def test_the_last_request_of_a_session_loads_nothing_of_it() -> None:
     assert before.persistence._writer.flush(60)
     after = Engine(store)
     after.cache.start("r", [1], session="s", tenant=TENANT)
-    after.persistence.request_load(after.cache, Identity(tenant=TENANT, session="s", scope="session", final=True))
+    after.persistence.request_load(
+        after.cache, Identity(tenant=TENANT, session="s", scope="session", final=True), group=None, family=None
+    )
     assert after.load() == 0
-    after.persistence.request_load(after.cache, Identity(tenant=TENANT, session="s", scope="session"))
+    after.persistence.request_load(
+        after.cache, Identity(tenant=TENANT, session="s", scope="session"), group=None, family=None
+    )
     assert after.load() == 1
 
 
@@ -499,7 +503,7 @@ class Tenants:
 
     def start(self, name: str, tenant: str, prompt: list[int], scope: Scope = "tenant") -> None:
         self.cache.start(name, prompt, tenant=tenant, scope=scope)
-        self.persistence.request_load(self.cache, Identity(tenant=tenant, scope=scope))
+        self.persistence.request_load(self.cache, Identity(tenant=tenant, scope=scope), group=None, family=None)
 
     def load(self) -> int:
         wait_until(lambda: self.persistence._loader.has_ready() or not self.pending())
