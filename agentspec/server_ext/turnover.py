@@ -1,15 +1,17 @@
 """Start and finish requests in the cache a few at a time, so that no step waits for all that begin and end with it.
 
 Requests that begin go first, because they get no drafts until then: a step starts half of them. A session's next turn
-starts after the one before was finished. Where none begins, a step does an eighth of what waits. It does one at least,
-and more as long as that takes less than its time. Where no request is left for whose steps the rest could wait, all is
-done at once.
+starts after the one before was finished, and so does a request whose input goes on, under the same id. A step does an
+eighth of what else waits: rounded down where requests begin, so that a few ends never hold up starts, but many cannot
+pile up either. It does one at least, and more as long as that takes less than its time. Where no request is left for
+whose steps the rest could wait, all is done at once.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
 
@@ -90,11 +92,14 @@ class Turnover:
         """
         until = time.thread_time() + seconds
         first, rest = self._in_order()
-        least = -(-len(first) // _STARTED) if first else -(-len(rest) // _FINISHED)
-        done = 0
+        starts = -(-len(first) // _STARTED)
+        others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
+        if first:  # where one ended before its start, that may be among the later ones of `first`
+            others = len(list(takewhile(_may_be_done, rest[:others])))
+        done, least = 0, starts + others
         rows: dict[str, int] = {}
         fresh = {id(new): new for new in step.started}
-        for item in first + rest:
+        for item in [*first[:starts], *rest[:others], *first[starts:], *rest[others:]]:
             prompt: Sequence[int] | Int32 | None = None
             if isinstance(item, Beginning) and item.text is None:
                 if id(item.new) in fresh:
@@ -112,18 +117,19 @@ class Turnover:
                 break
 
     def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
-        """Return what waits: what begins, unless a request of its session ends before, and the rest."""
+        """Return what waits: what begins, unless a request of its session or its id ends before, and the rest."""
         first: list[Beginning | Ending] = []
         rest: list[Beginning | Ending] = []
-        ending = set[str]()
+        sessions, ids = set[str | None](), set[str]()
         for item in self._waiting:
-            session = item.state.identity.session
+            session, request_id = item.state.identity.session, item.state.request_id
             if isinstance(item, Ending):
                 rest.append(item)
-                if session is not None:
-                    ending.add(session)
+                sessions.add(session)
+                ids.add(request_id)
             else:
-                (rest if session in ending else first).append(item)
+                behind = request_id in ids or (session is not None and session in sessions)
+                (rest if behind else first).append(item)
         return first, rest
 
     def finish_all(self) -> None:
@@ -146,3 +152,7 @@ class Turnover:
         item.state.waits = False
         if not item.state.failed:
             self._start(item.state, item.new, prompt, response)
+
+
+def _may_be_done(item: Beginning | Ending) -> bool:
+    return isinstance(item, Beginning) or not item.state.waits

@@ -200,6 +200,39 @@ def test_a_session_that_is_erased_while_a_request_waits_keeps_nothing_of_it(rows
     assert rows.engine.cache.stats().tokens == 0
 
 
+def test_streamed_input_begins_behind_the_end_of_its_turn_before(rows: Rows) -> None:
+    """Both have one id, and neither need have a session."""
+    rows.begin("a0")
+    rows.begin("b1")
+    prompt = PROMPT + 2
+    rows.lengths["a0"] = prompt + 1
+    ids, none = ("a0", "b1"), np.zeros(2, np.int32)
+    new = [NewRequest("a0", rows.tokens[0, :prompt], Identity())]
+    lengths = np.array([rows.lengths[name] for name in ids], np.int32)
+    rows.engine.propose(
+        Step(Batch(ids, np.arange(2, dtype=np.int32)), new, rows.tokens, lengths, none + 8, none, num_draft_tokens=0)
+    )
+    rows.step()
+    rows.step()
+    assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
+    assert (rows.started, rows.finished) == (3, 1)
+    assert rows.engine.stats()["running"] == 2
+
+
+def test_requests_that_end_do_not_pile_up_while_others_begin(rows: Rows) -> None:
+    """Each step begins a request and ends one, and has the time for one of both."""
+    most = 0
+    rows.begin("stays0")
+    for number in range(60):
+        name = f"r{number}-{1 + number % 2}"
+        rows.begin(name)
+        if number:
+            rows.end(f"r{number - 1}-{1 + (number - 1) % 2}")
+        most = max(most, len(rows.engine._turnover))
+    assert most <= 16 and rows.finished >= 40
+    assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
+
+
 def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     rows.begin("a0", "b1")
     rows.step()
@@ -207,6 +240,37 @@ def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     assert rows.finished == 0
     rows.engine.close()
     assert rows.finished == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: float) -> None:
+    """Requests of few sessions begin and end as they like, some before they were started."""
+    random_ = np.random.default_rng(4)
+    running: dict[str, RequestState] = {}
+    done: list[tuple[str, str]] = []
+    turnover = Turnover(
+        lambda state, *_: done.append(("start", state.request_id)),
+        lambda state, _: done.append(("finish", state.request_id)),
+    )
+    session_of: dict[str, str | None] = {}
+    for number in range(400):
+        for part in range(int(random_.integers(0, 4))):
+            name = f"{number}.{part}"
+            session_of[name] = (None, "s", "t")[int(random_.integers(3))]
+            identity = Identity(session=session_of[name])
+            state = running[name] = RequestState(name, identity, RequestFigures(), AcceptanceLength(0, 0), 0)
+            turnover.begin(state, NewRequest(name, [1, 2], identity))
+        for name in list(running):
+            if random_.random() < 0.3:
+                turnover.end(running.pop(name), 8, lambda: [1, 2, 3])
+        rows, none = tuple(running), np.zeros(len(running), np.int32)
+        tokens = np.zeros((1, 4), np.int32)
+        turnover.advance(Step(Batch(rows, none), (), tokens, none, none, none, num_draft_tokens=0), seconds)
+        assert len(turnover) < 40
+    turnover.finish_all()
+    order = {event: place for place, event in enumerate(done)}
+    ended = [name for what, name in done if what == "finish"]
+    assert len(ended) > 300 and all(order["start", name] < order["finish", name] for name in ended)
 
 
 def test_a_step_finishes_an_eighth_of_what_ends() -> None:
