@@ -105,8 +105,9 @@ class Persistence:
     def catch_up_erasures(self, cache: SuffixCache) -> int:
         """Take from a loaded snapshot what was erased in the store meanwhile. Return the number of sessions.
 
-        Any thread may call it, before the cache is used. Where the store does not tell what was erased, the tenant is
-        forgotten: its log brings back what it may say.
+        Any thread may call it, before the cache is used. A session that was used again since is taken, too: the store
+        has what it said then. Where the store does not tell what was erased, the tenant is forgotten: its log brings
+        back what it may say.
         """
         if self._follower is None:
             return 0
@@ -118,7 +119,7 @@ class Persistence:
         for tenant in reversed(tenants[-MAX_LOGS:]):
             try:
                 if known:
-                    self._follower.begin(self.logs.of(tenant), tenant)
+                    self._follower.begin(self.logs.of(tenant), tenant, used_too=True)
             except StoreError as error:
                 known = False
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)

@@ -328,6 +328,36 @@ def test_a_kill_between_a_snapshots_renaming_and_its_check_brings_nothing_back(s
     assert not (tmp_path / "trees").exists()
 
 
+def test_what_is_said_after_an_erasure_is_kept_though_the_log_was_not_followed_before(start: Start) -> None:
+    before, again = start(), start()
+    before.say([1, 2, 3], text(100))
+    assert before.persistence._writer.flush(60)
+    again.erase("s")
+    name = again.begin([1, 2, 3], "s")
+    wait_until(lambda: again.follower("logs") == 2)  # that of callers without keys, and the tenant's
+    again.end(name, text(200))
+    assert again.persistence._writer.flush(60)
+    assert [record.response.tolist() for record in stored(again)] == [text(200)]
+
+
+def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_is_used_again(
+    start: Start, tmp_path: Path
+) -> None:
+    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here.say([1, 2, 3], text(100))
+    here.say([1, 2, 3], text(300), "stays")
+    here.engine.close()
+    elsewhere.erase("s")
+    elsewhere.say([1, 2, 3], text(200))
+    assert elsewhere.persistence._writer.flush(60)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
+    again.begin([4, 5], "s")
+    again.wait(lambda: not again.cache.needs_load(TENANT, "s"))
+    assert again.drafts(text(200, 5), "s") == text(205, 4)
+    assert again.drafts(text(100, 5), "s") == []
+
+
 def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,19 +122,22 @@ class Follower:
             self._logs.move_to_end(namespace)
             return True
 
-    def begin(self, namespace: str, tenant: str | None) -> None:
+    def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
 
-        Sessions that were erased, and have no entry since, are erased here too. Raises StoreError.
+        Sessions that others erased, and that have no entry since, are erased here too. used_too: so are those with
+        entries since, because what is here of them may be older than the erasure. Raises StoreError.
         """
         if self.use(check_namespace(namespace)):
             return
         begun = time.monotonic()
         end = self._store.newest(namespace)
-        erased = self._store.tombstones(namespace)
-        used = {usage.session for usage in self._store.sessions(namespace)} if erased else set()
+        marks = self._store.tombstones(namespace)
+        with self._wake:
+            erased = [session for session, cursor in marks.items() if entry_name(cursor) not in self._own]
+        stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
         for session in erased:
-            if session not in used:
+            if session not in stay:
                 self._erase(tenant, session)
                 with self._wake:
                     self._counts.erased += 1
