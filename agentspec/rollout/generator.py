@@ -2,11 +2,13 @@
 
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError
@@ -18,7 +20,7 @@ from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sam
 logger = logging.getLogger(__name__)
 
 Reward = Callable[[Problem, Sample], float]
-"""Called once for each finished sample, in a thread."""
+"""Called once for each finished sample, in a thread. Returns a finite number."""
 UpdateWeights = Callable[[Any, int], str | None]
 """Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing. Returns a version."""
 
@@ -151,7 +153,8 @@ class RolloutGenerator:
         """Sample what the journal lacks, epoch by epoch. Yields each epoch's figures when it is complete.
 
         progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
-        engine's open requests are aborted; what was finished is in the journal.
+        engine's open requests are aborted; what was finished is in the journal. A sample is written once its reward is
+        known, whatever the rewards of others take.
         """
         self._prompts = {problem.id: self._tokenise(problem) for problem in problems}
         for epoch in range(plan.epochs):
@@ -175,28 +178,39 @@ class RolloutGenerator:
     ) -> None:
         begin = time.perf_counter()
         running: dict[str, Key] = {}
-        judged: deque[Future[Sample]] = deque()
-        with ThreadPoolExecutor(_REWARD_THREADS, "agentspec-reward") as pool:
+        judged: SimpleQueue[Future[Sample]] = SimpleQueue()
+        judging, threads = 0, 1 if self._reward is None else _REWARD_THREADS
+        with ThreadPoolExecutor(threads, "agentspec-reward") as pool:
             try:
-                while missing or running or judged:
+                while missing or running or judging:
                     while missing and len(running) < self._max_open:
                         key = missing.popleft()
                         running[self._add(key, plan, figures.weight_version)] = key
                     for answer in self._engine.step() if running else ():
                         key = running.pop(answer.request_id)
                         sample = self._sample(key, problems[key.id], answer, figures.weight_version)
-                        judged.append(pool.submit(self._judge, problems[key.id], sample))
+                        pool.submit(self._judge, problems[key.id], sample).add_done_callback(judged.put)
+                        judging += 1
                     written = figures.finished
-                    while judged and (judged[0].done() or not running):
-                        sample = judged.popleft().result()
-                        self._journal.write(sample)
-                        figures.add(sample)
+                    waits = not (running or missing)  # for the next reward, as there is nothing else to do
+                    while judging and (waits or not judged.empty()):
+                        judging, waits = judging - 1, False
+                        self._write(judged.get(), figures)
                     figures.seconds = time.perf_counter() - begin
                     if figures.finished > written:
                         progress(figures)
             finally:
-                if running:
-                    self._engine.abort(list(running))
+                try:
+                    if running:
+                        self._engine.abort(list(running))
+                finally:
+                    for _ in range(judging):
+                        self._write(judged.get(), figures)
+
+    def _write(self, judged: Future[Sample], figures: EpochFigures) -> None:
+        sample = judged.result()
+        self._journal.write(sample)
+        figures.add(sample)
 
     def _add(self, key: Key, plan: Plan, weight_version: str | None) -> str:
         extra: dict[str, Any] = {"group_id": key.id}
@@ -235,8 +249,11 @@ class RolloutGenerator:
         if self._reward is None:
             return sample
         try:
-            return replace(sample, reward=float(self._reward(problem, sample)))
-        except Exception as error:  # one bad answer must not end a rollout of hours
+            reward = float(self._reward(problem, sample))
+            if not math.isfinite(reward):  # a group's advantages would all be nan, and JSON has no such number
+                raise ValueError(f"{reward} is not a finite number")
+            return replace(sample, reward=reward)
+        except (Exception, SystemExit) as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
             logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
             return replace(sample, reward_error=f"{type(error).__name__}: {error}")
 

@@ -1,5 +1,7 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,9 +132,65 @@ def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> N
         return float(problem.fields["answer"] == sample.text)
 
     figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
-    assert [sample.reward for sample in samples] == [1.0, None, None]
-    assert samples[1].reward_error == "KeyError: 'answer'"
+    assert {sample.id: sample.reward for sample in samples} == {"a": 1.0, "b": None, "c": None}
+    assert {sample.reward_error for sample in samples} == {None, "KeyError: 'answer'"}
     assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("float('inf')", "ValueError: inf is not a finite number"),
+        ("float('nan')", "ValueError: nan is not a finite number"),
+    ],
+)
+def test_an_answer_that_a_reward_runs_ends_nothing(tmp_path: Path, answer: str, said: str) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id != "b":
+            return 1.0
+        if answer.startswith("raise"):
+            exec(answer)
+        return float(eval(answer))
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert {sample.id: sample.reward for sample in samples} == {"a": 1.0, "b": None, "c": 1.0}
+    assert {sample.reward_error for sample in samples} == {None, said}
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 1)
+
+
+def test_a_slow_reward_does_not_hold_up_what_others_write(tmp_path: Path) -> None:
+    """What is finished and judged survives a kill, though a reward before it is not known yet."""
+    written, path = threading.Event(), tmp_path / "r.jsonl"
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id == "a":
+            assert written.wait(60)
+        return 1.0
+
+    def progress(figures: Any) -> None:
+        if figures.finished >= 2:
+            written.set()
+
+    with Journal(path) as journal:
+        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward)
+        (figures,) = generator.run(PROBLEMS, Plan(samples=1), progress)
+        assert [sample.id for sample in journal.samples()][-1] == "a"
+        assert {sample.reward_error for sample in journal.samples()} == {None}
+    assert figures.finished == 3
+
+
+def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(path, Plan(samples=4), Engine(fail_after=6), reward=reward)
+    with Journal(path) as journal:
+        assert len(journal) == 6
 
 
 def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path) -> None:
