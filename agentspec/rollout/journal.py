@@ -6,6 +6,7 @@ finished sample; the next one removes a line that was cut off, and samples what 
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,7 +30,8 @@ class Sample:
     prompt_ids, completion_ids: token ids. logprobs: of each completion token, under the distribution that it was
     sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
     the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
-    steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem.
+    steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem; a value
+    that JSON has no form for, such as a date of a parquet file, is written as its text.
     """
 
     id: str
@@ -55,13 +57,16 @@ class Sample:
 
 
 _NEEDED = {"id", "epoch", "sample", "completion_ids"}
+_BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
+_GOES_ON = b'", "epoch": '
+"""How each line begins that `Journal.write` writes."""
 
 
 class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    no sample, and for a file that another process writes.
+    no sample, and for a file that another process writes; then the file is as it was.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +97,8 @@ class Journal:
         """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
         if sample.key in self._keys:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
-        line = (json.dumps(_values(sample), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        text = json.dumps(_values(sample), ensure_ascii=False, default=str)
+        line = f"{text}\n".encode("utf-8", "surrogatepass")
         written = os.write(self._file, line)
         if written != len(line):  # the disk is full: leave no half of a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
@@ -144,8 +150,20 @@ class Journal:
                 end = begin + newline + 1
                 break
             end = begin
-        if end < size:
-            os.ftruncate(self._file, end)
+        if end == size:
+            return
+        if not _may_be_cut_off(os.pread(self._file, 65_536, end)):
+            raise InvalidInputError(f"{self.path}: its last line is not a sample of a rollout; write to another file")
+        os.ftruncate(self._file, end)
+
+
+def _may_be_cut_off(line: bytes) -> bool:
+    """Return whether a line is the beginning of one that `Journal.write` writes."""
+    begin = _BEGIN.match(line)
+    if begin is None:
+        return b'{"id": "'.startswith(line)
+    rest = line[begin.end() : begin.end() + len(_GOES_ON)]
+    return _GOES_ON.startswith(rest)
 
 
 def _values(sample: Sample) -> dict[str, Any]:

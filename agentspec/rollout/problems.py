@@ -47,13 +47,14 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield f"{path}, line {number}", json.loads(line)
-                except ValueError as error:
-                    raise InvalidInputError(f"{path}, line {number}: not JSON ({error})") from None
+                    row = json.loads(line.decode())
+                except (ValueError, RecursionError) as error:
+                    raise InvalidInputError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
+                yield f"{path}, line {number}", row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

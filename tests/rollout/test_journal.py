@@ -6,6 +6,8 @@ import random
 import subprocess
 import sys
 import time
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -59,17 +61,42 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, torn: str) -> None:
         assert len(journal) == 1
         assert path.read_bytes() == whole
         journal.write(sample(1))
-    path.write_bytes(torn.encode() * 20_000)  # longer than one look backwards
+
+
+def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
-        assert len(journal) == 0 and path.stat().st_size == 0
+        journal.write(Sample('p "\\é', 0, 0, [1], [2], [-0.1], "long " * 40_000))  # longer than one look backwards
+    whole = path.read_bytes()
+    for length in [*range(1, 40), 65_535, 65_537, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with Journal(path) as journal:
+            assert len(journal) == 0 and path.stat().st_size == 0
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"id": 1}\n',
+        '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}',  # problems, whose last line ends with the file
+        '{"id": "b", "prompt": "y"}',
+        "a note",
+        '{"id":"p","epoch":0',
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.jsonl"
-    path.write_text('{"id": 1}\n')
-    with pytest.raises(AgentSpecError, match=r"notes\.jsonl, line 1: not a sample of a rollout"):
+    path.write_text(text)
+    with pytest.raises(AgentSpecError, match=r"notes\.jsonl.* line.* not a sample of a rollout"):
         Journal(path)
-    assert path.read_text() == '{"id": 1}\n'
+    assert path.read_text() == text
+
+
+def test_what_json_has_no_form_for_is_written_as_text(tmp_path: Path) -> None:
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        journal.write(sample(fields={"day": date(2026, 1, 2), "price": Decimal("1.50"), "picture": b"x"}))
+        (read,) = journal.samples()
+    assert read.fields == {"day": "2026-01-02", "price": "1.50", "picture": "b'x'"}
 
 
 def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         read_problems(tmp_path / "bad.parquet")
 
 
+@pytest.mark.parametrize("line", ['{"id": "é", "prompt": "x"}'.encode("latin-1"), b"[" * 100_000])
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b'{"id": "a", "prompt": "x"}\n' + line)
+    with pytest.raises(AgentSpecError, match="line 2: not JSON in UTF-8"):
+        read_problems(path)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
