@@ -72,7 +72,8 @@ class SessionAdmin:
     def poll(self, job: str, offset: int = 0) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        offset: how many records of the job's value the asker has; "more" says whether others follow.
+        offset: how many records of the job's value the asker has; "more" says whether others follow. Records are told
+        once: with the last of them the job is forgotten, because they may take megabytes.
         """
         futures = self._jobs.get(job)
         if futures is None:
@@ -94,7 +95,10 @@ class SessionAdmin:
         while offset + len(part) < len(value) and (not part or size < _PART_BYTES):
             part.append(value[offset + len(part)])
             size += len(part[-1])
-        return {"value": part, "more": offset + len(part) < len(value)}
+        more = offset + len(part) < len(value)
+        if not more:
+            del self._jobs[job]
+        return {"value": part, "more": more}
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
@@ -169,7 +173,8 @@ class SessionAdmin:
         held = {_name_of(record) for log in logs for record in _turns(store, log, session)}
         if only_new and (held or self._cache.has_session(tenant, session)):
             return 0
-        new = [payload for payload in payloads if _name_of(decode(payload)) not in held]
+        given = {_name_of(decode(payload)): payload for payload in payloads}  # a text may be given twice
+        new = [payload for name, payload in given.items() if name not in held]
         if new:
             store.append(self._persistence.logs.of(tenant), [NewEntry(session, payload) for payload in new])
         self._persistence.load_again(tenant, session)

@@ -408,6 +408,15 @@ class TestExportAndImport:
         turns = server.call(ADA, "GET", "one").json()["turns"]
         assert [turn["response"][0] for turn in turns] == list(range(30))
 
+    def test_an_engine_forgets_what_it_exported(self, start: Start) -> None:
+        """A session may take megabytes, which no budget counts."""
+        server = start(ADA)
+        server.say(server.identity(ADA, "one"))
+        for _ in range(3):
+            assert server.call(ADA, "GET", "one").status_code == 200
+        held = [futures[0].result() for engine in server.engines for futures in engine._sessions._jobs.values()]
+        assert not any(isinstance(value, list) and value for value in held)
+
 
 class TestTexts:
     """Sessions primed with texts and messages, in the tokens of the model that is served."""
@@ -437,6 +446,7 @@ class TestTexts:
             assert not server.drafts(server.identity(ADA, "two"), tokens, engine)
             assert not server.drafts(server.identity(BOB, "one"), tokens, engine)
         assert self.put(server, "one", body).json()["added"] == 0
+        assert self.put(server, "twice", {"texts": [self.TEXT, self.TEXT]}).json()["added"] == 1
         assert server.erase(ADA, "one").status_code == 200
         assert not server.drafts(server.identity(ADA, "one"), tokens)
 
