@@ -12,6 +12,7 @@ nothing else.
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -121,8 +122,9 @@ class SnapshotKeeper:
 
     def _run(self) -> None:
         for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a process that was killed while saving
-            with contextlib.suppress(OSError):
-                left.unlink()
+            if not _is_another_process(left.name.rpartition(".tmp")[2]):
+                with contextlib.suppress(OSError):
+                    left.unlink()
         self._load()
         self._loaded.set()
         due = time.monotonic() + self._interval
@@ -151,3 +153,16 @@ class SnapshotKeeper:
             self.erased()
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
+
+
+def _is_another_process(number: str) -> bool:
+    """Return whether a process of this number runs that is not this one. Another server may be saving just now."""
+    try:
+        if int(number) != os.getpid():
+            os.kill(int(number), 0)
+            return True
+    except PermissionError:  # another user's
+        return True
+    except (ValueError, OverflowError, OSError):
+        pass
+    return False

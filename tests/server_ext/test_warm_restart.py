@@ -238,6 +238,18 @@ while True:
     assert [file.name for file in tmp_path.iterdir()] == ["trees"]  # what was left of the killed ones is gone
 
 
+def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) -> None:
+    path = tmp_path / "trees"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
+        partly = tmp_path / f"trees.tmp{another.pid}"
+        partly.write_bytes(b"half of a snapshot")
+        SnapshotKeeper(path, make(), "model").close()
+        assert partly.exists()
+        another.communicate(b"\n")
+    SnapshotKeeper(path, make(), "model").close()
+    assert not partly.exists()
+
+
 def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Path) -> None:
     path, cache = tmp_path / "trees", make()
     keeper = SnapshotKeeper(path, cache, "model", interval=0.05)
