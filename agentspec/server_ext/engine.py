@@ -104,13 +104,14 @@ class DraftingEngine:
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
             fits = snapshot_identity(persistence.logs.of(settings.tenant), self.cache)
-            limit = settings.retention_bytes
+            days = settings.retention_days
             self._keeper = SnapshotKeeper(
                 snapshot,
                 self.cache,
                 fits,
                 note=self.step_cost.dump,
-                max_bytes=limit,
+                max_bytes=settings.retention_bytes,
+                max_age=None if days is None else days * 86_400,  # the store has forgotten by then what was erased
                 catch_up=lambda: persistence.catch_up_erasures(self.cache),
             )
         self._public: PublicCorpus | None = None

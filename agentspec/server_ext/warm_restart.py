@@ -35,7 +35,8 @@ class SnapshotKeeper:
 
     path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
     called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
-    max_bytes: no file is kept if the cache holds more (None: no limit). Errors are logged and counted, never raised.
+    max_bytes: no file is kept if the cache holds more (None: no limit). max_age: seconds after which a file is deleted
+    unread (None: no limit). Errors are logged and counted, never raised.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class SnapshotKeeper:
         note: Callable[[], bytes] = bytes,
         interval: float = 300.0,
         max_bytes: int | None = None,
+        max_age: float | None = None,
         catch_up: Callable[[], int] = lambda: 0,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
-        self._note, self._interval, self._max_bytes, self._catch_up = note, interval, max_bytes, catch_up
+        self._note, self._interval, self._catch_up = note, interval, catch_up
+        self._max_bytes, self._max_age = max_bytes, max_age
         self._loaded_note = b""
         self._loaded = threading.Event()
         self._serving = threading.Event()
@@ -145,6 +148,9 @@ class SnapshotKeeper:
             return
         begin = time.monotonic()
         try:
+            if self._max_age is not None and time.time() - self._path.stat().st_mtime > self._max_age:
+                self._path.unlink()
+                raise SnapshotError(f"{self._path}: older than what the store keeps, and deleted")
             self._loaded_note = self._cache.load_snapshot(self._path, identity=self._identity)
         except Exception as error:
             logger.warning("agentspec: the saved suffix indexes are not used, the store is read instead: %s", error)

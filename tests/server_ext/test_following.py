@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentspec.cache.store import RecordReader, TurnRecord, open_store
+from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -355,6 +355,21 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     again.begin([4, 5], "s")
     again.wait(lambda: not again.cache.needs_load(TENANT, "s"))
     assert again.drafts(text(200, 5), "s") == text(205, 4)
+    assert again.drafts(text(100, 5), "s") == []
+
+
+def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp_path: Path) -> None:
+    """By then the tombstones of sessions that were erased since may be gone, too."""
+    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here.say([1, 2, 3], text(100))
+    here.engine.close()
+    elsewhere.erase("s")
+    elsewhere.store.trim(Retention(days=1e-9))
+    assert not elsewhere.store.tombstones(NS)
+    month_ago = time.time() - 31 * 86_400
+    os.utime(tmp_path / "trees", (month_ago, month_ago))
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.cache.tenants() == [] and not (tmp_path / "trees").exists()
     assert again.drafts(text(100, 5), "s") == []
 
 
