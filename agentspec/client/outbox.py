@@ -32,12 +32,15 @@ _MAX_BYTES = 64 << 20
 
 
 def read_session(store: Store, session: str) -> Stored:
-    """Read a session's messages, oldest first. Damaged records are skipped, and leave a gap."""
+    """Read a session's messages, oldest first. Damaged records leave a gap; repeated ones count once."""
     history: list[Said] = []
     position, last = 0, None
     for entry, record in RecordReader().read(store, NAMESPACE, session=session):
         last = entry.sequence
         if isinstance(record, MessageRecord):
+            behind = record.position is not None and record.position < position
+            if behind and Said(record.position or 0, record.message) in history:
+                continue  # see redis_store.py
             position = max(position, record.position or 0)
             history.append(Said(position, record.message))
         position += 1

@@ -57,8 +57,11 @@ class RedisServer:
                 self.port = port
                 return
             self.kill()
-        log = (Path(self._folder.name) / "redis.log").read_text(errors="replace")
-        raise StoreUnavailableError(f"redis-server did not start within {_START_SECONDS:.0f} s: {log[-500:]}")
+        raise StoreUnavailableError(f"redis-server did not start within {_START_SECONDS:.0f} s: {self.log()[-500:]}")
+
+    def log(self) -> str:
+        """Return what the server has logged since its data were last removed."""
+        return (Path(self._folder.name) / "redis.log").read_text(errors="replace")
 
     def kill(self) -> None:
         """Kill the server with SIGKILL. Its data stay."""

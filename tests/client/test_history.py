@@ -29,8 +29,8 @@ from agentspec import (
     StoreError,
     StoreUnavailableError,
 )
-from agentspec.cache.store import Store, open_store
-from agentspec.client.outbox import Outbox, read_session
+from agentspec.cache.store import MessageRecord, NewEntry, Store, encode, open_store
+from agentspec.client.outbox import NAMESPACE, Outbox, read_session
 from agentspec.client.session_log import Place, Said
 from agentspec.testing.redis_server import RedisServer
 
@@ -341,6 +341,16 @@ def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: py
 def redis_server() -> Iterator[RedisServer]:
     with RedisServer() as server:
         yield server
+
+
+def test_a_record_that_a_store_brings_back_is_read_once(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/h.db")
+    said = [{"role": "user", "content": text} for text in ("a", "b", "b", "c")]
+    entries = [NewEntry("s", encode(MessageRecord("s", message, 0.0, at))) for at, message in enumerate(said)]
+    store.append(NAMESPACE, [*entries[:3], *entries[1:]])
+    assert stored(store) == [(0, "a"), (1, "b"), (2, "b"), (3, "c")]
+    assert read_session(store, "s").next_position == 4
+    store.close()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
