@@ -6,6 +6,7 @@ the session.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 from agentspec.client.budget import Account, Attempt, Budget, BudgetSpentError, LoopResult, OnProgress, Stopped
-from agentspec.client.messages import Content, as_messages
+from agentspec.client.messages import Content, as_messages, encodable
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import ResponseFormat
 from agentspec.client.steps import Apply, Steps, Together, check_count, run_loop, run_loop_async
@@ -237,7 +238,7 @@ def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any,
             except BudgetSpentError as error:
                 short.append(error.what)
             else:
-                account.record((yield from _judge(account, attempt, reward, "score")))
+                account.record((yield from _judge(account, attempt, reward, "score", _score)))
 
         yield Together([candidate(number + 1) for number in range(n)], at_once)
         scored = [
@@ -334,16 +335,29 @@ def _ask(
         account.end(call, reply, refused)
 
 
-def _judge(account: Account, attempt: Attempt[Any], judge: Any, name: str) -> Steps[Attempt[Any]]:
-    """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised."""
+def _judge(
+    account: Account, attempt: Attempt[Any], judge: Any, name: str, read: Callable[[Any], Any] = lambda found: found
+) -> Steps[Attempt[Any]]:
+    """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised.
+
+    read: makes the field's value of what `judge` returned.
+    """
     if attempt.error is not None:
         return attempt
     begin = time.monotonic()
     try:
-        found = {name: (yield Apply(judge, (attempt.reply,), seconds=account.seconds_left))}
+        found = {name: read((yield Apply(judge, (attempt.reply,), seconds=account.seconds_left)))}
     except Exception as error:  # the caller's function; its attempts so far must not be lost
         found = {"error": error}
     return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
+
+
+def _score(found: Any) -> float | None:
+    """Return what a reward function returned as a number; None if that is None. Raises for what cannot be compared."""
+    score = None if found is None else float(found)
+    if score is not None and math.isnan(score):
+        raise InvalidInputError("reward: nan is neither higher nor lower than another reward; return a number")
+    return score
 
 
 def _call_tool(
@@ -353,6 +367,7 @@ def _call_tool(
     try:
         answer = answer_text((yield Apply(box.prepare(call), seconds=account.seconds_left)))
     except Exception as error:  # the model hears of it, and may try again
-        runs[index] = ToolRun(call.id, *named(call), answer=f"error: {type(error).__name__}: {error}", error=error)
+        answer = encodable(f"error: {type(error).__name__}: {error}")
+        runs[index] = ToolRun(call.id, *named(call), answer=answer, error=error)
     else:
         runs[index] = ToolRun(call.id, *named(call), answer=answer)

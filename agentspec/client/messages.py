@@ -69,7 +69,17 @@ def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
     """Return a tool's answer to the call with this id. Raises InvalidInputError without an id."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
-    return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
+    text = encodable(content) if isinstance(content, str) else content
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": text}
+
+
+def encodable(text: str) -> str:
+    """Return a tool's text with halves of surrogate pairs written out, such as \\udce9.
+
+    Python makes them of bytes that are not UTF-8, as in names of files, and no request can carry them: the session that
+    holds one could never be sent again.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pydantic
 import pydantic_core
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
+from agentspec.client.messages import encodable
 from agentspec.errors import InvalidInputError
 
 Tool: TypeAlias = Callable[..., object]
@@ -85,7 +86,7 @@ def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:
 
 def answer_text(value: object) -> str:
     """Return a tool's result as text: strings as they are, everything else as JSON."""
-    return value if isinstance(value, str) else pydantic_core.to_json(value, fallback=str).decode()
+    return encodable(value) if isinstance(value, str) else pydantic_core.to_json(value, fallback=str).decode()
 
 
 def _parameters(name: str, tool: Tool) -> type[pydantic.BaseModel]:

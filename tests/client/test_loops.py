@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -228,6 +229,17 @@ class TestBestOf:
         result, messages = run("best_of", "count", 3, lambda reply: 1.0, budget=Budget(requests=2))
         assert result.stopped == "requests" and len(result.attempts) == 2 and len(messages) == 2
 
+    @pytest.mark.parametrize("reward", [math.nan, "much"])
+    def test_a_reward_that_cannot_be_compared_is_an_error(self, run: Any, reward: Any) -> None:
+        def judged(reply: Reply) -> Any:
+            return reward if reply.text == "answer 1" else float(reply.text[-1])
+
+        result, messages = run("best_of", "count", 3, judged, at_once=1)
+        assert (result.stopped, result.text, len(messages)) == ("done", "answer 3", 2)
+        first, *others = result.attempts
+        assert first.score is None and isinstance(first.error, ValueError)
+        assert [attempt.score for attempt in others] == [2.0, 3.0]
+
     def test_at_most_at_once_calls_run_together(self, run: Any, server: FakeServer) -> None:
         running, most, lock = 0, 0, threading.Lock()
 
@@ -254,7 +266,24 @@ def fail() -> None:
     raise ValueError("out of paper")
 
 
+def list_files() -> str:
+    """List files, one of which has a name that is not UTF-8."""
+    return b"caf\xe9.txt".decode(errors="surrogateescape")
+
+
+def open_file() -> str:
+    """Open that file."""
+    raise FileNotFoundError(list_files())
+
+
 class TestTools:
+    @pytest.mark.parametrize("tool", [list_files, open_file])
+    def test_what_no_request_can_carry_is_written_out(self, run: Any, server: FakeServer, tool: Any) -> None:
+        server.answers = [calls((tool.__name__, "{}")), {"content": "done"}]
+        result, messages = run("run_tools", "go", [tool])
+        assert (result.stopped, result.text) == ("done", "done")
+        assert messages[2]["content"].endswith("caf\\udce9.txt")
+
     def test_runs_calls_until_the_model_answers(self, run: Any, server: FakeServer) -> None:
         server.answers = [calls(("add", '{"a": 2, "b": 3}'), ("add", '{"a": 2}')), {"content": "5 and 3"}]
         result, messages = run("run_tools", "add", [add])
