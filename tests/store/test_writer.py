@@ -498,6 +498,25 @@ class TestAPartThatIsAway:
         assert [len(batch) for batch in store.appended] == [4, 4]
         writer.close()
 
+    def test_keeps_nobody_waiting_for_a_call_that_is_not_made(self) -> None:
+        """The breaker lets one call through, but all that the batch has goes to a part that is away."""
+        store = PartedStore()
+        store.away, store.moved["n"] = {"a", ""}, ""  # nobody knows where log n is
+        writer = BackgroundWriter(store, breaker=quick())
+        writer.put("a", turn("s", 1))
+        wait_until(lambda: len(writer._aside) == 1)
+        writer.put("n", turn("gone", 2))
+        wait_until(lambda: writer.stats().failed >= 6)
+        writer.put("a", turn("s", 3))
+        assert writer.forget("gone", 60)
+        wait_until(lambda: len(writer._aside) == 2)
+        writer.put("b", turn("s", 4))
+        wait_until(lambda: store.numbers("b") == [4])
+        store.away.clear()
+        assert writer.flush(60)
+        assert store.numbers("a") == [1, 3]
+        writer.close()
+
     def test_is_bounded_and_the_oldest_of_all_go_first(self) -> None:
         store = PartedStore()
         store.away = {"a"}

@@ -179,7 +179,8 @@ class BackgroundWriter:
             self._work.wait_for(
                 lambda: len(self._queue) >= self._batch_entries or self._hurry or self._closing(), self._batch_seconds
             )
-            while not self._closing() and not self._breaker.allow():
+            # Half-open: it let a call through that was not made, because the whole batch waits for parts that are away.
+            while not (self._closing() or self._breaker.state == "half-open" or self._breaker.allow()):
                 self._work.wait(self._breaker.wait())
             self._work.wait_for(self._closing, self._breaker.wait())
             if self._closing() and (not self._queue or self._deadline_is_over()):
