@@ -316,9 +316,12 @@ class Persistence:
         self._jobs.submit(lambda store: self._erase_in_store(store, self.logs.of(tenant), session))
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
-        erasure = store.erase_session(log, session)
-        if self._follower is not None and erasure.tombstone is not None:
-            self._follower.note_own(erasure.tombstone)
+        if self._follower is None:
+            return store.erase_session(log, session)
+        with self._follower.erasing(log, session):
+            erasure = store.erase_session(log, session)
+            if erasure.tombstone is not None:
+                self._follower.note_own(erasure.tombstone)
         return erasure
 
     def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:

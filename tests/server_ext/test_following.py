@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentspec.cache import FinishedTurn
 from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
@@ -204,6 +206,33 @@ def test_a_large_session_is_there_whole_with_the_step_that_takes_it(start: Start
     b.texts[again] += said[5][19_500:19_510]
     b.cache.catch_up()
     assert b.step()[again] == said[5][19_510:19_514]
+
+
+def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower has a turn of another engine in hand, and learns from it, while the session is erased."""
+    a, b = start(), start()
+    meet(a, b)
+    read, goes_on = threading.Event(), threading.Event()
+    learn = a.cache.learn_from
+
+    def slowly(turn: FinishedTurn) -> int:
+        read.set()
+        assert goes_on.wait(60)
+        return learn(turn)
+
+    monkeypatch.setattr(a.cache, "learn_from", slowly)
+    b.say([1, 2, 3], text(100), "gone")
+    assert b.persistence._writer.flush(60)
+    assert read.wait(60)
+    a.erase("gone")
+    goes_on.set()
+    b.say([1, 2, 3], text(200), "stays")
+    a.wait(lambda: a.drafts(text(200, 5)))
+    assert a.drafts(text(100, 5)) == []
+    b.say([1, 2, 3], text(300), "gone")  # used again
+    a.wait(lambda: a.drafts(text(300, 5)))
 
 
 def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from agentspec.cache.store.base import Store, check_namespace, entry_name
@@ -107,6 +108,7 @@ class Follower:
         self._reader = RecordReader()
         self._logs: OrderedDict[str, _Log] = OrderedDict()  # the one used last at the end
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
+        self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._counts = FollowerStats()
         self._alive = time.monotonic()
         self._closed = False
@@ -147,6 +149,20 @@ class Follower:
             self._logs[namespace] = _Log(tenant, end, end)
             self._wake.notify()
         self._leave_idlest()
+
+    @contextmanager
+    def erasing(self, namespace: str, session: str) -> Iterator[None]:
+        """Erase a session of a log inside: what was read of it before, and not queued yet, is dropped."""
+        with self._wake:
+            self._erasing[namespace, session] = False
+        try:
+            yield
+        finally:
+            with self._wake:
+                if namespace not in self._logs:
+                    self._erasing.pop((namespace, session), None)
+                elif (namespace, session) in self._erasing:
+                    self._erasing[namespace, session] = True
 
     def note_own(self, tombstone: str) -> None:
         """Note the cursor of a tombstone of this process, which has erased the session here already."""
@@ -225,23 +241,25 @@ class Follower:
     def _read(self, namespace: str, log: _Log) -> bool:
         """Queue a log's new records while there is room. Returns whether that was all."""
         courtesy, loaded, at = Courtesy(), Loaded(None), log.cursor
+        with self._wake:  # what was erased before is in no entry that is read from now on
+            self._erasing = {what: done for what, done in self._erasing.items() if what[0] != namespace or not done}
         for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
             if isinstance(record, EraseRecord):
-                self._deliver(loaded)
+                self._deliver(namespace, loaded)
                 loaded = Loaded(None)
-                self._apply(log, record.session, entry.sequence)
+                self._apply(namespace, log, record.session, entry.sequence)
             elif isinstance(record, TurnRecord) and record.writer == self._writer:
                 self._skip(log, record)
             elif isinstance(record, TurnRecord):
                 loaded.add(record)
             at = entry.sequence
             if len(loaded.records) >= _SLICE or loaded.size >= _SLICE_BYTES:
-                self._deliver(loaded)
+                self._deliver(namespace, loaded)
                 loaded, log.cursor = Loaded(None), at
                 if self._closed or not self._ready.has_room():
                     return False
             courtesy.pause()
-        self._deliver(loaded)
+        self._deliver(namespace, loaded)
         log.cursor = at
         log.erased = max(log.erased, at)
         return True
@@ -250,10 +268,10 @@ class Follower:
         """Apply the tombstones of a log whose records have to wait."""
         end = self._store.newest(namespace)
         for session, cursor in self._store.tombstones(namespace, after=log.erased).items():
-            self._apply(log, session, cursor)
+            self._apply(namespace, log, session, cursor)
         log.erased = max(log.erased, end)
 
-    def _apply(self, log: _Log, session: str, cursor: str) -> None:
+    def _apply(self, namespace: str, log: _Log, session: str, cursor: str) -> None:
         """Apply a tombstone unless it was applied before."""
         tombstone = entry_name(cursor)
         if tombstone in log.applied:
@@ -263,6 +281,7 @@ class Follower:
             log.applied.popitem(last=False)
         with self._wake:
             if tombstone in self._own:
+                self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
                 return
         log.numbers[session] = self._erase(log.tenant, session)
         log.numbers.move_to_end(session)
@@ -279,7 +298,7 @@ class Follower:
             del log.numbers[record.session]
             self._erase_again(log.tenant, record.session)
 
-    def _deliver(self, loaded: Loaded) -> None:
+    def _deliver(self, namespace: str, loaded: Loaded) -> None:
         if not loaded.records:
             return
         learned, until = 0, time.monotonic() + _LEARN_SECONDS
@@ -288,11 +307,13 @@ class Follower:
                 break
             self._learn(record)
             learned += 1
-        self._ready.put_followed(loaded)
+        delay = max(0.0, 1e3 * (time.time() - loaded.records[-1].created))
         with self._wake:
+            loaded.drop({session for log, session in self._erasing if log == namespace})
+            self._ready.put_followed(loaded)
             self._counts.delivered += len(loaded.records)
             self._counts.learned += learned
-            self._counts.delay_ms = max(0.0, 1e3 * (time.time() - loaded.records[-1].created))
+            self._counts.delay_ms = delay
 
     def _leave_idlest(self) -> None:
         """Stop following the logs used longest ago that are too many, if the cache can forget their tenants."""
