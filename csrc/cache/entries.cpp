@@ -270,7 +270,8 @@ Size CacheEntries::recount() const {
 
 void CacheEntries::advance(CacheEntry& entry, WorkBudget& budget) {
   if (entry.gone || !entry.has_work()) return;
-  budget.run([&] { return entry.has_work(); }, [&](std::size_t most) { return entry.advance(most); });
+  budget.run([&] { return entry.has_work(); }, [&](std::size_t most) { return entry.index().piece(most); },
+             [&](std::size_t most) { return entry.advance(most); });
   count(entry);
 }
 

@@ -11,7 +11,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kPiece = 32;  // positions that are indexed between two looks at whether a step waits: some 50 us
+constexpr double kPiece = 1e-4;           // seconds of CPU time between two looks at whether a step waits, about
 constexpr std::int64_t kSlice = 200'000;  // CPU time for which the indexing thread keeps the lock at most, in ns
 
 // The engine's threads come first. Only Linux has priorities of threads.
@@ -21,15 +21,19 @@ void yield_to_others() {
 #endif
 }
 
+void index(SuffixIndex& index, WorkBudget& budget) {
+  budget.run([&] { return index.pending() > 0; }, [&](std::size_t most) { return index.piece(most); },
+             [&](std::size_t most) { return index.advance(most); });
+}
+
 }  // namespace
 
 // Indexes pending positions of a request, its prediction first, and its entries, and removes dropped ones.
 void Cache::advance(Request& request, WorkBudget& budget) {
-  SuffixIndex &own = request.index, &prediction = request.prediction;
-  budget.run([&] { return prediction.pending() > 0; }, [&](std::size_t most) { return prediction.advance(most); });
-  if (own.pending() > 0) {
-    own.advance(kOwnPerStep);
-    budget.run([&] { return own.pending() > 0; }, [&](std::size_t most) { return own.advance(most); });
+  index(request.prediction, budget);
+  if (request.index.pending() > 0) {
+    request.index.advance(kOwnPerStep);
+    index(request.index, budget);
   }
   for (CacheEntry* entry : request.entries()) {
     if (entry) entries_.advance(*entry, budget);
@@ -42,9 +46,8 @@ std::size_t Cache::work(WorkBudget& budget) {
   entries_.work(budget);
   for (const auto& current : requests_) {
     if (!current || current->pending() == 0) continue;
-    for (SuffixIndex* index : {&current->prediction, &current->index}) {
-      budget.run([&] { return index->pending() > 0; }, [&](std::size_t n) { return index->advance(n); });
-    }
+    index(current->prediction, budget);
+    index(current->index, budget);
     count(*current);
   }
   return budget.used() == 0 && entries_.has_work() ? 1 : budget.used();
@@ -61,7 +64,7 @@ bool Cache::index_some() {
   std::lock_guard lock(mutex_);
   const Stopwatch stopwatch;
   do {
-    WorkBudget budget(kPiece, 1.0);
+    WorkBudget budget(WorkBudget::kAtOnce, kPiece);
     if (work(budget) == 0) return false;
   } while (calling_ == 0 && !stopwatch.over(kSlice));
   return true;

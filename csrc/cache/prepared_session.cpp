@@ -3,11 +3,6 @@
 #include <utility>
 
 namespace agentspec {
-namespace {
-
-constexpr std::size_t kAtOnce = std::size_t{1} << 16;  // positions; a call may end earlier by the clock
-
-}  // namespace
 
 std::vector<Token> context_of_response(std::vector<Token> context, const Turn& turn, std::size_t count) {
   const auto tail = last_of(std::span(turn.tokens).first(turn.prompt_tail), kOverlap);
@@ -28,8 +23,8 @@ void PreparedSession::add(Turn turn, bool own) {
 }
 
 void PreparedSession::finish() {
-  while (session_.index().pending() > 0) session_.advance(kAtOnce);
-  while (responses_.index().pending() > 0) responses_.advance(kAtOnce);
+  while (const std::size_t pending = session_.index().pending()) session_.advance(pending);
+  while (const std::size_t pending = responses_.index().pending()) responses_.advance(pending);
 }
 
 }  // namespace agentspec

@@ -137,6 +137,30 @@ void PositionTree::insert(const Token* text, Place place, Position position) {
   if (place.slot == 0) set_first(text, place.chunk, place.leaf);
 }
 
+// Fills leaves from half to five sixths, by turns: leaves that are filled alike all split at the same time later, and then
+// the tree takes twice the memory.
+void PositionTree::build(const Token* text, std::span<const Position> sorted) {
+  constexpr std::uint32_t kLeast = kLeaf / 2, kSpread = kLeaf / 3, kStep = 8;  // without a common divisor with kSpread
+  *this = PositionTree();
+  std::uint32_t rank = 0;
+  for (std::uint32_t turn = 0; !sorted.empty(); turn = (turn + kStep) % kSpread) {
+    if (size_ == 0 || chunk_at(rank).size == kChunk * 2 / 3) {
+      const std::uint32_t chunk = new_chunk();
+      rank = static_cast<std::uint32_t>(row_.chunks.size());
+      put_chunk(rank, chunk, 0);
+    }
+    const bool alone = size_ == 0 && sorted.size() <= kLeaf;
+    const auto count = static_cast<std::uint32_t>(std::min<std::size_t>(sorted.size(), alone ? kLeaf : kLeast + turn));
+    const std::uint32_t fresh = new_leaf(row_.chunks[rank]), place = chunk_at(rank).size;
+    std::ranges::copy(sorted.first(count), leaf(fresh));
+    put_leaf(rank, place, fresh, count);
+    set_first(text, rank, place);
+    row_.counts[rank] += count;
+    size_ += count;
+    sorted = sorted.subspan(count);
+  }
+}
+
 void PositionTree::erase(const Token* text, Place place) {
   Position* const leaf = leaf_at(place);
   std::uint8_t& count = chunk_at(place.chunk).counts[place.leaf];

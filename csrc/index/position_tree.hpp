@@ -54,6 +54,8 @@ class PositionTree {
   Position at(Place place) const { return leaf_at(place)[place.slot]; }
 
   void insert(const Token* text, Place place, Position position);
+  // Holds these positions, which are sorted, in place of all that it held.
+  void build(const Token* text, std::span<const Position> sorted);
   void erase(const Token* text, Place place);
   void rebase(Position by);  // subtracts `by` from all positions
   // Gives back up to `most` bytes of a tree that is not used any more. Returns whether all are gone.

@@ -33,7 +33,10 @@ class Stopwatch {
 class WorkBudget {
  public:
   WorkBudget(std::size_t positions, double seconds)
-      : positions_(positions), left_(positions), time_(static_cast<std::int64_t>(std::min(seconds, 1e6) * 1e9)) {}
+      : positions_(positions),
+        left_(positions),
+        most_at_once_(positions < kAll || seconds < kPatient ? kAtOnce : positions),
+        time_(static_cast<std::int64_t>(std::min(seconds, 1e6) * 1e9)) {}
 
   std::size_t left() const { return left_; }
   std::size_t used() const { return positions_ - left_; }
@@ -43,11 +46,12 @@ class WorkBudget {
   void use(std::size_t positions) { left_ -= std::min(left_, positions); }
 
   // Calls `work` with how much it may do, as long as `has_more()` says that there is something to do and the budget
-  // lasts. It returns how much it did.
-  template <class HasMore, class Work>
-  void run(HasMore has_more, Work work) {
+  // lasts. It returns how much it did. That is a piece each time, or more if piece(most) says so.
+  template <class HasMore, class Piece, class Work>
+  void run(HasMore has_more, Piece piece, Work work) {
     while (left_ > 0 && !late() && has_more()) {
-      const std::size_t done = timed([&] { return work(std::min(left_, kPiece)); });
+      const std::size_t most = std::max(kPiece, piece(std::min({left_, most_at_once_, sortable()})));
+      const std::size_t done = timed([&] { return work(std::min(left_, most)); });
       use(done);
       if (done == 0) return;
     }
@@ -63,9 +67,18 @@ class WorkBudget {
   }
 
   static constexpr std::size_t kPiece = 64;
+  static constexpr std::size_t kAtOnce = 2048;  // most positions that are sorted between two looks at the clock: .2 ms
 
  private:
-  std::size_t positions_, left_;
+  // Returns how many positions can be sorted in the time that is left.
+  std::size_t sortable() const { return static_cast<std::size_t>(std::max<std::int64_t>(time_ - spent_, 0)) / kSortTime; }
+
+  // From so many positions and seconds on the caller waits until all is done, and no look at the clock is needed.
+  static constexpr std::size_t kAll = std::size_t{1} << 24;
+  static constexpr double kPatient = 10.0;
+  static constexpr std::size_t kSortTime = 100;  // ns of a position that is sorted, of which a text that repeats takes most
+
+  std::size_t positions_, left_, most_at_once_;
   std::int64_t time_, spent_ = 0;  // nanoseconds
 };
 

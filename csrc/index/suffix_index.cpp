@@ -5,7 +5,9 @@
 #include <functional>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
+#include "index/context_sort.hpp"
 #include "index/stopwatch.hpp"
 
 namespace agentspec {
@@ -15,6 +17,8 @@ constexpr std::size_t kLargest = 0xFFFFFF00u;      // positions fit 32 bits
 constexpr std::uint32_t kDeep = 512;              // shared tokens from which on insert_next() pays
 constexpr std::size_t kDeepSome = 8;              // positions that insert_next() indexes between looks at the clock
 constexpr std::int64_t kDeepTime = 100'000;       // ns that a call may spend on them
+constexpr std::size_t kSorted = 32;               // pending positions that are worth sorting,
+constexpr std::size_t kMostSorted = std::size_t{1} << 20;  // and most positions of a text that is, which takes memory
 constexpr Position kMoved = 1024;                // released positions of a small index that are worth moving the others
 constexpr Position kRebase = Position{1} << 31;  // released positions from which on all others are moved down
 
@@ -57,6 +61,7 @@ SuffixIndex SuffixIndex::replace(SuffixIndex with) {
 
 std::size_t SuffixIndex::advance(std::size_t budget) {
   if (frozen_) return 0;
+  if (piece(budget) > 0) return sort();
   const Token* const text = text_.data() + kPad;
   std::size_t done = 0, deep = 0;
   std::optional<Stopwatch> stopwatch;
@@ -81,6 +86,28 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
   pending_count_ -= done;
   version_ += done > 0;
   return done;
+}
+
+std::size_t SuffixIndex::piece(std::size_t most) const {
+  const std::size_t all = size() - released_;  // positions that would be sorted, those of no use included
+  const bool pays = pending_count_ >= kSorted && pending_count_ <= most && 3 * pending_count_ >= all;
+  return pays && all <= kMostSorted ? pending_count_ : 0;
+}
+
+// Indexes all pending positions, by sorting them and those that are indexed. Returns how many were pending.
+std::size_t SuffixIndex::sort() {
+  const Token* const text = text_.data() + kPad;
+  for (const Range& range : pending_) {
+    for (Position position = range.begin; position < range.end; ++position) mark(position, true);
+  }
+  auto sorted = sort_contexts(text, released_, static_cast<Position>(size()));
+  std::erase_if(sorted, [&](Position position) { return !is_indexed(position); });
+  sorted_.tree().build(text, sorted);
+  pending_.clear();
+  last_ = {};
+  next_ = 0;
+  ++version_;
+  return std::exchange(pending_count_, 0);
 }
 
 // Indexes the position after the last one. If the neighbours there were followed by the same token, the positions

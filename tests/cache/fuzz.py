@@ -250,7 +250,7 @@ class Fuzzer:
         self.limits = self.draw_limits()
         self.pair.resize(**self.limits)
         for _ in range(self.rng.randrange(4)):
-            self.pair.catch_up(self.rng.choice([1, 50, 500]))
+            self.pair.catch_up(self.rng.choice([1, 50, 500, 2**62]))
         self.pair.check_stats()
 
     def begin_period(self) -> None:
