@@ -247,7 +247,10 @@ def make_record(path: str | Path) -> Path:
 
 
 def _blank_session(path: Path, session_key: str) -> None:
-    """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces."""
+    """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces.
+
+    A broken line that has its key is overwritten whole.
+    """
     wanted = f'"session_key":{json.dumps(session_key)}'.encode()
     if path.stat().st_size == 0:
         return
@@ -257,7 +260,11 @@ def _blank_session(path: Path, session_key: str) -> None:
             begin, end = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place)
             if end < 0:  # another process is writing it, and erases the session itself
                 return
-            line = json.loads(text[begin:end])
+            try:
+                line = json.loads(text[begin:end])
+            except ValueError:  # two lines in one, of which the first was cut off when its process was killed
+                text[begin:end] = b" " * (end - begin)
+                line = {}
             if line.get("session_key") == session_key:
                 blank = json.dumps({**line, "session": None, "session_key": None}, separators=(",", ":"))
                 text[begin:end] = blank.encode().ljust(end - begin)

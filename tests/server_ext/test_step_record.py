@@ -48,6 +48,20 @@ def test_any_name_goes_and_no_other_line_is_taken_for_it(tmp_path: Path, name: s
     recorder.close()
 
 
+def test_a_line_that_a_killed_process_left_half_written_is_overwritten_and_holds_nothing_up(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    torn = json.dumps(line(1, "fix-42", KEY), separators=(",", ":")).removesuffix(":1}")
+    path.write_text(f"{torn}{json.dumps(line(2, 'other', OTHER))}\n")
+    recorder = Recorder(path)
+    recorder.add(line(3, "fix-42", KEY))
+    recorder.erase(KEY).result(60)
+    recorder.add(line(4, "other", OTHER))
+    recorder.close()
+    broken, *whole = path.read_text().splitlines()
+    assert not broken.strip()
+    assert [json.loads(text) for text in whole] == [line(3, None, None), line(4, "other", OTHER)]
+
+
 def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
     """Lines keep their places, so nothing that others append is lost."""
     path = tmp_path / "steps.jsonl"
