@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,8 +330,10 @@ class DraftingEngine:
             known = self._requests.get(new.request_id)
             if known is not None:
                 self._leave_batch()  # which counts its tokens
-                # vLLM drops the last token of a response that streamed input follows.
-                self._end(new.request_id, max(known.length - known.prompt_length - 1, 0))
+                # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
+                said = max(known.length - known.prompt_length - 1, 0)
+                before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
+                self._end(new.request_id, said, partial(tuple, before))
             self._begin(new)
         work = lookup.work if lookup else DEFAULT_WORK_SECONDS
         if self._turnover:

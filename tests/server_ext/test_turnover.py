@@ -200,23 +200,39 @@ def test_a_session_that_is_erased_while_a_request_waits_keeps_nothing_of_it(rows
     assert rows.engine.cache.stats().tokens == 0
 
 
+def stream_in(rows: Rows, name: str, prompt: int) -> None:
+    """Take a step in which a request goes on with streamed input, which makes its first tokens a prompt."""
+    rows.lengths[name] = prompt + 1
+    lengths = np.array([*rows.lengths.values()], np.int32)
+    none = np.zeros(len(lengths), np.int32)
+    batch = Batch(tuple(rows.rows), np.array([*rows.rows.values()], np.int32))
+    new = [NewRequest(name, rows.tokens[rows.rows[name], :prompt], Identity())]
+    rows.engine.propose(Step(batch, new, rows.tokens, lengths, none + 8, none, num_draft_tokens=0))
+
+
 def test_streamed_input_begins_behind_the_end_of_its_turn_before(rows: Rows) -> None:
     """Both have one id, and neither need have a session."""
     rows.begin("a0")
     rows.begin("b1")
-    prompt = PROMPT + 2
-    rows.lengths["a0"] = prompt + 1
-    ids, none = ("a0", "b1"), np.zeros(2, np.int32)
-    new = [NewRequest("a0", rows.tokens[0, :prompt], Identity())]
-    lengths = np.array([rows.lengths[name] for name in ids], np.int32)
-    rows.engine.propose(
-        Step(Batch(ids, np.arange(2, dtype=np.int32)), new, rows.tokens, lengths, none + 8, none, num_draft_tokens=0)
-    )
+    stream_in(rows, "a0", PROMPT + 2)
     rows.step()
     rows.step()
     assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
     assert (rows.started, rows.finished) == (3, 1)
     assert rows.engine.stats()["running"] == 2
+
+
+def test_a_turn_that_streamed_input_ends_before_its_start_is_kept(rows: Rows) -> None:
+    rows.begin("a0", "b1", "c2", "d3")
+    rows.lengths["d3"] += 2
+    rows.step()
+    assert rows.started == 3
+    stream_in(rows, "d3", PROMPT + 5)  # of the four tokens that it said the last one is dropped
+    for name in ("d3", "a0", "b1", "c2"):
+        rows.end(name)
+    kept = [(record.prompt_tail.tolist(), record.response.tolist()) for record in rows.stored()]
+    assert ([600, 601, 602, 603, 604], [605, 606, 607]) in kept
+    assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
 
 
 def test_requests_that_end_do_not_pile_up_while_others_begin(rows: Rows) -> None:
