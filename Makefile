@@ -1,5 +1,5 @@
-# `make demo` runs the main job, `make test` the tests, `make test-store` those of the store that take long. Each sets up
-# what it needs in .venv.
+# `make demo` runs the main job, `make test` the tests, `make test-ranks` and `make test-store` those that take long. Each
+# sets up what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 TESTS ?= tests/end_to_end
@@ -7,7 +7,7 @@ MARKS ?= engine and not store and not rl and not drafters and not clients
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help demo test test-store test-rl test-drafters test-clients check dist test-vllm sanitize fuzz format setup fast-test clean
+.PHONY: help demo test test-ranks test-store test-rl test-drafters test-clients check dist test-vllm sanitize fuzz format setup fast-test clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -16,7 +16,10 @@ demo: $(VENV)/.built  ## an agent loop on real vLLM, with and without the extens
 	$(BIN)/python -m demo
 
 test: $(VENV)/.built $(VENV)/.redis  ## the tests, on real vLLM and a real Redis server
-	$(BIN)/python -m pytest -m "not store and not rl and not drafters and not clients"
+	$(BIN)/python -m pytest -m "not ranks and not store and not rl and not drafters and not clients"
+
+test-ranks: $(VENV)/.built $(VENV)/.redis  ## tensor and data parallelism, on two ranks
+	$(BIN)/python -m pytest -m "ranks and not store"
 
 test-store: $(VENV)/.built $(VENV)/.redis  ## the long tests of the store: failing, moving and resharded Redis servers
 	$(BIN)/python -m pytest -m store

@@ -16,7 +16,7 @@ from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
 from tests.end_to_end.mixed_load import code
 from tests.end_to_end.test_restart import wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 ENGINES = 2
 PASSWORD = "hunter2-hunter2"

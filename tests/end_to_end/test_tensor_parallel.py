@@ -12,7 +12,7 @@ import pytest
 from agentspec.testing.server import CPU_ENVIRONMENT
 from tests.end_to_end.conftest import MODEL
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 ROOT = Path(__file__).parents[2]
 
