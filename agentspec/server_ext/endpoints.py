@@ -83,7 +83,7 @@ async def stats(request: Request) -> dict[str, Any]:
     return {"engines": await ask_or_refuse(drafting_engine(request), "stats")}
 
 
-@router.get("/requests/{request_id}")
+@router.get("/requests/{request_id:path}")
 async def request_figures(request: Request, request_id: str) -> dict[str, Any]:
     """Return the figures of one request, or 404 if it is another principal's, unknown or forgotten."""
     try:

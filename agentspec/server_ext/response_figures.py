@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -49,14 +49,29 @@ async def figures_of(engine: Any, request_id: str) -> dict[str, Any] | None:
     sender = presented()
     admin = shows_admin_key(sender)
     caller = tagger_of(engine).callers.caller_of(sender).principal
-    if admin or caller != NOBODY:
-        for answer in await ask_engines(engine, "request", request_id, caller, admin):
-            if "detail" in answer:
-                steps, tokenizer = answer.pop("detail"), tokenizer_of(engine)
-                if tokenizer is not None:
-                    answer["detail"] = await asyncio.to_thread(_as_text, steps, tokenizer.decode)
-            return answer
-    return None
+    answers = await ask_engines(engine, "request", request_id, caller, admin) if admin or caller != NOBODY else []
+    if not answers:
+        return None
+    answer = _added_up(answers)
+    if "detail" in answer:
+        steps, tokenizer = answer.pop("detail"), tokenizer_of(engine)
+        if tokenizer is not None:
+            answer["detail"] = await asyncio.to_thread(_as_text, steps, tokenizer.decode)
+    return answer
+
+
+def _added_up(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one request, whose samples may have run on several engines. One sample's steps are told."""
+    sums = dict(answers[0])
+    for answer in answers[1:]:
+        for name, value in answer.items():
+            if isinstance(value, int):
+                sums[name] += value
+            elif isinstance(value, dict):
+                sums[name] = {source: sums[name][source] + count for source, count in value.items()}
+            else:
+                sums.setdefault(name, value)
+    return sums
 
 
 def _as_text(steps: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:

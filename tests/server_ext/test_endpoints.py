@@ -101,6 +101,20 @@ def test_figures_are_told_to_their_principal_and_to_the_administrator(start: Sta
     assert server.get(path, headers=bearer("bob")).json()["detail"] == missing.replace("r2", "r")
 
 
+def test_samples_of_a_request_that_ran_on_several_engines_are_added_up(start: Start) -> None:
+    server, engine = start()
+    caller = engine.ran("other", shown("x", None)).caller
+    for metrics, count in zip(engine.metrics, (2, 3), strict=True):
+        figures = metrics.begin("r/1", caller)
+        figures.tokens, figures.accepted[0], figures.drafted[0] = 10 * count, count, 2 * count
+    figures.trace = Trace(None, shares_corpus=False)
+    engine.get_tokenizer = lambda: SimpleNamespace(decode=str)  # type: ignore[attr-defined]
+    found = server.get("/v1/agentspec/requests/r%2F1").json()
+    assert (found["request_id"], found["tokens"], found["drafted"], found["accepted"]) == ("r/1", 50, 10, 5)
+    assert sum(found["accepted_by_source"].values()) == 5 and sum(found["drafted_by_source"].values()) == 10
+    assert found["detail"] == []
+
+
 def test_a_server_without_a_tokenizer_tells_figures_without_texts(start: Start) -> None:
     server, engine = start()
     figures = engine.metrics[0].begin("r", engine.ran("other", shown("x", None)).caller)
