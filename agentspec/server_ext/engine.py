@@ -318,10 +318,14 @@ class DraftingEngine:
         self._accounts.note(self._steps, lookup, step, drafts, took // count)
         if not len(drafts.token_ids):
             return [[] for _ in step.batch.request_ids]
-        if not self._persistence.is_current():  # this process was frozen: it may not know what was erased meanwhile
+        if not self._knows_erasures():
             self._held_back += 1
             return [[] for _ in step.batch.request_ids]
         return lookup.spread(self.budget.cut(drafts, budget))
+
+    def _knows_erasures(self) -> bool:
+        """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
+        return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
 
     def _prepare(self, step: Step, lookup: BatchLookup | None) -> None:
         """Start and finish requests, and apply stored turns, as far as there is time. lookup: of the step before."""

@@ -68,9 +68,14 @@ class SnapshotKeeper:
     def wait_loaded(self, timeout: float | None = None) -> bytes:
         """Wait until the snapshot was read, and return its note; b"" if there is none or it is not read in time.
 
-        Until then the cache must not be used. After a timeout it may be: a snapshot that comes too late is ignored.
+        Until then the cache must not be used. After a timeout it may be, but not drafted from until `is_loaded`: a
+        snapshot that comes too late is ignored, but one that came in time may hold what was erased since.
         """
         return self._loaded_note if self._loaded.wait(timeout) else b""
+
+    def is_loaded(self) -> bool:
+        """Return whether the snapshot was read, and what was erased since has left the cache."""
+        return self._loaded.is_set()
 
     def start(self) -> None:
         """Begin to save now and then. Call it when the cache holds what was stored since the snapshot."""
@@ -155,7 +160,12 @@ class SnapshotKeeper:
         except Exception as error:
             logger.warning("agentspec: the saved suffix indexes are not used, the store is read instead: %s", error)
             return
-        if self._catch_up() > 0:
+        try:
+            erased = self._catch_up()
+        except Exception as error:  # whatever it is, nobody knows what was erased
+            logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
+            erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants())
+        if erased > 0:
             self.erased()
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -385,6 +386,36 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     again.wait(lambda: not again.cache.needs_load(TENANT, "s"))
     assert again.drafts(text(200, 5), "s") == text(205, 4)
     assert again.drafts(text(100, 5), "s") == []
+
+
+def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start waits for the store for so long only; then requests come."""
+    from agentspec.cache.store import SQLiteStore
+    from agentspec.server_ext.warm_restart import SnapshotKeeper
+
+    first, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    first.say([1, 2, 3], text(100))
+    first.say([1, 2, 3], text(300), "stays")
+    first.engine.close()
+    elsewhere.erase("s")
+    asked, answers, tombstones = threading.Event(), threading.Event(), SQLiteStore.tombstones
+
+    def slow(*args: Any, **more: Any) -> dict[str, str]:
+        asked.set()
+        assert answers.wait(60)
+        return tombstones(*args, **more)
+
+    monkeypatch.setattr(SQLiteStore, "tombstones", slow)
+    monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
+    monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5)) == again.drafts(text(300, 5)) == []
+    answers.set()
+    again.wait(lambda: again.drafts(text(300, 5)))
+    assert again.drafts(text(100, 5)) == [] and again.engine.stats()["steps_held_back"] > 0
 
 
 def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp_path: Path) -> None:
