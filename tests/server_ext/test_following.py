@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.cache import FinishedTurn
+from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
@@ -370,9 +370,11 @@ def test_what_is_said_after_an_erasure_is_kept_though_the_log_was_not_followed_b
     assert [record.response.tolist() for record in stored(again)] == [text(200)]
 
 
+@pytest.mark.parametrize("followed", [False, True])
 def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_is_used_again(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
 ) -> None:
+    """Whether or not a request had its log followed before the snapshot was checked."""
     here, elsewhere = start(snapshot=tmp_path / "trees"), start()
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
@@ -380,6 +382,14 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     elsewhere.erase("s")
     elsewhere.say([1, 2, 3], text(200))
     assert elsewhere.persistence._writer.flush(60)
+    check = Persistence.catch_up_erasures
+
+    def late(persistence: Persistence, cache: SuffixCache) -> int:
+        if followed:
+            persistence._begin_following(NS, TENANT)
+        return check(persistence, cache)
+
+    monkeypatch.setattr(Persistence, "catch_up_erasures", late)
     again = start(snapshot=tmp_path / "trees", preload=0)
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
     again.begin([4, 5], "s")

@@ -130,7 +130,8 @@ class Follower:
         Sessions that others erased, and that have no entry since, are erased here too. used_too: so are those with
         entries since, because what is here of them may be older than the erasure. Raises StoreError.
         """
-        if self.use(check_namespace(namespace)):
+        followed = self.use(check_namespace(namespace))
+        if followed and not used_too:
             return
         begun = time.monotonic()
         end = self._store.newest(namespace)
@@ -143,6 +144,8 @@ class Follower:
                 self._erase(tenant, session)
                 with self._wake:
                     self._counts.erased += 1
+        if followed:
+            return
         with self._wake:
             if not self._logs:
                 self._alive = begun
