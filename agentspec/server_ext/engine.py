@@ -7,8 +7,6 @@ fails.
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.accounts import Accounts
 from agentspec.server_ext.batch_lookup import BatchLookup
+from agentspec.server_ext.cached_requests import CachedRequests
 from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder
@@ -27,14 +26,7 @@ from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import (
-    AcceptanceLength,
-    DraftRows,
-    Int32,
-    NewRequest,
-    RequestState,
-    Step,
-)
+from agentspec.server_ext.step import AcceptanceLength, DraftRows, NewRequest, RequestState, Step
 from agentspec.server_ext.step_cost import StepCost
 from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.turnover import Text, Turnover
@@ -50,9 +42,6 @@ _MOST_STARTING = 0.002
 
 _PRICED_STEPS = 16
 """Most steps until a batch's budget follows what its rows accept."""
-
-_LEAST_KEPT = 2
-"""Shortest response that is kept, in tokens. Beam search makes a request of one token for each step and beam."""
 
 
 class DraftingEngine:
@@ -96,8 +85,9 @@ class DraftingEngine:
         self._traces = Traces(shares.figures // 8)
         self._accounts = Accounts(self.metrics, self._traces, self._recorder)
         self._requests: dict[str, RequestState] = {}
-        self._turnover = Turnover(self._start, self._keep)
         self._groups = PromptGroups(shares.figures // 4)
+        self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups, self._count_error)
+        self._turnover = Turnover(self._cached.start, self._cached.keep)
         self._sessions = SessionAdmin(
             self.cache, persistence, self._states, self._traces, self._recorder, self._drop_snapshot
         )
@@ -201,28 +191,6 @@ class DraftingEngine:
             self.metrics.end(state.figures)
             self._traces.running -= state.trace is not None
             self._turnover.end(state, output_limit, text)
-
-    def _keep(self, state: RequestState, output_limit: int | None) -> None:
-        """Keep what a request adds, unless it is too short, and send its turn to the store."""
-        identity = state.identity
-        if not state.failed:
-            self.metrics.counters["finished"] += 1
-            if output_limit is not None and output_limit < _LEAST_KEPT:
-                self._drop(state.request_id)
-            else:
-                self._store(state, output_limit)
-        if identity.final and identity.session is not None:
-            self.metrics.counters["sessions_ended"] += 1
-            self.cache.free_session(identity.tenant, identity.session)
-
-    def _store(self, state: RequestState, output_limit: int | None) -> None:
-        try:
-            name = self._persistence.next_name()
-            turn = self.cache.finish(state.request_id, output_limit=output_limit, name=name)
-            if turn is not None:
-                self._persistence.save(turn, state.identity)
-        except Exception as error:
-            self._count_error("finish", error)
 
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
@@ -409,42 +377,6 @@ class DraftingEngine:
         self._requests[new.request_id] = state
         self._turnover.begin(state, new)
 
-    def _start(
-        self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
-    ) -> None:
-        """Start a request in the cache. response: what it said since, if it has ended."""
-        identity = new.identity
-        if state.identity.session != identity.session:  # which was erased since: the request draws on its own text
-            identity = replace(identity, session=None, group=None, scope="none")
-        group = self._groups.group_of(identity, prompt)
-        try:
-            self.cache.start(
-                new.request_id,
-                prompt,
-                session=identity.session,
-                group=group,
-                tenant=identity.tenant,
-                scope=identity.scope,
-                end_tokens=new.end_tokens,
-                owner=identity.owner,
-                tenant_owner=identity.tenant_owner,
-                prediction=new.prediction,
-                parent=identity.parent_session,
-            )
-            if identity.session is not None and state.identity.session is None:  # another thread has just erased it
-                self.cache.remove_session(identity.tenant, identity.session)
-            if len(response):
-                self.cache.extend(new.request_id, response)
-        except Exception as error:  # the other requests must get their drafts even if this one cannot start
-            self._count_error("start", error)
-            state.failed = True
-            return
-        self.metrics.counters["started"] += 1
-        if identity.ignored_ids:
-            self.metrics.counters["ignored_ids"] += identity.ignored_ids
-        family = self.cache.family_of(new.request_id)
-        self._persistence.request_load(self.cache, identity, group=group, family=family)
-
     def _states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
         return [*list(self._requests.values()), *self._turnover.states()]
@@ -465,14 +397,7 @@ class DraftingEngine:
         state = self._requests.get(request_id)
         if state is not None and not state.failed:
             state.failed = True
-            self._drop(request_id)
-
-    def _drop(self, request_id: str) -> None:
-        """Remove a request from the cache and keep nothing of it."""
-        try:
-            self.cache.abort(request_id)
-        except Exception:
-            logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
+            self._cached.drop(request_id)
 
     def _count_error(self, where: str, error: Exception) -> None:
         self.metrics.counters[f"errors_{where}"] += 1

@@ -90,7 +90,7 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
 
 std::size_t SuffixIndex::piece(std::size_t most) const {
   const std::size_t all = size() - released_;  // positions that would be sorted, those of no use included
-  const bool pays = pending_count_ >= kSorted && pending_count_ <= most && 3 * pending_count_ >= all;
+  const bool pays = pending_count_ >= kSorted && pending_count_ <= most && 3 * pending_count_ >= 2 * all;
   return pays && all <= kMostSorted ? pending_count_ : 0;
 }
 

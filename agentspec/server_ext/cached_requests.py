@@ -1,0 +1,105 @@
+"""Start requests in the suffix cache, keep what they said, and send it to the store."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from agentspec.cache import SuffixCache
+from agentspec.server_ext.metrics import Metrics
+from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.prompt_groups import PromptGroups
+from agentspec.server_ext.step import Int32, NewRequest, RequestState
+
+logger = logging.getLogger(__name__)
+
+_LEAST_KEPT = 2
+"""Shortest response that is kept, in tokens. Beam search makes a request of one token for each step and beam."""
+
+
+class CachedRequests:
+    """Start and finish an engine's requests in its cache. No call raises.
+
+    groups: finds the group of a request that names none. count_error(where, error): is told what failed.
+    """
+
+    def __init__(
+        self,
+        cache: SuffixCache,
+        persistence: Persistence,
+        metrics: Metrics,
+        groups: PromptGroups,
+        count_error: Callable[[str, Exception], None],
+    ) -> None:
+        self._cache, self._persistence, self._metrics = cache, persistence, metrics
+        self._groups, self._count_error = groups, count_error
+
+    def start(
+        self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
+    ) -> None:
+        """Start a request, and load what the store has for it. response: what it said since, if it has ended.
+
+        A request that cannot start has failed.
+        """
+        identity = new.identity
+        if state.identity.session != identity.session:  # which was erased since: the request draws on its own text
+            identity = replace(identity, session=None, group=None, scope="none")
+        group = self._groups.group_of(identity, prompt)
+        try:
+            self._cache.start(
+                new.request_id,
+                prompt,
+                session=identity.session,
+                group=group,
+                tenant=identity.tenant,
+                scope=identity.scope,
+                end_tokens=new.end_tokens,
+                owner=identity.owner,
+                tenant_owner=identity.tenant_owner,
+                prediction=new.prediction,
+                parent=identity.parent_session,
+            )
+            if identity.session is not None and state.identity.session is None:  # another thread has just erased it
+                self._cache.remove_session(identity.tenant, identity.session)
+            if len(response):
+                self._cache.extend(new.request_id, response)
+        except Exception as error:  # the other requests must get their drafts even if this one cannot start
+            self._count_error("start", error)
+            state.failed = True
+            return
+        self._metrics.counters["started"] += 1
+        if identity.ignored_ids:
+            self._metrics.counters["ignored_ids"] += identity.ignored_ids
+        family = self._cache.family_of(new.request_id)
+        self._persistence.request_load(self._cache, identity, group=group, family=family)
+
+    def keep(self, state: RequestState, output_limit: int | None) -> None:
+        """Keep what a request adds, unless it is too short, and send its turn to the store.
+
+        output_limit: tokens of the response that the engine returned; None: all.
+        """
+        identity = state.identity
+        if not state.failed:
+            self._metrics.counters["finished"] += 1
+            if output_limit is not None and output_limit < _LEAST_KEPT:
+                self.drop(state.request_id)
+            else:
+                self._store(state, output_limit)
+        if identity.final and identity.session is not None:
+            self._metrics.counters["sessions_ended"] += 1
+            self._cache.free_session(identity.tenant, identity.session)
+
+    def drop(self, request_id: str) -> None:
+        """Remove a request and keep nothing of it."""
+        try:
+            self._cache.abort(request_id)
+        except Exception:
+            logger.debug("agentspec: could not forget %s", request_id, exc_info=True)
+
+    def _store(self, state: RequestState, output_limit: int | None) -> None:
+        try:
+            name = self._persistence.next_name()
+            turn = self._cache.finish(state.request_id, output_limit=output_limit, name=name)
+            if turn is not None:
+                self._persistence.save(turn, state.identity)
+        except Exception as error:
+            self._count_error("finish", error)
