@@ -92,6 +92,14 @@ def test_a_first_step_starts_its_requests(runner: Runner) -> None:
     assert step.tokens is runner.input_batch.token_ids_cpu
 
 
+def test_a_number_that_is_no_token_ends_no_response(runner: Runner) -> None:
+    """The cache refuses such an end token, and with it the request."""
+    runner.add("a")
+    runner.requests["a"].sampling_params.stop_token_ids += [-1, 2**31, 2**70]
+    step = runner.step(1, new=True, prefilled=9)
+    assert [new.end_tokens for new in step.started] == [[7]]
+
+
 def test_while_the_rows_stay_only_what_moves_is_new(runner: Runner) -> None:
     runner.add("a", "b")
     batch = runner.step(1, 1, new=True, prefilled=18).batch

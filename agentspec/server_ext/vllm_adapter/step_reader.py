@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.cache.tokens import MAX_VOCAB
 from agentspec.server_ext.identity import DETAIL_KEY, PREDICTION_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
@@ -194,10 +195,13 @@ class StepReader:
 
 
 def end_tokens(params: Any) -> set[int]:
-    """Return the tokens that end a response under these sampling parameters (vLLM's, or None)."""
+    """Return the tokens that end a response under these sampling parameters (vLLM's, or None).
+
+    vLLM takes any number from a caller; one that is no token ends nothing.
+    """
     if params is None:
         return set()
-    ends = set(params.stop_token_ids or ())
+    ends = {token for token in params.stop_token_ids or () if 0 <= token < MAX_VOCAB}
     if not params.ignore_eos and getattr(params, "eos_token_id", None) is not None:
         ends.add(params.eos_token_id)
     return ends
