@@ -48,6 +48,7 @@ class Engine:
         settings = Settings(store=url, verify_cost=COST, preload_records=preload)
         self.persistence = Persistence(open_store(url), NAMES, preload)
         self.engine = DraftingEngine(settings, self.persistence, VOCABULARY, 32)
+        self.engine.warm_up()  # a thread indexes beside the steps from now on, as in a server
         self.tokens = np.zeros((batch, PROMPT + TURNS * RESPONSE), np.int32)
         self._batch = batch
         self._rows: list[_Row | None] = [None] * batch

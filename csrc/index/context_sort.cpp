@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 namespace agentspec {
 namespace {
@@ -47,48 +46,70 @@ class Packer {
   unsigned bits_, depth_;
 };
 
+// The positions from `begin` up to, but not at, `end` in the order so far: their contexts agree as far as was looked.
+struct Group {
+  std::uint32_t begin, end;
+};
+
+template <class T>
+void push(Buffer<T>& items, T item) {
+  items.resize(items.size() + 1);
+  items[items.size() - 1] = item;
+}
+
 }  // namespace
 
 // Doubles the depth of what is sorted (Manber and Myers 1993; groups that still agree only, as Larsson and Sadakane
 // 2007): contexts that agree in `depth` tokens are in the order of the contexts that lie `depth` tokens further back.
-std::vector<Position> sort_contexts(const Token* text, Position begin, Position end) {
+Buffer<Position> sort_contexts(const Token* text, Position begin, Position end) {
   const std::size_t count = end - begin;
   const Packer packer(text, begin, end);
-  std::vector<Position> sorted(count);
-  std::vector<std::uint32_t> ranks(count);  // of each position: where its group begins
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> groups, next;
-  std::vector<Ordered> ordered(count);
+  Buffer<Position> sorted;
+  Buffer<std::uint32_t> ranks;  // of each position: where its group begins
+  Buffer<Ordered> ordered;
+  Buffer<Group> groups;
+  sorted.resize(count);
+  ranks.resize(count);
+  ordered.resize(count);
   for (std::size_t i = 0; i < count; ++i) {
     const auto position = static_cast<Position>(begin + i);
     ordered[i] = {packer.key_before(text + position), position};
   }
-  std::sort(ordered.begin(), ordered.end());
-  for (std::uint32_t i = 0, group = 0; i < count; ++i) {
+  std::sort(ordered.data(), ordered.data() + count);
+  for (std::uint32_t i = 0, first = 0; i < count; ++i) {
     const auto [key, position] = ordered[i];
     const bool last = i + 1 == count || ordered[i + 1].key != key;
     const bool apart = packer.ended(key);
     sorted[i] = position;
-    ranks[position - begin] = apart ? i : group;
+    ranks[position - begin] = apart ? i : first;
     if (!last) continue;
-    if (!apart && group < i) groups.emplace_back(group, i + 1);
-    group = i + 1;
+    if (!apart && first < i) push(groups, {first, i + 1});
+    first = i + 1;
   }
   for (std::size_t depth = packer.depth(); !groups.empty(); depth *= 2) {
-    next.clear();
-    for (const auto& [low, high] : groups) {
-      ordered.clear();
-      for (std::uint32_t i = low; i < high; ++i) ordered.push_back({ranks[sorted[i] - begin - depth], sorted[i]});
-      std::sort(ordered.begin(), ordered.end());
-      for (std::uint32_t i = low, group = low; i < high; ++i) {
+    std::size_t left = 0;  // groups that still agree; they take the places of those that were looked at
+    Buffer<Group> more;    // where a group fell into several
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      const auto [low, high] = groups[g];
+      for (std::uint32_t i = low; i < high; ++i) ordered[i - low] = {ranks[sorted[i] - begin - depth], sorted[i]};
+      std::sort(ordered.data(), ordered.data() + (high - low));
+      for (std::uint32_t i = low, first = low; i < high; ++i) {
         const auto [key, position] = ordered[i - low];
         sorted[i] = position;
-        ranks[position - begin] = group;
+        ranks[position - begin] = first;
         if (i + 1 < high && ordered[i + 1 - low].key == key) continue;
-        if (group < i) next.emplace_back(group, i + 1);
-        group = i + 1;
+        if (first < i) {
+          if (left <= g) {
+            groups[left++] = {first, i + 1};
+          } else {
+            push(more, {first, i + 1});
+          }
+        }
+        first = i + 1;
       }
     }
-    std::swap(groups, next);
+    groups.resize(left);
+    for (std::size_t g = 0; g < more.size(); ++g) push(groups, more[g]);
   }
   return sorted;
 }

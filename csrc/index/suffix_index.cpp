@@ -101,8 +101,9 @@ std::size_t SuffixIndex::sort() {
     for (Position position = range.begin; position < range.end; ++position) mark(position, true);
   }
   auto sorted = sort_contexts(text, released_, static_cast<Position>(size()));
-  std::erase_if(sorted, [&](Position position) { return !is_indexed(position); });
-  sorted_.tree().build(text, sorted);
+  const std::span all(sorted.data(), sorted.size());
+  const auto rest = std::ranges::remove_if(all, [&](Position position) { return !is_indexed(position); });
+  sorted_.tree().build(text, all.first(all.size() - rest.size()));
   pending_.clear();
   last_ = {};
   next_ = 0;
