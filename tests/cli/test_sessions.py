@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.cache.store.convert import old_log_name
+from agentspec.cli.sessions import _time
 from agentspec.server_ext.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
@@ -95,6 +96,11 @@ def test_errors_are_one_line_with_the_remedy(
 def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+
+
+def test_a_time_beyond_the_calendar_is_shown_in_seconds() -> None:
+    assert _time(1e15) == "1000000000000000 s"
+    assert _time(0.0).startswith("19")
 
 
 def test_an_erasure_that_waits_for_another_process_says_so(
