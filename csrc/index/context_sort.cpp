@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace agentspec {
 namespace {
@@ -87,8 +88,7 @@ Buffer<Position> sort_contexts(const Token* text, Position begin, Position end) 
     first = i + 1;
   }
   for (std::size_t depth = packer.depth(); !groups.empty(); depth *= 2) {
-    std::size_t left = 0;  // groups that still agree; they take the places of those that were looked at
-    Buffer<Group> more;    // where a group fell into several
+    Buffer<Group> left;  // that still agree
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const auto [low, high] = groups[g];
       for (std::uint32_t i = low; i < high; ++i) ordered[i - low] = {ranks[sorted[i] - begin - depth], sorted[i]};
@@ -98,18 +98,11 @@ Buffer<Position> sort_contexts(const Token* text, Position begin, Position end) 
         sorted[i] = position;
         ranks[position - begin] = first;
         if (i + 1 < high && ordered[i + 1 - low].key == key) continue;
-        if (first < i) {
-          if (left <= g) {
-            groups[left++] = {first, i + 1};
-          } else {
-            push(more, {first, i + 1});
-          }
-        }
+        if (first < i) push(left, {first, i + 1});
         first = i + 1;
       }
     }
-    groups.resize(left);
-    for (std::size_t g = 0; g < more.size(); ++g) push(groups, more[g]);
+    groups = std::move(left);
   }
   return sorted;
 }
