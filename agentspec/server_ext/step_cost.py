@@ -19,9 +19,11 @@ without its draft tokens: the mean over steps without drafts and steps with draf
 frequency.
 
 Steps with other numbers of rows count too, the less the more the numbers differ. Old steps are forgotten exponentially.
-Until drafts of different lengths were seen, the slope is a guess from the default cost. The estimate is the posterior
-mean of b under a normal prior around that guess, so measurements replace the guess as they outweigh the noise. Steps
-without drafts also age the measurements, so that a price once measured too high cannot stop drafting for good.
+Until drafts of different lengths were seen, the price is a guess: the default, or in larger batches the formula above
+with ``fixed = 100 * b``, ``B / (100 + B)``. (A first batch of 64 rows must not be slower than without drafts where a
+token costs as much as a row; where it costs less, that is soon measured.) The estimate is the posterior mean of b under
+a normal prior around that guess, so measurements replace the guess as they outweigh the noise. Steps without drafts
+also age the measurements, so that a price once measured too high cannot stop drafting for good.
 
 A more cautious estimate limits the duration of a step: see ``affordable_tokens``.
 """
@@ -60,6 +62,8 @@ _FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
 """Smallest usual deviation of a step, as a share of its duration: later, and at first, when the slope is a guess."""
 _DEVIATIONS = 1.25
 """Standard deviation of normal noise, in mean absolute deviations."""
+_FIXED_ROWS = 100
+"""Guess at a step's fixed time, in the time of a row."""
 _GROWTH = 2.0
 """Most draft tokens that the latency limit allows, in multiples of the most that a measured step had."""
 
@@ -182,7 +186,7 @@ class StepCost:
     """Estimate the price of verifying one more token, and the draft tokens that a step can afford. Does no I/O.
 
     given: the operator's price, as a share of a step; None: measure it from the durations of decode-only steps.
-    default: the price until it is measured.
+    default: the price until it is measured, for few rows.
     """
 
     def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
@@ -317,7 +321,7 @@ class StepCost:
         self._prices.clear()
 
     def _prices_at(self, rows: int) -> Prices:
-        cost, row_seconds = self._default, None
+        cost, row_seconds = self._guess(rows), None
         batch = self._nearest(rows)
         if batch is not None:
             slope, _ = self._slope(batch)
@@ -327,10 +331,15 @@ class StepCost:
 
     def _slope(self, batch: _Batch) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
-        guess = self._default * batch.seconds / batch.rows
-        # The guess may be wrong by its own size, and by more with many rows, where a token can cost anything up to 1.
-        slope, evidence, _ = self._posterior(batch, guess, guess * batch.rows**0.5)
+        cost = self._guess(batch.rows)
+        drafted = batch.share * batch.levels[True].drafted if True in batch.levels else 0.0
+        guess = cost * batch.seconds / (batch.rows + cost * drafted)  # a share of a step without its draft tokens
+        slope, evidence, _ = self._posterior(batch, guess, guess)  # which may be wrong by its own size
         return slope, evidence
+
+    def _guess(self, rows: int) -> float:
+        """Return the price in a batch of ``rows`` rows before anything is measured."""
+        return max(self._default, rows / (_FIXED_ROWS + rows))
 
     def _posterior(self, batch: _Batch, guess: float, deviation: float) -> tuple[float, float, float]:
         """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""

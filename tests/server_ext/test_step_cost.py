@@ -87,6 +87,12 @@ def test_before_anything_is_known_it_is_the_default() -> None:
     assert cost.stats()["evidence"] == 0.0
 
 
+def test_until_it_is_measured_a_token_is_dearer_in_a_large_batch() -> None:
+    cost = StepCost()
+    prices = [cost.at(rows).cost for rows in (1, 3, 8, 64, 1024)]
+    assert prices == [DEFAULT_COST, DEFAULT_COST, 8 / 108, 64 / 164, 1024 / 1124]
+
+
 def test_steps_without_drafts_say_nothing_about_their_price() -> None:
     machine, cost = Machine(0.003), StepCost()
     machine.run(cost, 3000, longest=0)
@@ -231,7 +237,7 @@ def test_drafts_grow_on_a_busy_machine_too(share: float) -> None:
     """Steps without drafts vary as much there, so the room that a draft has is the same."""
     fits = (AIMED_MULTIPLE - 1) * 0.018 / 0.0002
     found = []
-    for seed in range(7):
+    for seed in range(21):
         machine, cost = Machine(0.0002, noise=0.3), StepCost()
         machine.random = random.Random(seed)
         machine.run(cost, 20, 8, longest=0)
@@ -240,7 +246,7 @@ def test_drafts_grow_on_a_busy_machine_too(share: float) -> None:
             other = machine.random.expovariate(1 / 0.03) if machine.random.random() < 0.1 else 0.0
             cost.observe(8, tokens, machine.seconds(8, tokens) + other)
         found.append(cost.affordable_tokens(8))
-    assert 0.6 * fits < median(found) < 1.4 * fits, found
+    assert 0.45 * fits < median(found) < 1.4 * fits, found
 
 
 @pytest.mark.parametrize(("length", "multiple"), [(1.0, AIMED_MULTIPLE), (1.1, AIMED_MULTIPLE), (1.5, 2.5), (3.0, 6.0)])
@@ -276,13 +282,13 @@ def drafted_for(chance: float, price: float) -> tuple[int, float]:
     return max(enumerate(brings), key=lambda item: item[1] / (1 + price * item[0]))
 
 
-def tokens_per_second(machine: Machine, rows: int, price: float | None) -> float:
-    """Decoding by a price, or, where none is given, by the one that is measured meanwhile."""
+def tokens_per_second(machine: Machine, rows: int, price: float | None, steps: range = range(200, 1000)) -> float:
+    """Decoding by a price, or, where none is given, by the one that is measured meanwhile. Only ``steps`` count."""
     luck, cost = random.Random(3), StepCost()
     tokens = elapsed = 0.0
-    for number in range(1000):
-        if number == 200:
-            tokens = elapsed = 0.0  # settled
+    for number in range(steps.stop):
+        if number == steps.start:
+            tokens = elapsed = 0.0
         now = round(cost.at(rows).cost if price is None else price, 3)
         drafts = [drafted_for(chance, now) for chance in luck.choices((0.3, 0.6, 0.8, 0.95), k=rows)]
         drafted = sum(length for length, _ in drafts)
@@ -298,3 +304,13 @@ def test_drafting_by_the_measured_price_is_as_good_as_by_the_true_one(rows: int,
     """The loop is closed: what is drafted decides what can be measured, and the other way round."""
     true = Machine(per_token).true_cost(rows)
     assert tokens_per_second(Machine(per_token), rows, None) > 0.95 * tokens_per_second(Machine(per_token), rows, true)
+
+
+def test_drafts_gain_from_the_first_steps_of_a_large_batch_on() -> None:
+    """Where a token costs nearly what a row costs, as on CPUs."""
+
+    def machine() -> Machine:
+        return Machine(0.0003, base=0.004, per_row=0.0004, noise=0.1)
+
+    first = range(60)
+    assert tokens_per_second(machine(), 64, None, first) > 1.06 * tokens_per_second(machine(), 64, 10.0, first)
