@@ -134,10 +134,17 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the program. Print an AgentSpecError as one line that names the remedy, not as a traceback."""
+    """Run the program. Print an AgentSpecError, and an OSError of a file, as one line, not as a traceback."""
     try:
         app()
     except AgentSpecError as error:
-        # Print Text, because markup would swallow brackets in user input that the message quotes.
-        Console(stderr=True).print(Text.assemble(("agentspec: ", "bold red"), str(error)), soft_wrap=True)
-        sys.exit(2)
+        message = str(error)
+    except OSError as error:
+        if error.filename is None:  # not about a file or folder that the user named
+            raise
+        message = f"{error.filename}: {error.strerror}"
+    else:
+        return
+    # Print Text, because markup would swallow brackets in user input that the message quotes.
+    Console(stderr=True).print(Text.assemble(("agentspec: ", "bold red"), message), soft_wrap=True)
+    sys.exit(2)

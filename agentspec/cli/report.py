@@ -16,9 +16,11 @@ def report(
     title: Annotated[str, typer.Option(help="Its title.")] = "What speculation did",
 ) -> None:
     """Draw a page of what speculation did: the text by source, acceptance and speed by turn, sessions compared."""
+    if out.exists() and out.samefile(record):
+        raise typer.BadParameter(f"{out}: is the record itself; name another file for the page")
     try:
         page = render(read_run(record), title)
         out.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
     except OSError as error:
-        raise typer.BadParameter(f"{error.filename}: {error.strerror}") from None
+        raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
     typer.echo(f"written: {out}")

@@ -133,6 +133,8 @@ def _function(option: str, name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{option} {name}: {error}") from None
+    except Exception as error:  # the module is the user's
+        raise ConfigurationError(f"{option} {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ConfigurationError(f"{option} {name}: is not a function")
     return found  # type: ignore[no-any-return]

@@ -38,17 +38,26 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
     if key := os.environ.get("AGENTSPEC_API_KEY"):
         given["Authorization"] = f"Bearer {key}"
     try:
-        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=given, timeout=_SECONDS) as client:
+        sent = httpx.Headers(given, encoding="utf-8")  # servers read it, too: names in headers need not be ASCII
+        with httpx.Client(base_url=root_of(url) + "/v1/agentspec", headers=sent, timeout=_SECONDS) as client:
             yield client
+    except httpx.LocalProtocolError:  # its text quotes the value, which may be a key
+        raise ConfigurationError(
+            "a header cannot be sent: give --header and AGENTSPEC_API_KEY without control characters, and no space in"
+            " a header's name"
+        ) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigurationError(f"--url {url}: {error}") from None
     except httpx.HTTPError as error:
         raise StoreUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
 
 
-def ask(server: httpx.Client, method: str, path: str, **more: Any) -> httpx.Response:
-    """Return the server's answer. Raises ConfigurationError without the right key, StoreUnavailableError for a 503, and
-    InvalidInputError for any other error, in the server's words."""
+def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any) -> httpx.Response:
+    """Return the server's answer, a JSON object that has the field `expected`.
+
+    Raises ConfigurationError without the right key, StoreUnavailableError for a 503, and InvalidInputError for any
+    other error, in the server's words, and for an answer of something else, such as a gateway's page.
+    """
     answer = server.request(method, path, **more)
     if answer.status_code == 401:
         raise ConfigurationError("the server wants an API key: put it into the environment variable AGENTSPEC_API_KEY")
@@ -57,7 +66,19 @@ def ask(server: httpx.Client, method: str, path: str, **more: Any) -> httpx.Resp
         if why in ("", "Not Found"):
             why = f"HTTP {answer.status_code}; is this a server with agentspec?"
         raise (StoreUnavailableError if answer.status_code == 503 else InvalidInputError)(why)
+    if not _has(answer, expected):
+        location = answer.headers.get("Location")
+        sent_on = f" sends on to {location}" if location else ""
+        raise InvalidInputError(f"HTTP {answer.status_code}{sent_on}; is this a server with agentspec?")
     return answer
+
+
+def _has(answer: httpx.Response, field: str) -> bool:
+    try:
+        said = answer.json()
+    except ValueError:
+        return False
+    return isinstance(said, dict) and field in said
 
 
 def _reason(answer: httpx.Response) -> str:

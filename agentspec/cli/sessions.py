@@ -41,7 +41,7 @@ def list_sessions(
 ) -> None:
     """List the sessions of your API key."""
     with server_at(url, header) as server:
-        found = ask(server, "GET", "sessions", params={"limit": limit}).json()
+        found = ask(server, "GET", "sessions", "sessions", params={"limit": limit}).json()
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -57,7 +57,7 @@ def list_sessions(
 def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderOption = None) -> None:
     """Show the turns of a session, without their text."""
     with server_at(url, header) as server:
-        turns = ask(server, "GET", _path(session)).json()["turns"]
+        turns = ask(server, "GET", _path(session), "turns").json()["turns"]
     table = Table("turn", "time", "kept of the context", "new prompt tokens", "response tokens", title=Text(session))
     for number, turn in enumerate(turns, 1):
         counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
@@ -74,8 +74,11 @@ def export_session(
 ) -> None:
     """Write a session's turns to a file, as JSON with token ids."""
     with server_at(url, header) as server:
-        answer = ask(server, "GET", _path(session))
-    file.write_bytes(answer.content)
+        answer = ask(server, "GET", _path(session), "turns")
+    try:
+        file.write_bytes(answer.content)
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}") from None
     typer.echo(f"written: {file}")
 
 
@@ -88,7 +91,7 @@ def import_session(
 ) -> None:
     """Add the turns in a file to a session of yours, which alone will draft from them."""
     with server_at(url, header) as server:
-        answer = ask(server, "PUT", _path(session), content=file.read_bytes()).json()
+        answer = ask(server, "PUT", _path(session), "added", content=file.read_bytes()).json()
     typer.echo(f"{answer['added']} of {answer['turns']} turns added; the others were there")
 
 
@@ -97,7 +100,7 @@ def delete(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: Heade
     """Erase a session on the server: suffix indexes, queues, store and step record."""
     until = time.monotonic() + _ERASURE_SECONDS
     with server_at(url, header) as server:
-        while ask(server, "DELETE", _path(session)).status_code == 202:
+        while ask(server, "DELETE", _path(session), "complete").status_code == 202:
             if time.monotonic() > until:
                 raise StoreUnavailableError(
                     f"session {session!r}: erased, but another process still reads the database's old pages; run the "

@@ -43,7 +43,7 @@ class Sample:
 
 def take_sample(server: httpx.Client, url: str, sessions: int) -> Sample:
     """Ask a server for its figures and for this many sessions of the caller. Raises as `ask` does."""
-    engines = ask(server, "GET", "stats").json()["engines"]
+    engines = ask(server, "GET", "stats", "engines").json()["engines"]
     totals: Counter[str] = Counter()
     drafted: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
@@ -141,7 +141,7 @@ def _sessions(server: httpx.Client, count: int) -> tuple[Sequence[Mapping[str, A
     if not count:
         return (), ""
     try:
-        return ask(server, "GET", "sessions", params={"limit": count}).json()["sessions"], ""
+        return ask(server, "GET", "sessions", "sessions", params={"limit": count}).json()["sessions"], ""
     except (InvalidInputError, StoreUnavailableError) as error:  # the store is away, or the list is nobody's
         return (), str(error)
 

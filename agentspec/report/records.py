@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ def read_run(path: str | Path) -> Run:
                 continue
             try:
                 _add(json.loads(line), sessions, requests)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 if sessions and not line.endswith(b"\n"):
                     break
                 raise InvalidInputError(
@@ -131,31 +132,64 @@ def read_run(path: str | Path) -> Run:
 
 
 def _add(line: dict[str, Any], sessions: dict[str, Session], requests: dict[str, Turn]) -> None:
-    name = line["session"] or "without a session"
-    session = sessions.setdefault(name, Session(name, line.get("parent")))
-    if "request" in line:  # the server's: one line for each step
-        turn = requests.get(line["request"])
-        if turn is None:
-            turn = requests[line["request"]] = Turn()
-            session.turns.append(turn)
-        turn.tokens += int(line["tokens"])
-        turn.steps += 1
-        if line["source"] is not None:
-            turn.drafted[line["source"]] += int(line["drafted"])
-            turn.accepted[line["source"]] += int(line["accepted"])
-        return
-    session.turns.append(
-        Turn(
-            tokens=int(line["tokens"] or 0),
-            steps=int(line.get("steps") or 0),
-            seconds=float(line["seconds"]),
-            drafted=+Counter(line.get("drafted_by_source") or {}),
-            accepted=+Counter(line.get("accepted_by_source") or {}),
-            text=str(line["text"]),
-            detail=tuple(Step(_tokens(tokens), _tokens(rejected)) for tokens, rejected in line.get("detail") or ()),
-        )
+    """Add a line's reply, or step, to its session. Raises ValueError, KeyError, TypeError or AttributeError."""
+    turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
+    name = _text(line, "session") or "without a session"
+    session = sessions.setdefault(name, Session(name, _text(line, "parent")))
+    if "request" not in line:
+        session.turns.append(turn)
+    elif line["request"] not in requests:
+        requests[line["request"]] = turn
+        session.turns.append(turn)
+
+
+def _step(line: dict[str, Any], turn: Turn | None) -> Turn:
+    """Return the turn of a request with a step more; the server writes one line for each."""
+    tokens, source = _count(line["tokens"]), _text(line, "source")
+    drafted, accepted = (_count(line[name]) if source is not None else 0 for name in ("drafted", "accepted"))
+    turn = turn or Turn()
+    turn.tokens += tokens
+    turn.steps += 1
+    if source is not None:
+        turn.drafted[source] += drafted
+        turn.accepted[source] += accepted
+    return turn
+
+
+def _reply(line: dict[str, Any]) -> Turn:
+    seconds = float(line["seconds"])
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds: {seconds} is no duration")
+    return Turn(
+        tokens=_count(line["tokens"]),
+        steps=_count(line.get("steps")),
+        seconds=seconds,
+        drafted=_counts(line.get("drafted_by_source")),
+        accepted=_counts(line.get("accepted_by_source")),
+        text=str(line["text"]),
+        detail=tuple(Step(_tokens(tokens), _tokens(rejected)) for tokens, rejected in line.get("detail") or ()),
     )
 
 
+def _text(line: dict[str, Any], name: str) -> str | None:
+    value = line.get(name)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: a text expected, got {value!r:.60}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if value is not None and (type(value) is not int or not 0 <= value < 2**53):
+        raise ValueError(f"a count expected, got {value!r:.60}")
+    return value or 0
+
+
+def _counts(by_source: dict[str, Any] | None) -> Counter[str]:
+    return +Counter({source: _count(count) for source, count in (by_source or {}).items()})
+
+
 def _tokens(pairs: Iterable[Any]) -> tuple[Token, ...]:
-    return tuple(Token(text, source) for text, source in pairs)
+    tokens = tuple(Token(text, source) for text, source in pairs)
+    if not all(isinstance(part, str | None) for token in tokens for part in token):
+        raise TypeError("detail: pairs of a token's text and its source expected")
+    return tokens

@@ -50,7 +50,7 @@ class Plan:
         for name in ("samples", "epochs", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}: at least 1 expected, got {getattr(self, name)}")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # also refuses nan
             raise ConfigurationError(
                 f"temperature={self.temperature}, top_p={self.top_p}: a temperature of at least 0 and a top_p above 0 "
                 "and up to 1 expected"

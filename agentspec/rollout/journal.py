@@ -124,8 +124,10 @@ class Journal:
             values = json.loads(line)
             if not isinstance(values, dict) or not values.keys() >= _NEEDED:
                 raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
-            return Sample(**values)
-        except (ValueError, TypeError) as error:
+            sample = Sample(**values)
+            hash(sample.key)  # a TypeError where it is no key
+            return sample
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidInputError(
                 f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
             ) from None

@@ -8,8 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agentspec.errors import ConfigurationError
 
-Dimension = Annotated[int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1)]
-"""Width of a layer, at least 1. Published recipes write it as a string."""
+Dimension = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, str) else value), Field(ge=1, le=2**20)
+]
+"""Width of a layer, from 1 to 2**20. Published recipes write it as a string."""
+
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
@@ -106,7 +110,7 @@ class Optimizer(Section):
     """Set up AdamW."""
 
     lr: float = Field(default=1e-3, gt=0.0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     weight_decay: float = Field(default=0.1, ge=0.0)
 
 
@@ -121,11 +125,11 @@ class TrainingConfig(Section):
     """Describe one training run."""
 
     type: Literal["arctic-lstm-speculator", "arctic-mlp-speculator"] = "arctic-lstm-speculator"
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**63)
     micro_batch_size: int = Field(default=8, ge=1)
     """Pieces of responses in one forward pass, each of at most 256 positions."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    train_iters: int = Field(ge=1)
+    train_iters: int = Field(ge=1, lt=2**31)
     loss: Literal["lk", "cross_entropy"] = "lk"
     model: Model
     data: Data
@@ -151,7 +155,7 @@ def load_config(path: Path) -> TrainingConfig:
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: a mapping of fields expected; docs/speculator.md shows one")

@@ -32,6 +32,7 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     out = config.checkpoint.output_dir
     if (out / REPORT).exists():
         raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
+    out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours of training
     with Progress(*_COLUMNS, console=console) as bars:
         run = _Run(config, bars)
         corpus = gather(config, run.folder, run.answer)

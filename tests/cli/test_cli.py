@@ -86,6 +86,26 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     assert len(served) == 1
 
 
+def test_a_file_that_cannot_be_written_is_named_before_the_work(agentspec: Program, tmp_path: Path) -> None:
+    problems, folder = tmp_path / "problems.jsonl", tmp_path / "out.jsonl"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    folder.mkdir()
+    status, printed = agentspec("rollout", str(problems), "--model", "no-such-model", "--out", str(folder))
+    assert status == 2 and printed.replace("\n", "") == f"agentspec: {folder}: Is a directory"
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "def score(:"])
+def test_a_reward_whose_module_fails_is_named(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    (tmp_path / "broken_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, printed = agentspec("rollout", str(problems), "--model", "m", "--reward", "broken_rewards:score")
+    assert status == 2 and "--reward broken_rewards:score: " in printed and "Traceback" not in printed
+
+
 def test_a_password_does_not_reach_the_error(agentspec: Program) -> None:
     status, printed = agentspec("serve", "no-such-model", "--store", "redis://:hunter2@localhost:notaport/0")
     assert status == 2

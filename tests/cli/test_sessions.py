@@ -1,6 +1,8 @@
 """``agentspec sessions`` against a server's real routes and store: what is printed, and errors that name the remedy."""
 
 import json
+import socket
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -81,6 +83,7 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
         (("show", "bobs"), ADA, "no session 'bobs'"),
         (("export", "none", "file"), ADA, "no session 'none'"),
         (("import", "x", __file__), ADA, "body: "),
+        (("export", "fix-42", "no-such-folder/file"), ADA, "no-such-folder/file: No such file"),
         (("list", "--header", "X-Principal"), ADA, "Name: value"),
         (("convert", "memory://"), ADA, "nothing of an older release"),
         (("convert", "redis://me:hunter2@127.0.0.1:1/0"), ADA, "redis://***@127.0.0.1:1/0"),
@@ -96,6 +99,47 @@ def test_errors_are_one_line_with_the_remedy(
 def test_a_server_that_does_not_answer_is_named(agentspec: Program) -> None:
     status, printed = agentspec("sessions", "list", "--url", "http://127.0.0.1:1")
     assert status == 2 and "http://127.0.0.1:1 does not answer" in printed
+
+
+@pytest.mark.parametrize(
+    ("header", "key", "message"),
+    [("X-User: jürgen", "", "does not answer"), ("X User: a", "", "--header"), ("X-User: a", "secret\n", "--header")],
+)
+def test_a_header_that_cannot_be_sent_is_named_without_the_key(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, header: str, key: str, message: str
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_API_KEY", key)
+    monkeypatch.setenv("COLUMNS", "200")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        threading.Thread(target=lambda: gone.accept()[0].close(), daemon=True).start()
+        status, printed = agentspec("sessions", "list", "--url", url, "-H", header)
+    assert status == 2 and message in printed and "secret" not in printed
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(302, headers={"Location": "https://login.example"}),
+        httpx.Response(200, text="<html>Sign in</html>"),
+        httpx.Response(200, json=[]),
+        httpx.Response(200, json={"status": "ok"}),
+    ],
+)
+def test_what_another_server_answers_is_no_success(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: httpx.Response
+) -> None:
+    """A gateway that wants a login sends every request on; nothing was erased then."""
+    made = httpx.Client
+    transport = httpx.MockTransport(lambda request: answer)
+    monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=transport))
+    file = tmp_path / "fix-42.json"
+    for command in (("list",), ("show", "s"), ("export", "s", str(file)), ("import", "s", __file__), ("delete", "s")):
+        status, printed = agentspec("sessions", *command)
+        assert status == 2 and "is this a server with agentspec?" in printed and "erased" not in printed
+    assert not file.exists()
+    status, printed = agentspec("top", "--once")
+    assert status == 2 and "is this a server with agentspec?" in printed
 
 
 def test_a_time_beyond_the_calendar_is_shown_in_seconds() -> None:

@@ -93,6 +93,35 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: bytes) -> Non
         read_run(path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"session": 5},
+        {"parent": []},
+        {"tokens": float("inf")},
+        {"tokens": 10**400},
+        {"tokens": -1},
+        {"seconds": float("nan")},
+        {"steps": 1, "detail": [[[[5, "request"]], []]]},
+        {"steps": 1, "detail": [[[["a", ["request"]]], []]]},
+        {"drafted_by_source": {"request": 1.5}},
+    ],
+)
+def test_a_value_of_a_wrong_type_names_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = write(tmp_path / "bad.jsonl", reply("s"), {**reply("s"), **wrong})
+    with pytest.raises(InvalidInputError, match="line 2"):
+        read_run(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(InvalidInputError, match="line 1"):
+        read_run(path)
+
+
+def test_the_page_never_takes_the_place_of_the_record(record: Path) -> None:
+    before = record.read_bytes()
+    assert CliRunner().invoke(app, ["report", str(record), "-o", str(record)]).exit_code == 2
+    assert record.read_bytes() == before
+
+
 def test_what_a_killed_program_wrote_is_read_to_its_last_whole_line(record: Path) -> None:
     whole = len(read_run(record).sessions)
     record.write_bytes(record.read_bytes() + b'{"session": "new", "seco')

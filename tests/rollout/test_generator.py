@@ -239,7 +239,17 @@ def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, messag
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([Problem("z", prompt)], Plan()))
 
 
-@pytest.mark.parametrize("wrong", [{"samples": 0}, {"epochs": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"epochs": 0},
+        {"max_tokens": 0},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"temperature": float("nan")},
+    ],
+)
 def test_a_wrong_plan_names_the_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(AgentSpecError, match=next(iter(wrong))):
         Plan(**wrong)

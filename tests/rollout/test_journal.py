@@ -82,6 +82,11 @@ def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Pat
         '{"id": "b", "prompt": "y"}',
         "a note",
         '{"id":"p","epoch":0',
+        json.dumps(
+            {"id": ["a"], "epoch": 0, "sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
+        )
+        + "\n",
+        "[" * 100_000 + "\n",
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:

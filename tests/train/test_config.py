@@ -65,6 +65,9 @@ def test_reads_the_published_recipe(tmp_path: Path, settings: dict[str, Any]) ->
         (("data", "sources"), [{"type": "huggingface"}], "data.sources.0"),
         (("loss",), "mse", "loss: "),
         (("train_iters",), 0, "train_iters: "),
+        (("train_iters",), 10**400, "train_iters: "),
+        (("seed",), 2**70, "seed: "),
+        (("optimizer",), {"betas": [5, 0.9]}, "optimizer.betas.0: "),
     ],
 )
 def test_names_the_field(
@@ -79,7 +82,7 @@ def test_names_the_field(
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["- a list", "a: [", ""])
+@pytest.mark.parametrize("text", ["- a list", "a: [", "", "[" * 5_000])
 def test_refuses_what_is_no_mapping(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.yaml"):
         load_config(write(tmp_path, text))
