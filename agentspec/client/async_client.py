@@ -189,6 +189,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     async def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
+        self._client._refuse_if_forked()
         if not self._conversation.loaded:
             await asyncio.to_thread(self._conversation.load, self._on_unavailable)
 

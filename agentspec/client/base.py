@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class ClientBase(Generic[OpenAIT]):
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)
+        self._process: int | None = None  # in which it was used first
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
             self, self._log.close
@@ -63,6 +65,18 @@ class ClientBase(Generic[OpenAIT]):
     def openai(self) -> OpenAIT:
         """Return the underlying OpenAI client, for calls other than chat."""
         return self._openai
+
+    def _refuse_if_forked(self) -> None:
+        """Note the process that uses the client. Raises AgentSpecError in one that was forked off after that.
+
+        It has its parent's connections, so that one would read the other's answers, and no thread that stores messages.
+        """
+        process = os.getpid()
+        self._process = self._process or process
+        if self._process != process:
+            raise AgentSpecError(
+                "the client was used before this process was forked off: make a client in each process"
+            )
 
     def _take(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
         """Read the answer to a call, add it to its session, and note it for forecasts and the record."""
@@ -95,6 +109,8 @@ class ClientBase(Generic[OpenAIT]):
 
 class SessionBase:
     """Hold the history of one session, and change it without calling the model."""
+
+    _client: Any
 
     def __init__(self, conversation: Conversation, on_unavailable: OnUnavailable = "raise") -> None:
         if on_unavailable not in get_args(OnUnavailable):
@@ -131,6 +147,7 @@ class SessionBase:
         return prime_texts(texts, cache_salt)
 
     def _call(self, content: Content | None, response_format: Any, options: Mapping[str, Any]) -> Call:
+        self._client._refuse_if_forked()
         return Call(self._conversation, content, response_format, options)
 
     def __repr__(self) -> str:

@@ -56,7 +56,8 @@ class AgentClient(ClientBase[openai.OpenAI]):
     options: any other option of the OpenAI client (timeout, max_retries, http_client, ...).
 
     Raises ConfigurationError for an option that cannot work, and StoreError if a store given by URL cannot be opened.
-    Calls raise the OpenAI client's errors unchanged. Threads may share a client. A session takes one call at a time.
+    Calls raise the OpenAI client's errors unchanged. Threads may share a client; a process that is
+    forked off makes its own. A session takes one call at a time.
     """
 
     def __init__(
@@ -219,6 +220,7 @@ class Session(SessionBase, Loops):
 
     def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
+        self._client._refuse_if_forked()
         self._conversation.load(self._on_unavailable)
 
     def chat(

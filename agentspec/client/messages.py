@@ -23,7 +23,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
     Raises InvalidInputError if `content` has none of the forms of `Content`.
     """
     if isinstance(content, str):
-        return [{"role": "user", "content": content}]
+        return [as_message({"role": "user", "content": content})]
     if isinstance(content, Mapping | ChatCompletionMessage):
         return [as_message(content)]
     if isinstance(content, Sequence) and content:
@@ -34,7 +34,10 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 
 
 def as_message(message: object) -> dict[str, Any]:
-    """Return a copy of one message as a plain dict. Raises InvalidInputError if it has no role."""
+    """Return a copy of one message as a plain dict.
+
+    Raises InvalidInputError if it has no role, and for text that is not UTF-8.
+    """
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -42,7 +45,9 @@ def as_message(message: object) -> dict[str, Any]:
             f"message: a dict with a 'role' is needed, not {_shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
-    return copy.deepcopy(dict(message))
+    copied = copy.deepcopy(dict(message))
+    _check_text(copied)
+    return copied
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
@@ -53,11 +58,11 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {"role": "assistant"}
     if message.content is not None:
-        kept["content"] = message.content
+        kept["content"] = encodable(message.content)
     elif not message.tool_calls:  # the API requires the field in this case
         kept["content"] = None if message.refusal else ""
     if message.refusal:
-        kept["refusal"] = message.refusal
+        kept["refusal"] = encodable(message.refusal)
     if message.audio is not None:
         kept["audio"] = {"id": message.audio.id}
     if message.tool_calls:
@@ -74,17 +79,40 @@ def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
 
 
 def encodable(text: str) -> str:
-    """Return a tool's text with halves of surrogate pairs written out, such as \\udce9.
+    """Return a text with surrogate pairs joined, and with halves of them written out, such as \\udce9.
 
-    Python makes them of bytes that are not UTF-8, as in names of files, and no request can carry them: the session that
-    holds one could never be sent again.
+    Python makes halves of bytes that are not UTF-8, as in names of files; some gateways divide a pair between two
+    chunks of a stream. No request can carry them: the session that holds one could never be sent again.
     """
-    return text.encode("utf-8", "backslashreplace").decode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return joined.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
+def _check_text(value: object) -> None:
+    """Raise InvalidInputError for a text that no request can carry, as the session would not be usable afterwards."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"message: U+{ord(value[error.start]):04X} at position {error.start} of {_shown(value)} is half of a"
+                " surrogate pair, which UTF-8 cannot carry: read the text with errors='replace'"
+            ) from None
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _check_text(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_text(part)
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     kind = call.get("type") or "function"
-    body = {key: value for key, value in call[kind].items() if key in ("name", "arguments", "input")}
+    body = {key: encodable(value) for key, value in call[kind].items() if key in ("name", "arguments", "input")}
     return {"id": call["id"], "type": kind, kind: body}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from agentspec.client.messages import encodable
 from agentspec.errors import InvalidInputError
 
 _LEAST_TEXT = 200  # characters: nothing shorter is worth a prediction
@@ -31,7 +32,7 @@ _REFUSED: dict[str, Callable[[Any], object]] = {
 def as_prediction(given: object) -> object:
     """Return a prediction, a text, in the API's form; None and this form stay as they are. Raises InvalidInputError."""
     if isinstance(given, str):
-        return {"type": "content", "content": given}
+        return {"type": "content", "content": encodable(given)}
     if given is None or isinstance(given, Mapping):
         return given
     raise InvalidInputError(f"prediction: a text or the API's own form is needed, not {type(given).__name__}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentspec.client.messages import encodable
 from agentspec.client.request import SALT_HEADER, TIMEOUT_S
 from agentspec.errors import InvalidInputError
 from agentspec.identifiers import to_header
@@ -67,7 +68,7 @@ def _request(content: dict[str, Any], cache_salt: str | None) -> Priming:
 
 def _read(text: str | Path) -> str:
     if isinstance(text, str):
-        return text
+        return encodable(text)
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

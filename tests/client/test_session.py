@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -190,3 +192,58 @@ def test_an_http_client_of_the_callers_is_used(server: FakeServer) -> None:
     with connect(server, http_client=http_client) as client:
         client.chat("hello")
     assert all(request.headers["x-proxy"] == "mine" for request in server.received)
+
+
+def test_text_that_is_not_utf_8_is_refused_before_the_session_has_it(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        for refused in ("caf\udce9", {"role": "user", "content": [{"type": "text", "text": "caf\udce9"}]}):
+            with pytest.raises(InvalidInputError, match=r"U\+DCE9 at position 3"):
+                session.chat(refused)
+        with pytest.raises(InvalidInputError, match="surrogate"):
+            session.add({"role": "user", "content": "caf\udce9"})
+        assert session.messages == []
+        assert session.prime(["caf\udce9"]) == 1
+        session.chat("go on", prediction="caf\udce9")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_with_halves_of_characters_leaves_the_session_usable(server: FakeServer, streamed: bool) -> None:
+    """Some gateways divide a character between two chunks."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\udce9"}'}}
+    server.answers = [{"role": "assistant", "content": "\ud83d" + "\ude00 \ud83d", "tool_calls": [call]}]
+    with connect(server) as client:
+        session = client.session("s")
+        reply = session.stream("one").until_done() if streamed else session.chat("one")
+        assert reply.message["content"] == "\U0001f600 \\ud83d"
+        session.tool_result("c", "done")
+        assert session.chat("two").text
+        assert session.forecast().calls == 2
+
+
+def test_a_client_that_was_used_is_refused_in_a_forked_process(server: FakeServer) -> None:
+    """Both processes would read from one connection, and no thread would store what the child says."""
+    with connect(server) as used, connect(server) as unused:
+        used.session("parent").chat("one")
+        told = _in_a_fork(lambda: used.session("child").chat("two").text)
+        assert "make a client in each process" in told
+        assert "make a client in each process" in _in_a_fork(lambda: str(used.session("new").messages))
+        assert _in_a_fork(lambda: unused.session("child").chat("two").text) == "answer 2"
+        assert used.session("parent").chat("three").text == "answer 3"
+
+
+def _in_a_fork(call: Callable[[], str]) -> str:
+    """What a call returns, or the text of its error."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            told = call()
+        except Exception as error:
+            told = str(error)
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read()
