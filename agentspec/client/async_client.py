@@ -169,6 +169,8 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     It is a session for openai-agents, too: `Runner.run(agent, text, session=session)`.
     """
 
+    _client: AsyncAgentClient
+
     def __init__(
         self, client: AsyncAgentClient, conversation: Conversation, on_unavailable: OnUnavailable = "raise"
     ) -> None:

@@ -200,6 +200,8 @@ class Session(SessionBase, Loops):
     stored in the background; while the store is away they wait, and the oldest are dropped beyond 64 MiB.
     """
 
+    _client: AgentClient
+
     def __init__(
         self, client: AgentClient, conversation: Conversation, on_unavailable: OnUnavailable = "raise"
     ) -> None:
