@@ -109,26 +109,35 @@ def total(turns: Iterable[Turn]) -> Turn:
 def read_run(path: str | Path) -> Run:
     """Read a record. Raises InvalidInputError for a file that is none, naming the line, and OSError.
 
-    The last line is left out if it was not written to its end, as when the program was killed.
+    A line that was not written to its end, as when the program was killed or the disk was full, is left out. The next
+    run goes on in the same file, so such a line may be in its middle, and hold the beginning of another one.
     """
     sessions: dict[str, Session] = {}
     requests: dict[str, Turn] = {}
+    broken: InvalidInputError | None = None
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                _add(json.loads(line), sessions, requests)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                if sessions and not line.endswith(b"\n"):
-                    break
-                raise InvalidInputError(
-                    f"{path}, line {number}: a record of AgentClient(record=…) or of the server's setting `record` is"
-                    f" needed ({type(error).__name__}: {error})"
-                ) from error
+                parsed = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                broken = broken or _refused(path, number, error)
+                continue
+            try:
+                _add(parsed, sessions, requests)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _refused(path, number, error) from error
     if not sessions:
-        raise InvalidInputError(f"{path}: the record is empty")
+        raise broken or InvalidInputError(f"{path}: the record is empty")
     return Run(list(sessions.values()))
+
+
+def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path}, line {number}: a record of AgentClient(record=…) or of the server's setting `record` is needed"
+        f" ({type(error).__name__}: {error})"
+    )
 
 
 def _add(line: dict[str, Any], sessions: dict[str, Session], requests: dict[str, Turn]) -> None:

@@ -122,12 +122,15 @@ def test_the_page_never_takes_the_place_of_the_record(record: Path) -> None:
     assert record.read_bytes() == before
 
 
-def test_what_a_killed_program_wrote_is_read_to_its_last_whole_line(record: Path) -> None:
+def test_a_line_that_was_not_written_to_its_end_is_left_out(record: Path) -> None:
     whole = len(read_run(record).sessions)
     record.write_bytes(record.read_bytes() + b'{"session": "new", "seco')
     assert len(read_run(record).sessions) == whole
-    record.write_bytes(record.read_bytes() + b"\n")
-    with pytest.raises(InvalidInputError, match="line 5"):
+    after = (json.dumps(reply(name)) + "\n" for name in ("behind the broken one", "later"))  # by the next run
+    record.write_bytes(record.read_bytes() + "".join(after).encode())
+    assert [session.name for session in read_run(record).sessions[whole:]] == ["later"]
+    record.write_bytes(record.read_bytes() + b'{"other": 1}\n')
+    with pytest.raises(InvalidInputError, match="line 7"):
         read_run(record)
 
 
