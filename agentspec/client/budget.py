@@ -205,9 +205,9 @@ class Account:
         usage = reply.usage if reply is not None else None
         with self._lock:
             self._reserved -= call.reserved
-            if usage is not None:
+            if usage is not None and usage.completion_tokens is not None:  # some servers send a part of it
                 self._tokens += usage.completion_tokens
-                self._prompt_tokens += usage.prompt_tokens
+                self._prompt_tokens += usage.prompt_tokens or 0
             elif not refused:
                 self._tokens += call.reserved
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 from openai.types.chat import ChatCompletionMessage
 
 from agentspec.errors import InvalidInputError
+
+T = TypeVar("T")
 
 MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
 """One chat message: a dict in the API's form, or the OpenAI client's message object."""
@@ -74,21 +76,23 @@ def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
     """Return a tool's answer to the call with this id. Raises InvalidInputError without an id."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
-    text = encodable(content) if isinstance(content, str) else content
-    return {"role": "tool", "tool_call_id": tool_call_id, "content": text}
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": encodable(content)}
 
 
-def encodable(text: str) -> str:
+def encodable(text: T) -> T:
     """Return a text with surrogate pairs joined, and with halves of them written out, such as \\udce9.
 
     Python makes halves of bytes that are not UTF-8, as in names of files; some gateways divide a pair between two
-    chunks of a stream. No request can carry them: the session that holds one could never be sent again.
+    chunks of a stream. No request can carry them: the session that holds one could never be sent again. What is no
+    string stays as it is.
     """
+    if not isinstance(text, str):
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
         joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        return joined.encode("utf-8", "backslashreplace").decode()
+        return cast(T, joined.encode("utf-8", "backslashreplace").decode())
     return text
 
 
@@ -113,6 +117,8 @@ def _check_text(value: object) -> None:
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     kind = call.get("type") or "function"
     body = {key: encodable(value) for key, value in call[kind].items() if key in ("name", "arguments", "input")}
+    if kind == "function":
+        body.setdefault("arguments", "{}")  # some servers send none, and none takes a call without
     return {"id": call["id"], "type": kind, kind: body}
 
 

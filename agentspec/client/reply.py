@@ -149,8 +149,15 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
 
     Raises AgentSpecError if the server sent no choice, and pydantic.ValidationError if the text does not fit.
     """
+    if isinstance(raw, str):  # the OpenAI client returns what is no JSON as text
+        raise AgentSpecError(
+            "the server's answer is no chat completion: give the address of an OpenAI-compatible API as base_url, such"
+            " as http://localhost:8000/v1"
+        )
     if not raw.choices:
-        raise AgentSpecError(f"the server's answer {raw.id!r} has no choices; its log should say why")
+        error = (raw.model_extra or {}).get("error")  # some gateways send errors with status 200
+        why = f": {error}" if error else "; its log should say why"
+        raise AgentSpecError(f"the server's answer {raw.id!r} has no choices{why}")
     choice = raw.choices[0]
     message = choice.message
     parsed = getattr(message, "parsed", None)  # a streamed message has none
@@ -194,8 +201,8 @@ class StreamedAnswer:
         self._usage = chunk.usage or self._usage
         self._figures = (chunk.model_extra or {}).get(FIGURES) or self._figures
         added = ""
-        for choice in chunk.choices:
-            if choice.index == 0:
+        for choice in chunk.choices or ():  # some servers send null
+            if choice.index == 0 and choice.delta is not None:
                 added += choice.delta.content or ""
                 self._token_ids += (choice.model_extra or {}).get("token_ids") or ()
                 self._finish_reason = choice.finish_reason or self._finish_reason

@@ -64,7 +64,7 @@ class ToolBox:
         Raises InvalidInputError for an unknown tool, and pydantic.ValidationError for arguments that do not fit.
         """
         name, arguments = named(call)
-        if call.type != "function" or name not in self._tools:
+        if getattr(call, "function", None) is None or name not in self._tools:
             raise InvalidInputError(f"no tool {name!r}; there are: {', '.join(self._tools)}")
         tool, checked = self._tools[name], self._models[name].model_validate_json(arguments or "{}")
         values = {key: getattr(checked, key) for key in checked.model_fields_set}
@@ -78,10 +78,12 @@ class ToolBox:
 
 
 def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:
-    """Return the tool's name and its arguments, as the model wrote them."""
-    if call.type == "function":
-        return call.function.name, call.function.arguments
-    return call.custom.name, call.custom.input
+    """Return the tool's name and its arguments, as the model wrote them. Some servers leave out the type of a call."""
+    function = getattr(call, "function", None)
+    if function is not None:
+        return function.name, function.arguments or "{}"
+    custom = getattr(call, "custom", None)
+    return ("", "") if custom is None else (custom.name, custom.input)
 
 
 def answer_text(value: object) -> str:

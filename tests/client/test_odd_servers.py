@@ -1,0 +1,84 @@
+"""Servers that leave out what OpenAI's API has: the answer is taken if it can be, or an error says what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from agentspec import AgentClient, AgentSpecError, Budget
+from agentspec.client.reply import StreamedAnswer
+
+from .fake_server import FakeServer
+
+
+@pytest.fixture
+def client(plain_server: FakeServer) -> AgentClient:
+    return AgentClient(base_url=plain_server.url, model="small", store=None, max_retries=0)
+
+
+def answer_with(server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Let the server send this, or its usual answer with these fields."""
+    usual = server.answer
+    monkeypatch.setattr(server, "answer", lambda: usual() | answer if isinstance(answer, dict) else answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [("<html>Sign in</html>", "base_url"), ({"choices": None, "error": {"message": "no credits"}}, "no credits")],
+)
+def test_what_is_no_answer_says_why(
+    client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any, message: str
+) -> None:
+    answer_with(plain_server, monkeypatch, answer)
+    with pytest.raises(AgentSpecError, match=message):
+        client.chat("one")
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": 3}, {"prompt_tokens": None, "completion_tokens": None}])
+def test_a_budget_counts_what_an_answer_may_have_taken_if_its_usage_is_not_told(
+    client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch, usage: dict[str, Any]
+) -> None:
+    answer_with(plain_server, monkeypatch, {"usage": usage})
+    result = client.session().refine("one", lambda reply: None, budget=Budget(tokens=100))
+    assert result.done and result.spent.tokens == 100
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "now", "arguments": None}},
+        {"function": {"name": "now", "arguments": "{}"}},
+    ],
+)
+def test_a_tool_call_without_type_or_arguments_is_run(
+    client: AgentClient, plain_server: FakeServer, call: dict[str, Any]
+) -> None:
+    def now() -> str:
+        return "noon"
+
+    plain_server.answers = [{"content": None, "tool_calls": [{"id": "c", **call}]}]
+    session = client.session()
+    result = session.run_tools("What time is it?", [now])
+    assert result.done and result.attempts[0].tools[0].answer == "noon"
+    assert session.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_content_in_parts_and_arguments_as_an_object_stay_as_they_are(
+    client: AgentClient, plain_server: FakeServer
+) -> None:
+    parts = [{"type": "text", "text": "hi"}]
+    plain_server.answers = [{"content": parts}]
+    assert client.chat("one").message == {"role": "assistant", "content": parts}
+
+
+def test_chunks_without_choices_or_delta_are_passed_over() -> None:
+    answer = StreamedAnswer()
+    for choices in (
+        None,
+        [{"index": 0, "delta": None}],
+        [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}],
+    ):
+        answer.add(ChatCompletionChunk.construct(None, id="x", choices=choices))
+    assert answer.completion().choices[0].message.content == "hi"
