@@ -2,8 +2,8 @@
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,58 +42,77 @@ class Served:
 
 
 class Engine:
-    """Play requests of given text on a DraftingEngine, step by step, verified greedily."""
+    """Hold a DraftingEngine on a store, and its drafts for the rows of a `Game`."""
 
     def __init__(self, url: str, batch: int, preload: int = 0) -> None:
         settings = Settings(store=url, verify_cost=COST, preload_records=preload)
         self.persistence = Persistence(open_store(url), NAMES, preload)
         self.engine = DraftingEngine(settings, self.persistence, VOCABULARY, 32)
         self.engine.warm_up()  # a thread indexes beside the steps from now on, as in a server
-        self.tokens = np.zeros((batch, PROMPT + TURNS * RESPONSE), np.int32)
-        self._batch = batch
-        self._rows: list[_Row | None] = [None] * batch
-        self._handle: Batch | None = None
-        self._verified = 0
-        self._count = 0
+        self.drafts: list[list[int]] = [[] for _ in range(batch)]
 
-    def step(self, requests: Iterator["Request"], served: Served) -> None:
-        """Do one decode step of a full batch; what ends makes place for the next of the requests."""
-        started = []
-        for number, row in enumerate(self._rows):
-            if row is None:
-                started.append(self._begin(number, next(requests)))
-        if started or self._handle is None:
-            ids = tuple(row.name for row in self._rows if row is not None)
-            self._handle = Batch(ids, np.arange(self._batch, dtype=np.int32))
-        rows = [row for row in self._rows if row is not None]
-        accepted = [row.accept() for row in rows]
-        for number, row in enumerate(rows):
-            self.tokens[number, : row.length] = row.text[: row.length]
-        step = Step(
-            batch=self._handle,
-            started=started,
-            tokens=self.tokens,
-            lengths=np.array([row.length for row in rows], np.int32),
-            max_draft_tokens=np.array([max(len(row.text) - row.length - 1, 0) for row in rows], np.int32),
-            num_verified_draft_tokens=np.array([len(row.draft) for row in rows], np.int32),
-            num_draft_tokens=sum(len(row.draft) for row in rows),
-        )
+    def step(self, step: Step, accepted: list[int], ended: Sequence["Row"], served: Served) -> None:
+        """Do one decode step, and finish the requests that it ended. accepted: new tokens of each row."""
+        drafted = [min(len(draft), count) for draft, count in zip(self.drafts, accepted, strict=True)]
+        step = replace(step, num_verified_draft_tokens=np.array(drafted, np.int32), num_draft_tokens=sum(drafted))
         begin, cpu = time.perf_counter(), time.thread_time()
-        drafts = self.engine.propose(step)
-        for number, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            row.draft = draft
-            if row.length == len(row.text):
-                self.engine.finish(row.name, len(row.text) - row.prompt)
-                self._rows[number] = None
-                served.finished += 1
+        self.drafts = self.engine.propose(step)
+        for row in ended:
+            self.engine.finish(row.name, len(row.text) - row.prompt)
         served.calls.append(time.thread_time() - cpu)
         served.wall.append(time.perf_counter() - begin)
         served.steps += 1
+        served.finished += len(ended)
         served.tokens += sum(accepted)
 
-    def _begin(self, number: int, request: "Request") -> NewRequest:
+
+class Game:
+    """Play requests of given text step by step, verified greedily. What ends makes place for the next of the requests.
+
+    The drafts of the first of the engines decide how far a step gets. The others are given the same tokens, so that
+    they do the same work.
+    """
+
+    def __init__(self, requests: Iterator["Request"], batch: int) -> None:
+        self._requests = requests
+        self._tokens = np.zeros((batch, PROMPT + TURNS * RESPONSE), np.int32)
+        self._rows: list[Row | None] = [None] * batch
+        self._handle: Batch | None = None
+        self._count = 0
+
+    def step(self, engines: Sequence[tuple[Engine, Served]], *, reverse: bool = False) -> None:
+        """Do one decode step of a full batch on each engine. reverse: on the last one first."""
+        started = [self._begin(number) for number, row in enumerate(self._rows) if row is None]
+        rows = [row for row in self._rows if row is not None]
+        if started or self._handle is None:
+            self._handle = Batch(tuple(row.name for row in rows), np.arange(len(rows), dtype=np.int32))
+        accepted = [row.accept(draft) for row, draft in zip(rows, engines[0][0].drafts, strict=True)]
+        for number, row in enumerate(rows):
+            self._tokens[number, : row.length] = row.text[: row.length]
+        none = np.zeros(len(rows), np.int32)
+        step = Step(
+            batch=self._handle,
+            started=started,
+            tokens=self._tokens,
+            lengths=np.array([row.length for row in rows], np.int32),
+            max_draft_tokens=np.array([max(len(row.text) - row.length - 1, 0) for row in rows], np.int32),
+            num_verified_draft_tokens=none,
+            num_draft_tokens=0,
+        )
+        ended = [row for row in rows if row.length == len(row.text)]
+        for engine, served in reversed(engines) if reverse else engines:
+            engine.step(step, accepted, ended, served)
+        for number, row in enumerate(rows):
+            if row in ended:
+                self._rows[number] = None
+                for engine, _ in engines:
+                    engine.drafts[number] = []
+
+    def _begin(self, number: int) -> NewRequest:
+        request = next(self._requests)
         self._count += 1
-        row = self._rows[number] = _Row(f"{number}-{self._count}", request.text, request.prompt, request.prompt)
+        row = Row(f"{number}-{self._count}", request.text, request.prompt, request.prompt)
+        self._rows[number] = row
         identity = Identity(session=request.session, session_name=request.session)
         return NewRequest(row.name, row.text[: row.prompt], identity)
 
@@ -107,19 +126,20 @@ class Request:
     prompt: int
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(slots=True, eq=False)
+class Row:
+    """Hold a request that is played. length: tokens of its text so far."""
+
     name: str
     text: Int32
     prompt: int
     length: int
-    draft: list[int] = field(default_factory=list)
 
-    def accept(self) -> int:
-        """Take the accepted part of the draft and one token more. Return their number."""
+    def accept(self, draft: Sequence[int]) -> int:
+        """Take the accepted part of a draft and one token more. Return their number."""
         rest = self.text[self.length :]
         right = 0
-        while right < min(len(self.draft), len(rest) - 1) and self.draft[right] == rest[right]:
+        while right < min(len(draft), len(rest) - 1) and draft[right] == rest[right]:
             right += 1
         self.length += right + 1
         return right + 1
@@ -132,24 +152,22 @@ class Replica:
     """
 
     def __init__(self, url: str, number: int, text: Int32, batch: int) -> None:
-        self._number, self._text = number, text
+        self._number, self._text, self._batch = number, text, batch
         self._shared, self._apart = Engine(url, batch), Engine("memory://", batch)
         self._places = iter(range(number * 977 % len(text), 1 << 62, PROMPT + TURNS * RESPONSE))
 
     def serve(self, begin: float, seconds: float) -> dict[str, Any]:
         """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost, shared and apart.
 
-        Two engines with the same requests take turns, so that they see the same machine: one on the shared store, and
-        one on a store of its own in memory.
+        Two engines do the same steps in turns, so that they see the same machine: one on the shared store, whose drafts
+        decide how far a step gets, and one on a store of its own in memory.
         """
-        engines = {"shared": self._shared, "apart": self._apart}
-        served = {name: Served() for name in engines}
-        first = next(self._places)
-        requests = {name: self._requests(first) for name in engines}
+        served = {"shared": Served(), "apart": Served()}
+        game = Game(self._requests(next(self._places)), self._batch)
         before = self._shared.persistence.stats()["restored"]
         for turn in _steps(begin, seconds):
-            for name in engines if turn % 2 else reversed(engines):
-                engines[name].step(requests[name], served[name])
+            engines = [(self._shared, served["shared"]), (self._apart, served["apart"])]
+            game.step(engines, reverse=turn % 2 == 0)
         served["shared"].restored = self._shared.persistence.stats()["restored"] - before
         return {name: asdict(found) for name, found in served.items()}
 
@@ -171,12 +189,12 @@ class Replica:
                     request.session = session
                 yield request
 
-        source = requests()
+        game = Game(requests(), self._batch)
         cpu = time.process_time()
         for _ in _steps(begin, seconds):
             if not asked:
                 at, cpu, calls = served.steps, time.process_time(), len(served.calls)
-            engine.step(source, served)
+            game.step([(engine, served)])
             if asked and loaded is None and not engine.engine.cache.needs_load(None, session):
                 loaded = time.monotonic() - asked[0]
                 cpu = time.process_time() - cpu - sum(served.calls[calls:])

@@ -84,7 +84,7 @@ class Persistence:
         self._refused: Counter[str] = Counter()
 
     def follow(self, cache: SuffixCache, erased: Callable[[str | None, str], None]) -> None:
-        """Apply from now on what other processes store and erase. Call it once, before any load.
+        """Apply from now on what other processes store and erase, in a thread. Call it once, before any load.
 
         erased(tenant, session): takes a session from the cache and whatever else holds it, in the follower's thread. A
         store in this process's memory has no other writers, so there is nothing to follow.
@@ -95,7 +95,7 @@ class Persistence:
         self._follower = Follower(
             self._store,
             self._writer_id,
-            self._loader.ready,
+            take=lambda log, record: self._take(cache, log, record),
             erase=lambda tenant, session: self._erase_here(tenant, session, erased),
             erase_again=lambda tenant, session: self._erase_again(tenant, session),
             learn=lambda record: _learn_from(cache, record),
@@ -206,13 +206,18 @@ class Persistence:
             if loaded.prepared is not None:
                 self._adopt(cache, loaded, loaded.prepared)
             while self._applied < len(loaded.records):
-                count += self._restore(cache, loaded, loaded.records[self._applied])
+                record = loaded.records[self._applied]
+                with self._applying:
+                    if record.session not in self._erasures and record.session not in loaded.forgotten:
+                        restored = self._restore(cache, record)
+                        self._restored += restored
+                        count += restored
                 self._applied += 1
                 if time.thread_time() >= until:
                     return count
             self._arrived = None
             wanted = loaded.wanted
-            if loaded.complete and wanted is not None:
+            if loaded.complete:
                 cache.mark_loaded(wanted.tenant, wanted.session, group=wanted.group, family=wanted.family)
         return count
 
@@ -245,8 +250,9 @@ class Persistence:
         logs, too. Raises StoreUnavailableError if too many jobs wait.
         """
         logs = {self.logs.of(tenant) for tenant in tenants}
-        job = self._jobs.submit(lambda store: self._erase(store, session, logs, forget))
-        self._erasures[session] = job
+        with self._applying:
+            job = self._jobs.submit(lambda store: self._erase(store, session, logs, forget))
+            self._erasures[session] = job
         self._writer.forget(session)
         self._loader.forget(session)
         return job
@@ -273,7 +279,7 @@ class Persistence:
             "follower": None if follower is None else {**follower.as_dict(), "applied": self._followed},
             "lost": losses.lost,
             "missing": losses.missing,
-            "restored": self._restored,
+            "restored": self._restored + self._followed,
             "adopted_sessions": self._adopted,
             "refused": sum(kinds.values()),
             "refused_by_kind": {kind: count for kind, count in kinds.items() if count},
@@ -325,6 +331,8 @@ class Persistence:
         return erasure
 
     def _erase(self, store: Store, session: str, logs: set[str], forget: Callable[[], Iterable[str | None]]) -> Erasure:
+        with self._applying:  # wait for a turn of it that is being restored; from now on none is
+            pass
         logs = logs | {self.logs.of(tenant) for tenant in forget()}
         if not self._writer.forget(session, _ERASE_SECONDS):
             raise StoreUnavailableError("the store does not answer, so the session is not erased; try again later")
@@ -334,23 +342,23 @@ class Persistence:
         self._loader.forget(session)
         return Erasure(sum(each.records for each in erased), all(each.complete for each in erased))
 
-    def _restore(self, cache: SuffixCache, loaded: Loaded, record: TurnRecord) -> int:
-        if record.session in self._erasures:
-            return 0
-        followed = loaded.wanted is None
+    def _take(self, cache: SuffixCache, log: str, record: TurnRecord) -> None:
+        """Add a turn of another process to what the cache holds. Runs in the follower's thread."""
+        with self._applying:
+            erasing = self._follower is not None and self._follower.is_erasing(log, record.session)
+            if not erasing and record.session not in self._erasures:
+                self._followed += self._restore(cache, record, held_only=True)
+
+    def _restore(self, cache: SuffixCache, record: TurnRecord, *, held_only: bool = False) -> bool:
+        """Put a turn into the cache. Returns whether it can be used."""
         try:
-            with self._applying:
-                if record.session in loaded.forgotten:
-                    return 0
-                cache.restore(_turn_of(record), held_only=followed)
+            cache.restore(_turn_of(record), held_only=held_only)
         except Exception as error:  # e.g. a token that this model does not have
             self._refused[type(error).__name__] += 1
             if self._refused.total() == 1:
                 logger.warning("agentspec: a stored turn cannot be used and is skipped: %s", error)
-            return 0
-        self._restored += 1
-        self._followed += followed
-        return 1
+            return False
+        return True
 
     def _prepare(self, records: Sequence[TurnRecord]) -> PreparedSession | None:
         """Index a session's turns in the loader's thread. Returns None if one of them cannot be used."""

@@ -140,6 +140,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
     for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
       of.tenant->written += std::exchange(fresh, 0);
+      if (group == of.tenant.get()) of.tenant->expect(origin == Origin::kFollowed);
       group->corpus.add(session, turn.record, kept_context, turn.response(), entries_.now(*of.tenant));
       if (group->tenant) entries_.trim(*group);
       if (origin != Origin::kFollowed) entries_.touch(*group);
@@ -326,7 +327,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     drafts.accepted.push_back(verified.accepted);
     drafts.drafted.push_back(verified.drafted);
   }
-  entries_.work(budget);
+  entries_.work(budget, has_thread());
   worked_ += budget.spent();
   return drafts;
 }

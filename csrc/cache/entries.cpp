@@ -42,6 +42,12 @@ std::size_t Group::advance(std::size_t budget) {
   return budget - left;
 }
 
+bool Tenant::leave() {
+  if (!waits_for_others() || index().size() - index().pending() < left) return false;
+  left = index().size();
+  return true;
+}
+
 std::shared_ptr<Tenant> CacheEntries::tenant(const std::string* key, const std::string* tenant_owner) {
   if (!key) return nullptr;
   auto found = tenants_.find(*key);
@@ -275,13 +281,18 @@ void CacheEntries::advance(CacheEntry& entry, WorkBudget& budget) {
   count(entry);
 }
 
-void CacheEntries::work(WorkBudget& budget) {
+void CacheEntries::work(WorkBudget& budget, bool leaves) {
   const auto dig_timed = [&] { return budget.timed([&] { return dig(); }); };
   if (!buried_.empty()) dig_timed();  // a little in any case, so that its memory does not stay for ever
   if (held_.over(limits.process)) budget.use(budget.timed([&] { return evict(nullptr); }));
   for (auto* list : {&waiting_, &waiting_tenants_}) {
-    while (!list->empty() && budget.left() > 0 && !budget.late()) {
-      CacheEntry& newest = *std::prev(list->end())->second;
+    auto end = list->end();
+    while (end != list->begin() && budget.left() > 0 && !budget.late()) {
+      CacheEntry& newest = *std::prev(end)->second;
+      if (leaves && !newest.tenant && static_cast<Tenant&>(newest).leave()) {
+        --end;
+        continue;
+      }
       advance(newest, budget);
       if (newest.waiting) break;
     }

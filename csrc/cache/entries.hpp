@@ -64,8 +64,16 @@ struct Tenant final : Group {
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
   std::unordered_set<Group*> groups;             // those among them that hold responses of several sessions
   std::uint64_t written = 0;                     // tokens of the responses that its requests finished so far
+  bool followed = false;  // all that waits to be indexed was said in other processes
+  std::size_t left = 0;   // what is in front of this was left to the indexing thread by a step
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
+  // Notes that a response is about to be added.
+  void expect(bool by_others) { followed = by_others && (followed || corpus.index().pending() == 0); }
+  // Returns whether only what other processes said waits.
+  bool waits_for_others() const { return followed && corpus.swept(); }
+  // Leaves that to the indexing thread. Returns false if some of it was left before, because the thread is late.
+  bool leave();
 };
 
 // Stands for whom sessions, groups and tenants count for, so that nobody's push out everybody else's.
@@ -127,8 +135,9 @@ class CacheEntries {
   void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
-  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
-  void work(WorkBudget& budget);
+  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first. leaves:
+  // to the indexing thread, what other processes said since the last such call.
+  void work(WorkBudget& budget, bool leaves = false);
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);

@@ -35,8 +35,10 @@ void Cache::advance(Request& request, WorkBudget& budget) {
     request.index.advance(kOwnPerStep);
     index(request.index, budget);
   }
-  for (CacheEntry* entry : request.entries()) {
-    if (entry) entries_.advance(*entry, budget);
+  if (request.session) entries_.advance(*request.session, budget);
+  if (request.group) entries_.advance(*request.group, budget);
+  if (request.tenant && !(has_thread() && request.tenant->waits_for_others())) {
+    entries_.advance(*request.tenant, budget);
   }
 }
 

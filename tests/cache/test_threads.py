@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentspec.cache import SuffixCache
+from agentspec.cache import FinishedTurn, SuffixCache
 
 
 def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
@@ -84,6 +84,30 @@ def test_a_thread_indexes_what_waits_without_any_step() -> None:
     assert not thread.is_alive()
     cache.start("later", [1, 2, 3] * 4)
     assert cache.propose(["later"], 3)[0].token_ids.tolist() == [1, 2, 3]
+
+
+def test_what_the_thread_has_not_indexed_by_the_second_step_the_steps_do() -> None:
+    """Of what others said: of the cache's own turns each is drafted from in the next step."""
+    cache = SuffixCache()
+    thread = threading.Thread(target=cache.index_until_closed, daemon=True)
+    thread.start()
+    try:
+        cache.restore(said(0))
+        for number in range(100, 6000, 20):
+            cache.restore(said(number), held_only=True)
+            cache.start("r", list(range(number, number + 7)), tenant="t")
+            for _ in range(2):
+                cache.propose(["r"], 1, cost=0.0)
+            assert cache.propose(["r"], 1, cost=0.0)[0].token_ids.tolist() == [number + 7]
+            cache.abort("r")
+    finally:
+        cache.close()
+    thread.join(60)
+
+
+def said(number: int) -> FinishedTurn:
+    response = np.arange(number, number + 15, dtype=np.int32)
+    return FinishedTurn("t", "s", 0, response[:0], response, writer="w", number=number + 1)
 
 
 def wait_until_indexed(cache: SuffixCache) -> None:

@@ -274,7 +274,7 @@ def test_a_step_applies_what_fits_its_budget_of_time(store: FlakyStore, monkeypa
     again = Engine(store)
     again.start([1, 2])
     wait_until(
-        lambda: again.persistence.stats()["loader"]["delivered"] + len(again.persistence._loader.ready._asked) >= 2
+        lambda: again.persistence.stats()["loader"]["delivered"] + len(again.persistence._loader.ready._waiting) >= 2
     )
     clock, real, this = iter(range(10_000)), time.thread_time, threading.get_ident()
     # Each turn takes a tenth of a millisecond. The loader's thread reads a clock of its own.
@@ -312,7 +312,7 @@ def test_an_erased_session_is_gone_from_queue_loader_and_store(store: FlakyStore
     engine.flush()
     other = Engine(store)
     name = other.start([7, 8, 100, 101, 102])
-    wait_until(lambda: other.persistence._loader.ready._asked)  # read, and not yet applied
+    wait_until(lambda: other.persistence._loader.ready._waiting)  # read, and not yet applied
     other.say([7, 8], text(200), session="kept")
     other.cache.abort(name)
     other.cache.remove_session(TENANT, "s")

@@ -1,4 +1,4 @@
-"""The follower alone: what it queues, skips and applies, and what it does when the store fails or the queue is full."""
+"""The follower alone: what it delivers, skips and applies, and what it does when the store fails or it falls behind."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.cache.store import CircuitBreaker, Follower, Loaded, ReadyRecords, TurnRecord, Wanted, encode
+from agentspec.cache.store import CircuitBreaker, Follower, TurnRecord, encode
 from agentspec.cache.store.base import NewEntry
 from agentspec.errors import StoreError, StoreUnavailableError
 from tests.store.helpers import NS, FlakyStore, entry_of, number_of, turn, wait_until
@@ -20,7 +20,6 @@ class Process:
     """What a follower needs of its process, and what it was told."""
 
     store: FlakyStore
-    max_bytes: int = 1 << 20
     number: int = 0
     erased: list[tuple[str | None, str]] = field(default_factory=list)
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
@@ -28,14 +27,14 @@ class Process:
     busy: set[str | None] = field(default_factory=set)
     learned: list[int] = field(default_factory=list)
     learning_takes: float = 0.0
-    queued_before: bool = False
+    taken: list[tuple[str, int]] = field(default_factory=list)
+    taking_takes: float = 0.0
 
     def __post_init__(self) -> None:
-        self.ready = ReadyRecords(self.max_bytes)
         self.follower = Follower(
             self.store,
             OTHER,
-            self.ready,
+            take=self.take,
             erase=self.erase,
             erase_again=lambda tenant, session: self.erased_again.append((tenant, session)),
             learn=self.learn,
@@ -46,12 +45,12 @@ class Process:
         self.begin = self.follower.begin
 
     def erase(self, tenant: str | None, session: str) -> int:
-        self.ready.forget(session)
+        self.taken = [(of, number) for of, number in self.taken if of != session]
         self.erased.append((tenant, session))
         return self.number
 
     def learn(self, record: TurnRecord) -> None:
-        self.queued_before |= self.ready.has_any()
+        assert number_of(record) not in self.numbers()  # who has restored a turn cannot learn from it any more
         self.learned.append(number_of(record))
         time.sleep(self.learning_takes)
 
@@ -61,12 +60,13 @@ class Process:
         self.forgotten.append(tenant)
         return True
 
-    def taken(self) -> list[int]:
-        found = []
-        while loaded := self.ready.take():
-            assert loaded.wanted is None
-            found += [number_of(record) for record in loaded.records]
-        return found
+    def take(self, log: str, record: TurnRecord) -> None:
+        if not self.follower.is_erasing(log, record.session):
+            self.taken.append((record.session, number_of(record)))
+        time.sleep(self.taking_takes)
+
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.taken]
 
     def wait(self, **figures: Any) -> None:
         wait_until(lambda: all(getattr(self.follower.stats(), name) == value for name, value in figures.items()))
@@ -84,7 +84,7 @@ def process() -> Iterator[Process]:
 def test_others_records_are_learned_from_while_there_is_time(
     process: Process, seconds: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is queued all the same."""
+    """The rest is delivered all the same."""
     # A second in place of 20 ms, for which a busy machine may hold up a thread.
     monkeypatch.setattr("agentspec.cache.store.follower._LEARN_SECONDS", 1.0 if seconds else 60.0)
     process.learning_takes = seconds
@@ -92,23 +92,22 @@ def test_others_records_are_learned_from_while_there_is_time(
     process.store.append(NS, [entry_of(turn("s", number)) for number in range(10)])
     process.wait(delivered=10)
     assert process.learned == list(range(process.follower.stats().learned))
-    assert not process.queued_before  # who has restored a turn cannot learn from it any more
     assert least <= len(process.learned) <= most
-    assert process.taken() == list(range(10))
+    assert process.numbers() == list(range(10))
 
 
-def test_only_what_others_append_from_now_on_is_queued(process: Process) -> None:
+def test_only_what_others_append_from_now_on_is_delivered(process: Process) -> None:
     process.store.append(NS, [entry_of(turn("s", 1))])
     process.begin(NS, "t")
     process.begin(NS, "t")  # a second time changes nothing
     process.store.append(NS, [entry_of(turn("s", number)) for number in range(10, 15)])
     process.store.append("unread", [entry_of(turn("s", 90))])
     process.wait(delivered=5)
-    assert process.taken() == [10, 11, 12, 13, 14]
+    assert process.numbers() == [10, 11, 12, 13, 14]
     own = [entry_of(turn("s", number, writer=OTHER)) for number in range(20, 23)]
     process.store.append(NS, [*own, NewEntry("s", b"damaged"), entry_of(turn("s", 30))])
     process.wait(delivered=6, skipped=3, damaged=1, behind=0, logs=1)
-    assert process.taken() == [30]
+    assert process.numbers() == [10, 11, 12, 13, 14, 30]
     assert process.follower.stats().delay_ms >= 0
 
 
@@ -118,14 +117,8 @@ def test_a_tombstone_is_applied_at_once_and_in_order(process: Process) -> None:
     process.store.erase_session(NS, "s")
     process.store.append(NS, [entry_of(turn("s", 3))])
     process.wait(erased=1)
-    found: list[int] = []
-
-    def has_all() -> bool:
-        found.extend(process.taken())
-        return 3 in found
-
-    wait_until(has_all)
-    assert found == [2, 3]
+    wait_until(lambda: 3 in process.numbers())
+    assert process.numbers() == [2, 3]
     assert process.erased == [("t", "s")]
 
 
@@ -165,34 +158,32 @@ def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(proce
     assert process.follower.stats().skipped == 3
 
 
-def test_what_does_not_fit_waits_in_the_store_but_no_tombstone_does() -> None:
-    process = Process(FlakyStore(), max_bytes=400_000)
+def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.02)
+    process.taking_takes = 0.005
     process.begin(NS, "t")
-    big = [turn(f"s{number % 7}", number, prompt=2_000) for number in range(400)]
-    for start in range(0, 400, 20):
-        process.store.append(NS, [entry_of(record) for record in big[start : start + 20]])
+    process.store.append(NS, [entry_of(turn(f"s{number % 7}", number)) for number in range(1000)])
     process.wait(behind=1)
-    assert process.ready.bytes < 400_000 // 4 + 64 * big[0].size
     process.store.erase_session(NS, "s3")
     process.wait(erased=1)
-    assert process.erased == [("t", "s3")]
-    found: list[int] = []
-    while len(found) < 343:
-        found += process.taken()
-        time.sleep(0.01)
-    assert found == [number for number in range(400) if number % 7 != 3]
+    assert process.follower.stats().delivered < 900
+    assert process.follower.is_current()
+    process.taking_takes = 0.0
+    process.wait(behind=0)
+    assert process.numbers() == [number for number in range(1000) if number % 7 != 3]
     assert process.erased == [("t", "s3")]  # its place in the log was reached, and nothing done again
-    process.follower.close()
 
 
-def test_what_requests_wait_for_goes_before_what_was_followed(process: Process) -> None:
+def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(process: Process) -> None:
+    process.learning_takes = 0.5
     process.begin(NS, "t")
-    process.store.append(NS, [entry_of(turn("s", 1))])
-    wait_until(process.ready.has_any)
-    process.ready.put(Loaded(Wanted(NS, "t", "s"), [turn("s", 2)]), set())
-    first, second = process.ready.take(), process.ready.take()
-    assert first is not None and number_of(first.records[0]) == 2
-    assert second is not None and number_of(second.records[0]) == 1
+    process.store.append(NS, [entry_of(turn("s", 1)), entry_of(turn("other", 2))])
+    wait_until(lambda: process.learned)
+    with process.follower.erasing(NS, "s"):
+        process.follower.note_own(process.store.erase_session(NS, "s").tombstone or "")
+    process.store.append(NS, [entry_of(turn("s", 3))])
+    wait_until(lambda: 3 in process.numbers())
+    assert process.numbers() == [2, 3]
 
 
 def test_an_outage_is_survived_and_nothing_is_missed(process: Process) -> None:
@@ -206,7 +197,7 @@ def test_an_outage_is_survived_and_nothing_is_missed(process: Process) -> None:
     process.store.append(NS, [entry_of(turn("s", 1))])
     process.store.erase_session(NS, "gone")
     process.wait(delivered=1, erased=1, state="closed")
-    assert process.taken() == [1]
+    assert process.numbers() == [1]
     assert process.follower.stats().failed >= 2
 
 
@@ -252,4 +243,4 @@ def test_two_logs_are_followed_side_by_side(process: Process) -> None:
     process.store.erase_session("b", "x")
     process.wait(delivered=2, erased=1)
     assert process.erased == [("tb", "x")]
-    assert sorted(process.taken()) == [1, 2]
+    assert sorted(process.numbers()) == [1, 2]

@@ -126,7 +126,7 @@ def test_a_request_is_served_before_the_rest_of_a_preload(store: FlakyStore) -> 
         store.append(NS, [entry_of(turn("bulk", number))])
     store.append(NS, [entry_of(turn("live", 2000))])
     loader.request(CORPUS, 2001)
-    wait_until(lambda: loader.ready._asked)
+    wait_until(lambda: loader.ready._waiting)
     loader.request(session("live"))
     records = gather(loader, session("live"))
     assert 2000 in map(number_of, records)
@@ -154,7 +154,7 @@ def test_records_of_an_erased_session_are_dropped_wherever_they_are(store: Flaky
     loader = BackgroundLoader(store, max_ready_bytes=1)
     fill(store, 300, sessions=2)
     loader.request(CORPUS, 300)
-    wait_until(lambda: loader.ready._asked)
+    wait_until(lambda: loader.ready._waiting)
     loader.forget("s0")  # some of its records are ready, some are read, some are to be read from the page
     assert {record.session for record in gather(loader, CORPUS)} == {"s1"}
     loader.request(session("s0"))  # what the store still has of it counts again
@@ -271,7 +271,7 @@ def test_close_ends_the_thread_even_if_nobody_takes(store: FlakyStore) -> None:
     fill(store, 600)
     loader = BackgroundLoader(store, max_ready_bytes=1)
     loader.request(CORPUS, 600)
-    wait_until(lambda: loader.ready._asked)
+    wait_until(lambda: loader.ready._waiting)
     loader.close(60)
     assert not loader._thread.is_alive()
     assert not loader.request(session("s0"))

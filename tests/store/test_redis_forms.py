@@ -18,7 +18,6 @@ from agentspec.cache.store import (
     EraseRecord,
     Follower,
     NewEntry,
-    ReadyRecords,
     RedisStore,
     Retention,
     Store,
@@ -29,7 +28,7 @@ from agentspec.cache.store.base import entry_name
 from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
 from agentspec.testing.server import free_port
-from tests.store.helpers import entry_of, turn, wait_until
+from tests.store.helpers import entry_of, number_of, turn, wait_until
 
 NS = "0123456789abcdef.0123456789abcdef01234567"
 PASSWORD = "hunter2-correct-horse"
@@ -289,7 +288,7 @@ def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisSt
     """What is read out of the ids' order is delivered, and each tombstone of others is applied once."""
     server, store = sharded
     erased: list[str] = []
-    ready = ReadyRecords(1 << 20)
+    taken: list[int] = []
 
     def erase(_: str | None, session: str) -> int:
         erased.append(session)
@@ -298,7 +297,7 @@ def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisSt
     follower = Follower(
         store,
         "f" * 16,
-        ready,
+        take=lambda _, record: taken.append(number_of(record)),
         erase=erase,
         erase_again=lambda *_: None,
         forget=lambda _: True,
@@ -316,6 +315,7 @@ def test_a_log_of_several_shards_is_followed(sharded: tuple[RedisServer, RedisSt
         writer.append(NS, [entry_of(turn("s2", 60))])
         wait_until(lambda: follower.stats().delivered == 59)
         assert erased == ["s2", "s3", "s4"]
+        assert sorted(taken) == list(range(2, 61))
         writer.close()
     finally:
         follower.close()

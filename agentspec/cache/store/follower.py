@@ -4,14 +4,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from agentspec.cache.store.base import Store, check_namespace, entry_name
 from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
 from agentspec.cache.store.loader import RecordReader
-from agentspec.cache.store.ready import Loaded, ReadyRecords
 from agentspec.cache.store.records import EraseRecord, TurnRecord
 
 logger = logging.getLogger(__name__)
@@ -21,11 +20,11 @@ LIFE_SECONDS = 1.0
 MAX_LOGS = 256
 """Most logs that a process follows: those used last."""
 
-_WAIT_SECONDS = 0.25  # longest wait for new entries,
-_FULL_SECONDS = 0.05  # and for room in the queue
+_WAIT_SECONDS = 0.25  # longest wait for new entries
+_READ_SECONDS = 0.25  # time after which a log that goes on is left, to look at the others and for tombstones further on
 _SLICE = 64  # most records,
-_SLICE_BYTES = 1 << 20  # and about the most bytes, that are queued together
-_LEARN_SECONDS = 0.02  # longest time for learning before records are queued, but for the last one that it is for
+_SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
+_LEARN_SECONDS = 0.02  # longest time for learning before records are delivered, but for the last one that it is for
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered
 _MAX_OWN = 4096  # tombstones of this process that are remembered
 
@@ -34,10 +33,10 @@ _MAX_OWN = 4096  # tombstones of this process that are remembered
 class FollowerStats:
     """Count what the follower has done since the start.
 
-    delivered: records of others that were queued. learned: those of them that were learned from. skipped: records of
-    this process. erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the
-    store that failed. logs: logs that are followed. behind: those of them that held more than was read when it was
-    looked at last. delay_ms: age of the newest record when it was queued. state: the breaker's.
+    delivered: records of others. learned: those of them that were learned from. skipped: records of this process.
+    erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the store that
+    failed. logs: logs that are followed. behind: those of them that held more than was read when it was looked at last.
+    delay_ms: age of the newest record when it was delivered. state: the breaker's.
     """
 
     delivered: int = 0
@@ -76,21 +75,21 @@ class _Log:
 class Follower:
     """Read what other processes append to the logs in use, in a thread.
 
-    writer: this process's own, whose records are skipped. ready: takes the others' records; what does not fit waits in
-    the store. erase(tenant, session): removes an erased session from this process at once, and returns the number of
-    its newest turn. erase_again(tenant, session): erases the session in the store again, because a turn of this process
-    arrived there behind its tombstone. learn(record): learns from a record of another process before it is queued, as
-    long as there is time for it. forget(tenant): makes the cache forget a tenant whose log is not followed any
-    more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the
-    follower before the store.
+    writer: this process's own, whose records are skipped. take(log, record): puts a record of another process where
+    drafts come from. learn(record): learns from it before that, as long as there is time for it. erase(tenant,
+    session): removes an erased session from this process at once, and returns the number of its newest turn.
+    erase_again(tenant, session): erases the session in the store again, because a turn of this process arrived there
+    behind its tombstone. forget(tenant): makes the cache forget a tenant whose log is not followed any more, and
+    returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower
+    before the store.
     """
 
     def __init__(
         self,
         store: Store,
         writer: str,
-        ready: ReadyRecords,
         *,
+        take: Callable[[str, TurnRecord], None],
         erase: Callable[[str | None, str], int],
         erase_again: Callable[[str | None, str], None],
         learn: Callable[[TurnRecord], None] = lambda record: None,
@@ -100,7 +99,7 @@ class Follower:
     ) -> None:
         self._store = store
         self._writer = writer
-        self._ready = ready
+        self._take = take
         self._erase, self._erase_again, self._forget = erase, erase_again, forget
         self._learn = learn
         self._max_logs = max_logs
@@ -155,7 +154,7 @@ class Follower:
 
     @contextmanager
     def erasing(self, namespace: str, session: str) -> Iterator[None]:
-        """Erase a session of a log inside: what was read of it before, and not queued yet, is dropped."""
+        """Erase a session of a log inside: of what was read of it before, nothing is delivered any more."""
         with self._wake:
             self._erasing[namespace, session] = False
         try:
@@ -166,6 +165,10 @@ class Follower:
                     self._erasing.pop((namespace, session), None)
                 elif (namespace, session) in self._erasing:
                     self._erasing[namespace, session] = True
+
+    def is_erasing(self, namespace: str, session: str) -> bool:
+        """Return whether records of a session that were read may be older than its erasure by this process."""
+        return (namespace, session) in self._erasing
 
     def note_own(self, tombstone: str) -> None:
         """Note the cursor of a tombstone of this process, which has erased the session here already."""
@@ -227,42 +230,42 @@ class Follower:
         return self._breaker.allow()
 
     def _follow(self) -> None:
-        """Wait for new entries once, and deal with them: with tombstones in any case, with records if there is room."""
-        room = self._ready.has_room()
+        """Wait for new entries once, and deal with them."""
         with self._wake:
             logs = dict(self._logs)
-        cursors = {name: log.cursor if room else max(log.cursor, log.erased) for name, log in logs.items()}
-        found = self._store.wait(cursors, _WAIT_SECONDS if room else _FULL_SECONDS)
+        found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
         for name in found:
-            if not (self._ready.has_room() and self._read(name, logs[name])):
+            if not self._read(name, logs[name]):
                 self._look_ahead(name, logs[name])
                 behind += 1
         with self._wake:
-            self._counts.behind = behind if room else max(behind, self._counts.behind)
+            self._counts.behind = behind
 
     def _read(self, namespace: str, log: _Log) -> bool:
-        """Queue a log's new records while there is room. Returns whether that was all."""
-        courtesy, loaded, at = Courtesy(), Loaded(None), log.cursor
+        """Deliver a log's new records, as long as there is time. Returns whether that was all."""
+        courtesy, batch, size, at = Courtesy(), list[TurnRecord](), 0, log.cursor
+        until = time.monotonic() + _READ_SECONDS
         with self._wake:  # what was erased before is in no entry that is read from now on
             self._erasing = {what: done for what, done in self._erasing.items() if what[0] != namespace or not done}
         for entry, record in self._reader.read(self._store, namespace, after=log.cursor):
             if isinstance(record, EraseRecord):
-                self._deliver(namespace, loaded)
-                loaded = Loaded(None)
+                self._deliver(namespace, batch, courtesy)
+                batch, size = [], 0
                 self._apply(namespace, log, record.session, entry.sequence)
             elif isinstance(record, TurnRecord) and record.writer == self._writer:
                 self._skip(log, record)
             elif isinstance(record, TurnRecord):
-                loaded.add(record)
+                batch.append(record)
+                size += record.size
             at = entry.sequence
-            if len(loaded.records) >= _SLICE or loaded.size >= _SLICE_BYTES:
-                self._deliver(namespace, loaded)
-                loaded, log.cursor = Loaded(None), at
-                if self._closed or not self._ready.has_room():
+            if len(batch) >= _SLICE or size >= _SLICE_BYTES:
+                self._deliver(namespace, batch, courtesy)
+                batch, size, log.cursor = [], 0, at
+                if self._closed or time.monotonic() >= until:
                     return False
             courtesy.pause()
-        self._deliver(namespace, loaded)
+        self._deliver(namespace, batch, courtesy)
         log.cursor = at
         log.erased = max(log.erased, at)
         return True
@@ -301,20 +304,19 @@ class Follower:
             del log.numbers[record.session]
             self._erase_again(log.tenant, record.session)
 
-    def _deliver(self, namespace: str, loaded: Loaded) -> None:
-        if not loaded.records:
+    def _deliver(self, namespace: str, records: Sequence[TurnRecord], courtesy: Courtesy) -> None:
+        if not records:
             return
         learned, until = 0, time.monotonic() + _LEARN_SECONDS
-        for record in loaded.records:
-            if time.monotonic() >= until:
-                break
-            self._learn(record)
-            learned += 1
-        delay = max(0.0, 1e3 * (time.time() - loaded.records[-1].created))
+        for record in records:
+            if time.monotonic() < until:
+                self._learn(record)
+                learned += 1
+            self._take(namespace, record)
+            courtesy.pause()
+        delay = max(0.0, 1e3 * (time.time() - records[-1].created))
         with self._wake:
-            loaded.drop({session for log, session in self._erasing if log == namespace})
-            self._ready.put_followed(loaded)
-            self._counts.delivered += len(loaded.records)
+            self._counts.delivered += len(records)
             self._counts.learned += learned
             self._counts.delay_ms = delay
 

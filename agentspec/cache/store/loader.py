@@ -123,7 +123,7 @@ class BackgroundLoader:
     from pushing out all others each time it comes back. Sessions and groups go before corpora. A read that fails while
     the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
 
-    ready: the queue that ``take`` empties, into which others may put records too. before_read(namespace, tenant): is
+    before_read(namespace, tenant): is
     called in the loader's thread before a log is read; it may wait for the store and raise its errors. prepare: is
     called in that thread with all turns of a large session, and returns their indexes, or None if it cannot.
     """
@@ -180,8 +180,8 @@ class BackgroundLoader:
     def take(self) -> Loaded | None:
         """Return the next records to apply, or None if none are ready. Never blocks."""
         loaded = self.ready.take()
-        if loaded is None or loaded.wanted is None:
-            return loaded
+        if loaded is None:
+            return None
         with self._wake:
             self._counts.delivered += len(loaded.records)
             if loaded.complete and loaded.wanted.is_corpus:

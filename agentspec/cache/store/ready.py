@@ -10,8 +10,6 @@ from agentspec.cache.store.records import TurnRecord
 if TYPE_CHECKING:  # stores work without the compiled core
     from agentspec.cache.core import PreparedSession
 
-_FOLLOWED_SHARE = 4  # records that nobody asked for may take one part in so many of the queue
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -36,12 +34,12 @@ class Wanted:
 class Loaded:
     """Hold records to apply together.
 
-    wanted: what was asked for; None: the records were followed, so they go to what the cache holds only. complete:
-    these are the last of what ``wanted`` names, and none was lost. prepared: the session that the records are, indexed
-    already; None: it is not worth that. forgotten: sessions that were erased since ``take`` returned it.
+    wanted: what was asked for. complete: these are the last of what ``wanted`` names, and none was lost. prepared: the
+    session that the records are, indexed already; None: it is not worth that. forgotten: sessions that were erased
+    since ``take`` returned it.
     """
 
-    wanted: Wanted | None
+    wanted: Wanted
     records: list[TurnRecord] = field(default_factory=list)
     size: int = 0
     complete: bool = False
@@ -62,78 +60,54 @@ class Loaded:
 
 
 class ReadyRecords:
-    """Hold what was read until the engine takes it: first what requests wait for, then what was followed. Thread-safe.
-
-    max_bytes: limit of both together. Followed records may take a quarter of it, so that they never keep those out that
-    a request waits for.
-    """
+    """Hold what was read until the engine takes it. Thread-safe. max_bytes: limit of all together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._asked: deque[Loaded] = deque()
-        self._followed: deque[Loaded] = deque()
-        self._asked_bytes = self._followed_bytes = 0
+        self._waiting: deque[Loaded] = deque()
+        self.bytes = 0
+        """memory of the records that wait, roughly"""
         self._taken: Loaded | None = None
         self._closed = False
         self._room = threading.Condition(threading.Lock())
 
     def put(self, loaded: Loaded, forgotten: set[str]) -> None:
-        """Queue what was asked for, without the sessions that were ``forgotten`` meanwhile. Waits while it is full."""
+        """Queue records, without the sessions that were ``forgotten`` meanwhile. Waits while the queue is full."""
         with self._room:
-            self._room.wait_for(lambda: self._closed or self._asked_bytes + self._followed_bytes < self._max_bytes)
+            self._room.wait_for(lambda: self._closed or self.bytes < self._max_bytes)
             loaded.drop(forgotten)
-            self._asked.append(loaded)
-            self._asked_bytes += loaded.size
-
-    def put_followed(self, loaded: Loaded) -> None:
-        """Queue followed records. Never waits: call it while ``has_room``."""
-        with self._room:
-            self._followed.append(loaded)
-            self._followed_bytes += loaded.size
-
-    def has_room(self) -> bool:
-        """Return whether followed records may be queued."""
-        return self._followed_bytes < self._max_bytes // _FOLLOWED_SHARE
+            self._waiting.append(loaded)
+            self.bytes += loaded.size
 
     def has_any(self) -> bool:
         """Return whether ``take`` has something to return."""
-        return bool(self._asked or self._followed)
+        return bool(self._waiting)
 
     def take(self) -> Loaded | None:
         """Return the next records to apply, or None if none are ready."""
         if not self.has_any():
             return None
         with self._room:
-            if self._asked:
-                self._taken = self._asked.popleft()
-                self._asked_bytes -= self._taken.size
-            elif self._followed:
-                self._taken = self._followed.popleft()
-                self._followed_bytes -= self._taken.size
-            else:
+            if not self._waiting:
                 return None
+            self._taken = self._waiting.popleft()
+            self.bytes -= self._taken.size
             self._room.notify_all()
             return self._taken
 
     def holds(self, wanted: Wanted) -> bool:
         """Return whether ``take`` will return records of what is wanted."""
         with self._room:
-            return any(loaded.wanted == wanted for loaded in self._asked)
+            return any(loaded.wanted == wanted for loaded in self._waiting)
 
     def forget(self, session: str) -> None:
         """Drop the records of an erased session, and note it in what was taken last."""
         with self._room:
             if self._taken is not None:
                 self._taken.forgotten.add(session)
-            for loaded in (*self._asked, *self._followed):
+            for loaded in self._waiting:
                 loaded.drop({session})
-            self._asked_bytes = sum(loaded.size for loaded in self._asked)
-            self._followed_bytes = sum(loaded.size for loaded in self._followed)
-
-    @property
-    def bytes(self) -> int:
-        """Return the memory of the records that wait, roughly."""
-        return self._asked_bytes + self._followed_bytes
+            self.bytes = sum(loaded.size for loaded in self._waiting)
 
     def close(self) -> None:
         """Let nobody wait any more."""
