@@ -1,5 +1,6 @@
 """Define ``agentspec``, the program that the package installs. Its longer commands have modules of their own."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -140,9 +141,9 @@ def main() -> None:
     except AgentSpecError as error:
         message = str(error)
     except OSError as error:
-        if error.filename is None:  # not about a file or folder that the user named
+        if error.filename is None and error.errno != errno.ENOSPC:  # nothing that the user named
             raise
-        message = f"{error.filename}: {error.strerror}"
+        message = str(error.strerror) if error.filename is None else f"{error.filename}: {error.strerror}"
     else:
         return
     # Print Text, because markup would swallow brackets in user input that the message quotes.

@@ -36,8 +36,10 @@ def main() -> int:
         result = session.pipeline(options.task, STAGES, budget=Budget(requests=6, seconds=600), max_tokens=128)
     for attempt in result.attempts:
         print(f"{attempt.name}: {attempt.error or (attempt.reply.text if attempt.reply else '')}\n")
-    options.report.write_text(render(read_run(record)), encoding="utf-8")
-    print(f"stopped: {result.stopped}; where the tokens came from: {options.report}")
+    print(f"stopped: {result.stopped}")
+    if any(attempt.reply for attempt in result.attempts):
+        options.report.write_text(render(read_run(record)), encoding="utf-8")
+        print(f"where the tokens came from: {options.report}")
     return 0 if result.done else 1
 
 

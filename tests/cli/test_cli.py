@@ -94,6 +94,16 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(agentspec: Progr
     assert status == 2 and printed.replace("\n", "") == f"agentspec: {folder}: Is a directory"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path) -> None:
+    record = tmp_path / "calls.jsonl"
+    record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
+    command = [sys.executable, "-m", "agentspec.cli", "simulate", str(record)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.strip() == "agentspec: No space left on device"
+
+
 @pytest.mark.parametrize("text", ["1 / 0", "def score(:"])
 def test_a_reward_whose_module_fails_is_named(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str

@@ -85,6 +85,7 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
         (("import", "x", __file__), ADA, "body: "),
         (("export", "fix-42", "no-such-folder/file"), ADA, "no-such-folder/file: No such file"),
         (("list", "--header", "X-Principal"), ADA, "Name: value"),
+        (("convert", "sqlite:///no-such-folder/old.db"), ADA, "no such file"),
         (("convert", "memory://"), ADA, "nothing of an older release"),
         (("convert", "redis://me:hunter2@127.0.0.1:1/0"), ADA, "redis://***@127.0.0.1:1/0"),
     ],

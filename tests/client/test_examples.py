@@ -51,6 +51,14 @@ def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> 
     assert {chat.headers["x-parent-session-id"] for chat in server.chats} == {"pipeline"}
 
 
+def test_the_pipeline_without_a_server_says_why(server: FakeServer, tmp_path: Path) -> None:
+    server.failures = [400]
+    command = [sys.executable, str(EXAMPLES / "pipeline.py"), "--base-url", server.url, "--model", "small"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert result.returncode == 1 and "told to answer 400" in result.stdout and "Traceback" not in result.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_the_editor_predicts_the_file(server: FakeServer, tmp_path: Path) -> None:
     server.counts, server.prediction_usage = COUNTS, (9, 1)
     (tmp_path / "sum.py").write_text("total = 1\nprint(total)\n")

@@ -248,6 +248,8 @@ class _Chain:
 def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Converted:
     new, old = path.with_name(f"{path.name}.converting"), path.with_name(f"{path.name}.schema-1")
     counts = Converted(kept_as=str(old))
+    if not path.exists():
+        raise StoreUnavailableError(f"{path}: no such file; give the URL of the old store")
     for leftover in _files(new):
         leftover.unlink(missing_ok=True)
     try:
