@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.vllm_adapter import launch
-from agentspec.server_ext.vllm_adapter.conflicts import conflict
+from agentspec.server_ext.vllm_adapter.engine_arguments import conflict
 from agentspec.server_ext.vllm_launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, engine_args
 

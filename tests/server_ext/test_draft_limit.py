@@ -7,7 +7,7 @@ import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter.draft_limit import (
+from agentspec.server_ext.vllm_adapter.engine_arguments import (
     LEAST_STATES,
     MOST_STATES,
     STATE_SHARE,

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
+from agentspec.server_ext.vllm_adapter.engine_arguments import keeps_states
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import extension_of
 

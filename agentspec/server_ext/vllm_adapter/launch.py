@@ -20,8 +20,12 @@ from agentspec.server_ext.metrics import make_record
 from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
-from agentspec.server_ext.vllm_adapter.conflicts import conflict, schedule_synchronously
-from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, describe
+from agentspec.server_ext.vllm_adapter.engine_arguments import (
+    conflict,
+    default_draft_limit,
+    describe,
+    schedule_synchronously,
+)
 
 logger = logging.getLogger("vllm.agentspec")
 
