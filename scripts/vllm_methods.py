@@ -51,6 +51,7 @@ READ = (
     "vllm.v1.sample.rejection_sampler:RejectionSampler._get_logprobs_tensors",
     "vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs",
     "vllm.v1.sample.sampler:Sampler.greedy_sample",
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.dummy_run",

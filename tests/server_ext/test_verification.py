@@ -187,3 +187,27 @@ def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | 
         assert tuple(found.logprob_token_ids[i][: len(columns)]) == columns
         assert found.logprobs[i][: len(columns)] == pytest.approx(expected[i, list(columns)].numpy())
     assert "gather_logprobs" not in vars(sampler.sampler)
+
+
+def test_a_draft_counts_towards_min_tokens_at_the_token_behind_it() -> None:
+    """Both rows said 3 of at least 6 tokens. Behind a draft of 3 the response may end, behind one of 2 it may not."""
+    end = 1
+    processor = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)  # it wants a whole vLLM configuration
+    processor.device, processor.neg_inf_tensor = torch.device("cpu"), torch.tensor(-float("inf"))
+    processor.min_toks = {row: (6, [2, 2, 2], {end}, False) for row in range(2)}
+    none = torch.tensor([], dtype=torch.int32)
+    processor.restore_logits_slice = (none, none)
+    rows = torch.tensor([0, 1], dtype=torch.int32)
+    processor.logits_slice = (rows, torch.full_like(rows, end))
+    metadata = metadata_of([[2, 2, 2], [2, 2]])
+
+    def forward(_: Any, metadata: Any, __: Any, logits: Any, corrected: Any) -> tuple[list[bool], list[bool]]:
+        (of_ours,) = corrected.logitsprocs.non_argmax_invariant
+        behind = of_ours.apply(torch.zeros((2, VOCABULARY)))
+        inside = of_ours.apply_with_spec_decode(torch.zeros((5, VOCABULARY)), metadata.num_draft_tokens)
+        return behind[:, end].isinf().tolist(), inside[:, end].isinf().tolist()
+
+    wanted = sampling(2, logitsprocs=LogitsProcessors([processor]))
+    found = verification.min_tokens_behind_drafts(forward, None, metadata, None, None, wanted)
+    assert found == ([False, True], [True] * 5)
+    assert processor.apply(torch.zeros((2, VOCABULARY)))[:, end].isinf().tolist() == [True, True]

@@ -11,6 +11,7 @@
 ``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
                   buffers and CUDA graphs
 ``verification``  corrects vLLM's rejection sampler, and makes it cheaper on CPUs
+``thinking_budget``  ends thinking beside drafts where vLLM ends it without
 ``shutdown``      gives engines the time to save when a server is stopped
 ``offline``       runs an ``LLM`` of this process step by step, for rollouts
 
@@ -36,6 +37,7 @@ from agentspec.server_ext.vllm_adapter import (
     native_methods,
     runner,
     shutdown,
+    thinking_budget,
     verification,
 )
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
@@ -189,6 +191,7 @@ _SPECULATIVE = "vllm.config.speculative:SpeculativeConfig"
 _GRAPHS = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
 _SAMPLING = "vllm.v1.sample.rejection_sampler"
 _SAMPLER = f"{_SAMPLING}:RejectionSampler"
+_THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder"
 
 # fmt: off
 PATCHES = (
@@ -270,6 +273,12 @@ PATCHES = (
           "prepares their replay as they were captured"),
     Patch("runner", _SAMPLER, "forward", verification.named_logprobs,
           "returns the log probabilities of logprob_token_ids; vLLM returns none, or ends the engine"),
+    Patch("runner", _SAMPLER, "forward", verification.min_tokens_behind_drafts,
+          "counts drafts towards min_tokens at the token behind them"),
+    Patch("runner", _THINKING, "update_state", thinking_budget.update_state,
+          "counts thinking beside drafts as without"),
+    Patch("runner", _THINKING, "apply_to_logits", thinking_budget.apply_to_logits,
+          "ends it in the right row and at the right token"),
     Patch("runner", _SAMPLER, "forward", verification.verify,
           "reads greedy choices without copies of the logits", cpu_only=True),
 )

@@ -1,5 +1,6 @@
-"""Correct two faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits."""
+"""Correct faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,41 @@ def named_logprobs(
         return original(sampler, metadata, draft_probs, logits, wanted)
     finally:
         del target.gather_logprobs
+
+
+# --- min_tokens. Behind a draft, vLLM's rejection sampler forbids the end of a response as if the draft were not there.
+# --- So a request whose draft is right up to its end, and reaches min_tokens, says something else than without drafts.
+
+
+def min_tokens_behind_drafts(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Any,
+    logits: Any,
+    sampling_metadata: Any,
+) -> Any:
+    """Let a response end at the token behind its draft if that one is beyond ``min_tokens``."""
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    processors = sampling_metadata.logitsprocs
+    if any(isinstance(each, MinTokensLogitsProcessor) and each.min_toks for each in processors.non_argmax_invariant):
+        counts = metadata.num_draft_tokens
+        corrected = type(processors)(
+            _behind_drafts(each, counts) if isinstance(each, MinTokensLogitsProcessor) else each
+            for each in processors.all
+        )
+        sampling_metadata = dataclasses.replace(sampling_metadata, logitsprocs=corrected)
+    return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+
+
+def _behind_drafts(processor: Any, num_draft_tokens: list[int]) -> Any:
+    """Return a copy of vLLM's processor of ``min_tokens`` that counts drafts where it serves the token behind them."""
+    behind, corrected = copy.copy(processor), copy.copy(processor)
+    behind.min_toks = {row: (least - num_draft_tokens[row], *of) for row, (least, *of) in processor.min_toks.items()}
+    behind.update_state(None)  # takes out what has reached its minimum
+    corrected.apply = behind.apply
+    return corrected
 
 
 # --- Sampling parameters of draft positions, on CPUs.

@@ -1,0 +1,92 @@
+"""Thinking ends beside drafts where vLLM's own machine ends it when it is shown one token a step."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+from agentspec.server_ext.vllm_adapter import thinking_budget
+
+VOCABULARY = 12
+START = [10]
+
+
+def holder_of(end: list[int], prompts: list[list[int]], budgets: list[int], longest: int) -> ThinkingBudgetStateHolder:
+    """vLLM's machine for some requests, whose drafts have at most so many tokens."""
+    marks: Any = SimpleNamespace(reasoning_start_token_ids=START, reasoning_end_token_ids=end)
+    holder = ThinkingBudgetStateHolder(marks, len(prompts), longest, torch.device("cpu"), False)
+    added: list[Any] = [
+        (row, SamplingParams(thinking_token_budget=budget), prompt, [])
+        for row, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+    ]
+    holder.sync_batch(BatchUpdate(len(prompts), removed=[], moved=[], added=added))
+    return holder
+
+
+def forced(logits: torch.Tensor) -> list[int | None]:
+    """The token that must come next in each row."""
+    return [int(row.argmax()) if row.max() > 0 else None for row in logits]
+
+
+def by_vllm(end: list[int], prompt: list[int], budget: int, text: list[int]) -> list[int | None]:
+    """What vLLM forces behind the prompt, and behind each token of the text, without speculation."""
+    holder = holder_of(end, [prompt], [budget], 0)
+    found = []
+    for length in range(len(text) + 1):
+        holder.update_state([text[:length]], [[]])
+        found += forced(holder.apply_to_logits(torch.zeros((1, VOCABULARY)), False, [[]]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_forced_where_vllm_forces_it_without_drafts(seed: int) -> None:
+    """Three requests with drafts of any length, right or wrong, of texts that think once and more often."""
+    luck = random.Random(seed)
+    end = [[11], [9, 11]][seed % 2]
+    prompts = [luck.choice([[1, 2], [1, *START], [*START, 3, *end, 4], [*START, 5, 6]]) for _ in range(3)]
+    budgets = [luck.randint(0, 12) for _ in prompts]
+    texts = []
+    for prompt, budget in zip(prompts, budgets, strict=True):
+        text: list[int] = []
+        while len(text) < 50:
+            must = by_vllm(end, prompt, budget, text)[-1]
+            kinds = [luck.randrange(9)], START, end
+            text += luck.choices(kinds, [20, 1, 1])[0] if must is None else [must]
+        texts.append(text[:50])
+    expected = [by_vllm(end, *of) for of in zip(prompts, budgets, texts, strict=True)]
+    assert any(token is not None for row in expected for token in row) or min(budgets) > 4
+    holder = holder_of(end, prompts, budgets, 8)
+    read = [0, 0, 0]
+    while min(read) < 40:
+        drafts = [texts[row][at : at + luck.choice([0, 0, 3, 8])] for row, at in enumerate(read)]
+        outputs = [text[:at] for text, at in zip(texts, read, strict=True)]
+
+        def never(*_: object) -> None:
+            raise AssertionError("vLLM's own counting was asked")
+
+        thinking_budget.update_state(never, holder, outputs, drafts)
+        behind = thinking_budget.apply_to_logits(never, holder, torch.zeros((3, VOCABULARY)), any(drafts), drafts)
+        ends = [at + len(draft) for at, draft in zip(read, drafts, strict=True)]
+        assert forced(behind) == [row[at] for row, at in zip(expected, ends, strict=True)]
+        if any(drafts):
+            inside = torch.zeros((sum(map(len, drafts)), VOCABULARY))
+            thinking_budget.apply_to_logits(never, holder, inside, False, drafts)
+            spans = zip(expected, read, ends, strict=True)
+            assert forced(inside) == [token for row, at, to in spans for token in row[at:to]]
+        read = [
+            min(40, at + luck.randint(0 if draft else 1, len(draft) + 1))
+            for at, draft in zip(read, drafts, strict=True)
+        ]
+
+
+def test_an_engine_without_speculation_keeps_vllms_counting() -> None:
+    holder = holder_of([11], [[1, *START]], [2], 0)
+    calls = []
+    thinking_budget.update_state(lambda *of: calls.append(of), holder, [[]], [[]], None)
+    thinking_budget.apply_to_logits(lambda *of: calls.append(of), holder, torch.zeros((1, 2)), False, [[]])
+    assert len(calls) == 2
