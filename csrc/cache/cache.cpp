@@ -1,6 +1,7 @@
 #include "cache/cache.hpp"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "drafting/arctic_suffix_rule.hpp"
@@ -184,8 +185,9 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
   }
   for (const auto& group : sharing) {
     bool dropped = false;
-    for (bool more = true; more;) {  // in slices, so that a step can run in between
+    for (bool more = true; more; let_engine_call()) {
       std::lock_guard lock(mutex_);
+      ++entries_.erasures;  // what a snapshot copied since the last slice may hold some of it
       if (group->gone) break;
       if (!std::exchange(dropped, true)) group->corpus.drop_session("s" + session);
       group->corpus.sweep(kSweepPerSlice);
@@ -194,6 +196,11 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
       if (!more && group->tenant) entries_.forget_if_empty(*group);
     }
   }
+}
+
+// Leaves the lock to a call that waits for it: who takes it again at once is mostly faster.
+void Cache::let_engine_call() const {
+  if (calling_ > 0) std::this_thread::sleep_for(kBetweenSlices);
 }
 
 void Cache::free_session(const std::string& session) {
@@ -241,9 +248,10 @@ std::vector<std::string> Cache::tenants() {
 }
 
 bool Cache::forget_tenant(const std::string& tenant) {
-  for (;;) {  // in slices, so that a step can run in between
+  for (;; let_engine_call()) {
+    std::shared_ptr<Tenant> found;  // goes without the lock, because to free so much takes time
     std::lock_guard lock(mutex_);
-    const auto found = entries_.tenants().find(tenant);
+    found = entries_.tenants().find(tenant);
     if (!found) return true;
     if (found->running > 0) return false;
     if (entries_.forget_tenant(*found)) return true;

@@ -179,6 +179,7 @@ class Cache {
   void advance(Request& request, WorkBudget& budget);
   std::size_t work(WorkBudget& budget);
   bool has_thread() const { return indexing_ && !closed_; }  // that indexes what steps leave to it
+  void let_engine_call() const;
   bool index_some();
   void want_indexing();
   std::size_t draft_limit(std::int32_t max_draft) const;

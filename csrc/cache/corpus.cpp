@@ -80,13 +80,17 @@ void Corpus::drop_older_half() {
 
 void Corpus::drop_session(const std::string& session) {
   const std::uint64_t hash = hash_of(session);
+  const auto is_its = [&](const Document& document) { return document.session == hash; };
+  const auto evicted = dropped_.begin() + static_cast<std::ptrdiff_t>(erased_);  // which may be indexed still
+  const std::size_t before = erased_;
+  erased_ += static_cast<std::size_t>(std::stable_partition(evicted, dropped_.end(), is_its) - evicted);
   documents_.erase_if([&](const Document& document) {
-    if (document.session != hash) return false;
+    if (!is_its(document)) return false;
     forget(document);
-    index_.freeze(false);
     dropped_.insert(dropped_.begin() + static_cast<std::ptrdiff_t>(erased_++), document);
     return true;
   });
+  if (erased_ > before) index_.freeze(false);
 }
 
 std::size_t Corpus::sweep(std::size_t budget) {

@@ -340,6 +340,7 @@ void CacheEntries::drop(CacheEntry& entry) {
 
 std::vector<std::shared_ptr<Group>> CacheEntries::remove_session(const std::string& key,
                                                                  const std::string* tenant_key) {
+  ++erasures;
   if (const auto session = find_session(key)) {
     drop(*session);
     session->clear();  // its running requests keep the entry itself

@@ -173,7 +173,7 @@ class CacheEntries {
   bool empty() const { return tenants_.by_key.empty() && held_.bytes == 0; }
 
   Limits limits;
-  std::uint64_t erasures = 0;  // calls of remove_session()
+  std::uint64_t erasures = 0;  // changes while a session is erased
   HistoryWindow window;
   std::uint64_t periods = 0;   // weights or epochs that began so far, whichever the window counts
 

@@ -141,6 +141,8 @@ void CacheEntries::drop_tenant(Tenant& tenant) {
   corpora_ -= tenant.counted;
   beside_ -= tenant.beside;
   set_waiting(tenant, false);
+  tenant.counted = {};
+  tenant.gone = true;  // an erasure or a snapshot of it may be under way
   bury(tenant.take_index());
   tenants_.erase(tenant);
 }

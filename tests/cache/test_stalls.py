@@ -4,6 +4,9 @@ Times are CPU time of this thread, not wall time. A step takes .7 ms at the nine
 before the work was shared, each case took ten times as long or more.
 """
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -117,6 +120,29 @@ def test_a_session_is_erased_beside_a_large_corpus() -> None:
         return {"step": most([cpu(lambda: cache.propose(["r"], 8)) for _ in range(50)])}
 
     assert_fast(measure, step=STALL)
+
+
+def test_steps_wait_for_no_erasure_in_another_thread() -> None:
+    """By the clock, because they wait for a lock. The erasure takes most of a second."""
+
+    def measure() -> dict[str, float]:
+        rng, cache, times = np.random.default_rng(3), SuffixCache(vocab_size=60_000, max_bytes=None), list[float]()
+        for number in range(600):
+            text, session = rng.integers(0, 3000, 2000, np.int32), "s" if number % 2 else None
+            cache.restore(FinishedTurn("t", session, 0, text[:0], text, writer="w", number=number))
+        cache.catch_up()
+        cache.start("r", [1, 2, 3])
+        erasing = threading.Thread(target=lambda: cache.remove_session("t", "s"))
+        erasing.start()
+        while erasing.is_alive():
+            begin = time.perf_counter()
+            cache.propose(["r"], 8)
+            times.append(1e3 * (time.perf_counter() - begin))
+            time.sleep(0.001)
+        assert len(times) > 5
+        return {"step": max(times)}
+
+    assert_fast(measure, step=5 * STALL)  # 2 ms; where it takes the lock again at once, 20 to 400 ms
 
 
 def test_the_budget_of_a_step_is_kept_and_may_be_none() -> None:

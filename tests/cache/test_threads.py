@@ -1,5 +1,6 @@
 """One thread decodes; others look, erase, tidy up and save meanwhile. A thread sanitizer sees what this test cannot."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from agentspec.cache import FinishedTurn, SuffixCache
+from agentspec.errors import SnapshotError
 
 
 def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
@@ -20,12 +22,15 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
             call()
             calls[number] += 1
 
-    others = [
-        lambda: cache.stats(),
-        lambda: cache.remove_session("t", "s3"),
-        lambda: cache.catch_up(100),
-        lambda: cache.save(tmp_path / "trees"),
-    ]
+    def erase() -> None:
+        cache.remove_session("t", "s3")
+        time.sleep(0.05)
+
+    def save() -> None:
+        with contextlib.suppress(SnapshotError):  # a busy machine may erase during each try
+            cache.save(tmp_path / "trees")
+
+    others = [cache.stats, erase, lambda: cache.catch_up(100), save]
     threads = [threading.Thread(target=again, args=(n, call)) for n, call in enumerate(others)]
     indexing = threading.Thread(target=cache.index_until_closed)
     for thread in (*threads, indexing):
@@ -40,6 +45,7 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
         for thread in (*threads, indexing):
             thread.join()
     assert accepted > 0
+    cache.save(tmp_path / "trees")
     assert SuffixCache.load(tmp_path / "trees").stats().tokens > 0
 
 
@@ -103,6 +109,47 @@ def test_what_the_thread_has_not_indexed_by_the_second_step_the_steps_do() -> No
     finally:
         cache.close()
     thread.join(60)
+
+
+SECRET = np.arange(70_000, 70_040, dtype=np.int32)
+
+
+def saving(cache: SuffixCache, path: Path) -> threading.Thread:
+    """Return a thread that saves the cache, in the middle of the large index of its only tenant, `t`."""
+    rng = np.random.default_rng(7)
+    cache.restore(FinishedTurn("t", "gone", 0, SECRET[:0], SECRET, writer="w", number=1))
+    for number in range(2, 40):
+        response = rng.integers(0, 60_000, 20_000, np.int32)
+        cache.restore(FinishedTurn("t", None, 0, response[:0], response, writer="w", number=number))
+    cache.catch_up()
+    thread = threading.Thread(target=cache.save, args=(path,))
+    thread.start()
+    while not list(path.parent.glob(f"{path.name}.tmp*")):
+        time.sleep(0.0005)
+    time.sleep(0.005)
+    return thread
+
+
+def test_what_is_erased_while_a_snapshot_is_saved_is_neither_in_that_nor_drafted(tmp_path: Path) -> None:
+    """Even where it was evicted before, which the index learns of later, and not at all while it is saved."""
+    cache = SuffixCache(max_bytes=None)
+    thread = saving(cache, tmp_path / "trees")
+    cache.resize(max_bytes=None, max_tokens=cache.stats().tokens - 1000)
+    cache.remove_session("t", "gone")
+    cache.start("r", SECRET[:20], tenant="t")
+    assert cache.propose(["r"], 4, cost=0.0)[0].token_ids.tolist() == []
+    thread.join()
+    assert SECRET[:20].tobytes() not in (tmp_path / "trees").read_bytes()
+
+
+def test_a_tenant_that_is_forgotten_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
+    cache = SuffixCache(max_bytes=None)
+    thread = saving(cache, tmp_path / "trees")
+    assert cache.forget_tenant("t")
+    thread.join()
+    cache.catch_up()
+    held = cache.stats()
+    assert (held.tokens, held.bytes, held.pending, held.leaving) == (0, 0, 0, 0)
 
 
 def said(number: int) -> FinishedTurn:
