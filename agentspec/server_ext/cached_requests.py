@@ -99,7 +99,7 @@ class CachedRequests:
         try:
             name = self._persistence.next_name()
             turn = self._cache.finish(state.request_id, output_limit=output_limit, name=name)
-            if turn is not None:
+            if turn is not None and turn.session == state.identity.session:  # unless it has just been erased
                 self._persistence.save(turn, state.identity)
         except Exception as error:
             self._count_error("finish", error)

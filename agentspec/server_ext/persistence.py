@@ -97,7 +97,7 @@ class Persistence:
             self._writer_id,
             take=lambda log, record: self._take(cache, log, record),
             erase=lambda tenant, session: self._erase_here(tenant, session, erased),
-            erase_again=lambda tenant, session: self._erase_again(tenant, session),
+            erase_again=self._erase_again,
             learn=lambda record: _learn_from(cache, record),
             forget=cache.forget_tenant,
         )
@@ -319,7 +319,7 @@ class Persistence:
         return self._number
 
     def _erase_again(self, tenant: str | None, session: str) -> None:
-        self._jobs.submit(lambda store: self._erase_in_store(store, self.logs.of(tenant), session))
+        self._erase_in_store(self._store, self.logs.of(tenant), session)
 
     def _erase_in_store(self, store: Store, log: str, session: str) -> Erasure:
         if self._follower is None:

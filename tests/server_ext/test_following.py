@@ -16,6 +16,7 @@ import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store
+from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
@@ -291,6 +292,53 @@ def test_a_turn_that_was_on_its_way_is_erased_again(start: Start, monkeypatch: p
     assert a.drafts(text(100, 5)) == [] and b.drafts(text(100, 5)) == []
 
 
+def test_a_turn_that_ends_just_before_its_session_is_erased_is_not_stored_behind_that(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = start()
+    meet(a)
+    name, goes_on, finish = a.begin([1, 2, 3]), threading.Event(), a.cache.finish
+    a.persistence.submit(lambda store: goes_on.wait(60))  # the erasure waits behind it
+    a.engine.session("begin", "job", "erase", "s", [TENANT])
+
+    def finished(request_id: str, **options: Any) -> FinishedTurn | None:
+        turn = finish(request_id, **options)
+        goes_on.set()
+        wait_until(lambda: a.engine.session("poll", "job"))
+        return turn
+
+    monkeypatch.setattr(a.cache, "finish", finished)
+    a.end(name, text(100))
+    assert a.persistence._writer.flush(60)
+    assert stored(a) == [] and a.drafts(text(100, 5)) == []
+
+
+def test_a_turn_that_was_on_its_way_is_erased_again_also_when_the_store_fails_then(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start(), start()
+    meet(a, b, session="other")
+    append, erase, failures = b.store.append, b.store.erase_session, [0]
+
+    def late(*args: Any, **options: Any) -> list[str]:
+        a.erase("s")
+        wait_until(lambda: b.follower("erased"))
+        return append(*args, **options)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        failures[0] += 1
+        if failures[0] < 3:
+            raise StoreUnavailableError("away")
+        return erase(*args, **options)
+
+    monkeypatch.setattr(b.store, "append", late)
+    monkeypatch.setattr(b.store, "erase_session", fails)
+    b.say([1, 2, 3], text(100))
+    wait_until(lambda: b.follower("erased"))
+    wait_until(lambda: failures[0])
+    wait_until(lambda: not [record for record in stored(a) if record.session == "s"], 10)
+
+
 def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
     a, b = start(), start()
     for number in range(100, 3000, 100):
@@ -448,7 +496,6 @@ def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from agentspec.cache.store import SQLiteStore
-    from agentspec.errors import StoreUnavailableError
 
     first = start(snapshot=tmp_path / "trees")
     first.say([1, 2, 3], text(100))

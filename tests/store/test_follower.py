@@ -23,6 +23,7 @@ class Process:
     number: int = 0
     erased: list[tuple[str | None, str]] = field(default_factory=list)
     erased_again: list[tuple[str | None, str]] = field(default_factory=list)
+    refusals: int = 0  # of erasing again
     forgotten: list[str | None] = field(default_factory=list)
     busy: set[str | None] = field(default_factory=set)
     learned: list[int] = field(default_factory=list)
@@ -36,7 +37,7 @@ class Process:
             OTHER,
             take=self.take,
             erase=self.erase,
-            erase_again=lambda tenant, session: self.erased_again.append((tenant, session)),
+            erase_again=self.erase_again,
             learn=self.learn,
             forget=self.forget,
             max_logs=3,
@@ -48,6 +49,12 @@ class Process:
         self.taken = [(of, number) for of, number in self.taken if of != session]
         self.erased.append((tenant, session))
         return self.number
+
+    def erase_again(self, tenant: str | None, session: str) -> None:
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise StoreUnavailableError("busy")
+        self.erased_again.append((tenant, session))
 
     def learn(self, record: TurnRecord) -> None:
         assert number_of(record) not in self.numbers()  # who has restored a turn cannot learn from it any more
@@ -156,6 +163,18 @@ def test_a_turn_that_arrives_behind_its_sessions_tombstone_is_erased_again(proce
     wait_until(lambda: process.erased_again)  # it is counted as skipped before
     assert process.erased_again == [("t", "s")]
     assert process.follower.stats().skipped == 3
+
+
+def test_erasing_again_is_tried_until_it_succeeds(process: Process) -> None:
+    process.refusals = 3
+    process.begin(NS, "t")
+    process.number = 7
+    process.store.erase_session(NS, "s")
+    process.wait(erased=1)
+    process.store.append(NS, [entry_of(turn("s", number, writer=OTHER)) for number in (5, 6)])
+    wait_until(lambda: process.erased_again)
+    process.wait(failed=3, state="closed")
+    assert process.erased_again == [("t", "s")]
 
 
 def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

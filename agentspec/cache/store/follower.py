@@ -62,7 +62,7 @@ class _Log:
 
     cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: those applied
     lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
-    applied.
+    applied. late: sessions with such a turn behind their tombstone, which have to be erased again.
     """
 
     tenant: str | None
@@ -70,6 +70,7 @@ class _Log:
     erased: str
     applied: OrderedDict[str, None] = field(default_factory=OrderedDict)
     numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    late: set[str] = field(default_factory=set)
 
 
 class Follower:
@@ -79,9 +80,9 @@ class Follower:
     drafts come from. learn(record): learns from it before that, as long as there is time for it. erase(tenant,
     session): removes an erased session from this process at once, and returns the number of its newest turn.
     erase_again(tenant, session): erases the session in the store again, because a turn of this process arrived there
-    behind its tombstone. forget(tenant): makes the cache forget a tenant whose log is not followed any more, and
-    returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be forgotten. Close the follower
-    before the store.
+    behind its tombstone. If it raises, it is called again. forget(tenant): makes the cache forget a tenant whose log is
+    not followed any more, and returns whether it could. At most ``max_logs`` are followed, unless tenants cannot be
+    forgotten. Close the follower before the store.
     """
 
     def __init__(
@@ -233,6 +234,10 @@ class Follower:
         """Wait for new entries once, and deal with them."""
         with self._wake:
             logs = dict(self._logs)
+        for log in logs.values():
+            for session in tuple(log.late):
+                self._erase_again(log.tenant, session)
+                log.late.remove(session)
         found = self._store.wait({name: log.cursor for name, log in logs.items()}, _WAIT_SECONDS)
         behind = 0
         for name in found:
@@ -297,12 +302,11 @@ class Follower:
             self._counts.erased += 1
 
     def _skip(self, log: _Log, record: TurnRecord) -> None:
-        """Skip a record of this process. If it was on its way when its session was erased, erase that again."""
+        """Skip a record of this process. If it was on its way when its session was erased, that is erased again."""
         with self._wake:
             self._counts.skipped += 1
         if record.number <= log.numbers.get(record.session, 0):
-            del log.numbers[record.session]
-            self._erase_again(log.tenant, record.session)
+            log.late.add(record.session)
 
     def _deliver(self, namespace: str, records: Sequence[TurnRecord], courtesy: Courtesy) -> None:
         if not records:
