@@ -1,6 +1,7 @@
 """Define ``agentspec``, the program that the package installs. Its longer commands have modules of their own."""
 
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -136,6 +137,9 @@ def version() -> None:
 
 def main() -> None:
     """Run the program. Print an AgentSpecError, and an OSError of a file, as one line, not as a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # names of files and sessions that the terminal cannot show are no error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except AgentSpecError as error:

@@ -50,7 +50,7 @@ def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Call
         lines.append(json.dumps({**line, "score": sample.reward, "step": epoch}, ensure_ascii=False) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{epoch}.jsonl"
-    _replace(path, lambda place: place.write_text("".join(lines), encoding="utf-8"))
+    _replace(path, lambda place: place.write_text("".join(lines), encoding="utf-8", errors="replace"))
     return path
 
 

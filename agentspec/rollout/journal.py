@@ -4,6 +4,7 @@ A sample is one line, written whole by one system call as soon as it is finished
 finished sample; the next one removes a line that was cut off, and samples what is missing.
 """
 
+import errno
 import json
 import os
 import re
@@ -102,7 +103,8 @@ class Journal:
         written = os.write(self._file, line)
         if written != len(line):  # the disk is full: leave no half of a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(f"{self.path}: the disk is full; the sample {tuple(sample.key)} was not written")
+            why = f"the disk is full; the sample {tuple(sample.key)} was not written"
+            raise OSError(errno.ENOSPC, why, str(self.path))
         self._keys.add(sample.key)
 
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:

@@ -89,7 +89,8 @@ async def list_sessions(request: Request, limit: int = 100) -> dict[str, Any]:
     engine = drafting_engine(request)
     owner, admin = _owner(engine)
     if owner.caller is None and not admin and not request.app.state.agentspec_loopback:
-        detail = "all callers of this server are one, so it doesn't list their sessions: start it with --api-key"
+        why = "all callers of this server are one, so it doesn't list their sessions"
+        detail = f"{why}: start it with --api-key, or for this machine alone with --host 127.0.0.1"
         raise HTTPException(status_code=403, detail=detail)
     count = max(0, min(limit, _LONGEST_LIST))
     found: dict[str, dict[str, Any]] = {}
@@ -228,7 +229,7 @@ def _parse(body: bytes) -> ExportedSession | SessionTexts:
         return (SessionTexts if texts else ExportedSession).model_validate(given)
     except (ValueError, RecursionError) as error:
         if not isinstance(error, ValidationError):
-            raise _refused("body: not JSON") from None
+            raise _refused("body: not JSON; give what `agentspec sessions export` wrote") from None
         first = error.errors(include_url=False, include_input=False)[0]
         raise _refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
 

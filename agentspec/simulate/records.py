@@ -87,6 +87,8 @@ def open_tokenizer(name: str, option: str = "--tokenizer") -> Tokenizer:
     """
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix == ".json" and not path.exists():  # a hub would be asked for a model of this name
+        raise ConfigurationError(f"{option} {name}: no such file; give a tokenizer.json or the folder of a model")
     library = "tokenizers" if file.is_file() else "transformers"
     try:
         if library == "tokenizers":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
+from agentspec.identifiers import check_session_id
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64
@@ -22,6 +23,8 @@ def answer_prompts(
     and line of a prompt that cannot be used, ConfigurationError where vLLM cannot be imported or refuses ``engine``.
     """
     prompts = list(_read(source.path))
+    if not prompts:
+        raise InvalidInputError(f'{source.path}: holds no prompt; give JSON lines with "messages" or "prompt"')
     done = _answered(out)
     progress(done, len(prompts))
     if done >= len(prompts):
@@ -30,10 +33,13 @@ def answer_prompts(
     try:
         for at in range(done, len(prompts), _TOGETHER):
             part = prompts[at : at + _TOGETHER]
-            lines = [
-                json.dumps(_record(prompts, at + i, output)) + "\n"
-                for i, output in enumerate(_ask(engine, part, source))
-            ]
+            try:
+                answers = _ask(engine, part, source)
+            except ValueError as error:
+                raise InvalidInputError(
+                    f"{source.path}: vLLM refuses one of the prompts {at + 1} to {at + len(part)}: {first_line(error)}"
+                ) from error
+            lines = [json.dumps(_record(prompts, at + i, output)) + "\n" for i, output in enumerate(answers)]
             with out.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
             progress(at + len(part), len(prompts))
@@ -42,17 +48,26 @@ def answer_prompts(
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-        except ValueError as error:
-            raise InvalidInputError(f"{path}, line {number}: not JSON: {error}; write one JSON object a line") from None
-        messages = prompt.get("messages") if isinstance(prompt, dict) else None
-        if not isinstance(prompt, dict) or not (isinstance(messages, list) or isinstance(prompt.get("prompt"), str)):
-            raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
-        yield prompt
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                prompt = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InvalidInputError(
+                    f"{path}, line {number}: not JSON: {error}; write one JSON object a line"
+                ) from None
+            if not isinstance(prompt, dict) or not (_is_chat(prompt) or isinstance(prompt.get("prompt"), str)):
+                raise InvalidInputError(f'{path}, line {number}: give "messages", a chat, or "prompt", a text')
+            if prompt.get("id") is not None:
+                check_session_id(str(prompt["id"]), f"{path}, line {number}: id")  # now, not after the answers
+            yield prompt
+
+
+def _is_chat(prompt: dict[str, Any]) -> bool:
+    messages = prompt.get("messages")
+    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages) and bool(messages)
 
 
 def _answered(out: Path) -> int:
@@ -86,7 +101,7 @@ def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> l
     sampling = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)
     answers: list[Any] = [None] * len(prompts)
     for chat in (True, False):
-        places = [i for i, prompt in enumerate(prompts) if ("messages" in prompt) == chat]
+        places = [i for i, prompt in enumerate(prompts) if _is_chat(prompt) == chat]
         if not places:
             continue
         asked = [prompts[i]["messages" if chat else "prompt"] for i in places]
@@ -98,7 +113,7 @@ def _ask(engine: Any, prompts: list[dict[str, Any]], source: PromptsSource) -> l
 
 def _record(prompts: list[dict[str, Any]], number: int, output: Any) -> dict[str, Any]:
     return {
-        "session": str(prompts[number].get("id", f"prompt-{number + 1}")),
+        "session": f"prompt-{number + 1}" if prompts[number].get("id") is None else str(prompts[number]["id"]),
         "turn": 0,
         "prompt_token_ids": list(output.prompt_token_ids),
         "response_token_ids": list(output.outputs[0].token_ids),

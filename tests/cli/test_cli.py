@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,41 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.strip() == "agentspec: No space left on device"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are bytes there")
+def test_a_name_that_cannot_be_shown_is_no_error(tmp_path: Path) -> None:
+    record = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
+    for encoding in ("utf-8", "ascii"):
+        command = [sys.executable, "-m", "agentspec.cli", "simulate", str(record)]
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0 and "tokens a step" in done.stdout, done.stderr
+
+
+def test_a_store_of_a_wrong_type_is_no_traceback(agentspec: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.vllm_adapter.launch.run_vllm", lambda _: None)
+    wrong = ("serve", "no-such-model", "--additional-config", '{"agentspec": {"store": 5}}')
+    assert agentspec(*wrong)[0] == 0  # the environment names the store
+    monkeypatch.delenv("AGENTSPEC_STORE")
+    status, printed = agentspec(*wrong)
+    assert status == 2 and "setting 'store'" in printed
+
+
+@pytest.mark.parametrize("refusal", [TypeError("LLM got an unexpected keyword"), OSError("m is no model\nmore")])
+def test_what_vllm_refuses_of_a_rollout_is_one_line(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise refusal
+
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    status, printed = agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"))
+    why = str(refusal).partition("\n")[0]
+    assert status == 2 and printed == f"agentspec: model m: vLLM refuses it or its options: {why}\n"
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "def score(:"])

@@ -29,6 +29,11 @@ def test_verls_lines(tmp_path: Path) -> None:
     assert last["score"] is None and last["gts"] is None
 
 
+def test_half_a_character_in_a_field_does_not_lose_the_epoch(tmp_path: Path) -> None:
+    path = write_verl([Sample("a", 0, 0, [1], [2], [0.0], "x", fields={"answer": "\ud83d"})], tmp_path, 0, decode)
+    assert json.loads(path.read_text(encoding="utf-8"))["gts"] == "?"
+
+
 def test_trls_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = write_trl(SAMPLES, tmp_path / "trl", 3, decode)

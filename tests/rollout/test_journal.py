@@ -135,8 +135,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         journal.write(sample(0))
         whole, write = path.read_bytes(), os.write
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
-        with pytest.raises(OSError, match="disk is full"):
+        with pytest.raises(OSError, match="disk is full") as error:
             journal.write(sample(1))
+        assert error.value.filename == str(path)  # by which the program knows an error of the user's
         monkeypatch.undo()
         assert path.read_bytes() == whole
         journal.write(sample(1))

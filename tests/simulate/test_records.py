@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,11 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
         assert (call.prompt.tolist(), call.response.tolist()) == ([0, 1, 2], [2, 3])
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     with pytest.raises(ConfigurationError, match=r"--tokenizer .*tokenizer\.json"):
         open_tokenizer(str(file))
+    monkeypatch.setitem(sys.modules, "transformers", None)  # no hub is asked for a file
+    with pytest.raises(ConfigurationError, match=r"--tokenizer .*gone\.json: no such file"):
+        open_tokenizer(str(tmp_path / "gone.json"))

@@ -3,6 +3,8 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(folder: Path, prompts: str, answered: int = 0) -> list[tuple[int, int]]:
     """Answer these prompts where so many answers are there; what progress was shown."""
     source = PromptsSource(type="prompts", path=folder / "prompts.jsonl")
-    source.path.write_text(prompts)
+    source.path.write_text(prompts, encoding="utf-8", errors="surrogateescape")
     (folder / "answers.jsonl").write_text("{}\n" * answered)
     shown: list[tuple[int, int]] = []
     answer_prompts(source, MODEL, 0, folder / "answers.jsonl", lambda done, total: shown.append((done, total)))
@@ -37,7 +39,40 @@ def test_vllm_is_needed_for_the_rest(tmp_path: Path) -> None:
         ask(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n', answered=1)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", json.dumps({"messages": "hello"}), json.dumps({"id": 1})])
+def test_separators_of_unicode_end_no_line(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False)
+    assert ask(tmp_path, f"{line}\n", answered=1) == [(1, 1)]
+
+
+def test_a_file_without_prompts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl: holds no prompt"):
+        ask(tmp_path, "\n")
+
+
+def test_prompts_that_vllm_takes_are_told_from_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
+        if any("long" in str(prompt) for prompt in prompts):
+            raise ValueError("The prompt is too long.\nDetails")
+        return [SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(token_ids=[2])]) for _ in prompts]
+
+    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+    engine = SimpleNamespace(chat=answer, generate=answer, llm_engine=core)
+    fake = SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    ask(tmp_path, '{"id": null, "messages": null, "prompt": "a"}\n{"id": 7, "prompt": "b"}\n')
+    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["session"] for line in lines] == ["prompt-1", "7"]
+    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl: .* prompts 1 to 1: The prompt is too long\.$"):
+        ask(tmp_path, '{"prompt": "long"}\n')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", "[" * 100_000, '{"prompt": "\udcff"}', '{"messages": []}', '{"messages": [1]}'),
+        *(json.dumps({"messages": "hello"}), json.dumps({"id": 1}), json.dumps({"id": "a\nb", "prompt": "x"})),
+    ],
+)
 def test_a_prompt_that_cannot_be_used_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidInputError, match=r"prompts\.jsonl, line 2: "):
         ask(tmp_path, '{"prompt": "a"}\n' + line + "\n")

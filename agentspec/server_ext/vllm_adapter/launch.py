@@ -78,7 +78,7 @@ def serve_arguments(
     given_limit = {} if config is None or max_draft is None else {"max_draft": max_draft}
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
     checked = load_settings(additional)
-    if (store := additional["agentspec"].pop("store", None)) is not None:
+    if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
         hand_on_store(store, "--additional-config", environ)
     _check_speculator(checked.speculator)
     admin_key()

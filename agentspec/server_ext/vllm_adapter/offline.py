@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.errors import InvalidInputError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
@@ -43,10 +43,15 @@ class OfflineEngine:
 
     @classmethod
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
-        """Make the engine. options: as ``vllm.LLM`` takes them."""
+        """Make the engine. options: as ``vllm.LLM`` takes them. Raises ConfigurationError for what vLLM refuses."""
         from vllm import LLM
 
-        return cls(LLM(model, **options))
+        try:
+            return cls(LLM(model, **options))
+        except AgentSpecError:
+            raise
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {first_line(error)}") from error
 
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
