@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 _WORK_SHARE = 0.02
 """Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
-_MOST_STARTING = 0.002
-"""Most CPU time that a step with prompts spends on requests that begin or end, in seconds: such steps take long."""
-
 _PRICED_STEPS = 16
 """Most steps until a batch's budget follows what its rows accept."""
 
@@ -310,8 +307,9 @@ class DraftingEngine:
         work = lookup.work if lookup else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
-            with_prompts = min(_WORK_SHARE * self._elapsed, _MOST_STARTING) if step.started else 0.0
-            self._turnover.advance(step, max(work, with_prompts))
+            if step.started:  # its prompts let it take long
+                work = max(work, min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS))
+            self._turnover.advance(step, 0.0 if self._put_off else work)
             if starting := self._turnover.starting():
                 self._accounts.wait(step, starting)
         left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
