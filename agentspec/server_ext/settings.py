@@ -118,7 +118,7 @@ class Settings(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
     """A further limit on the tokens kept of finished requests. None: only `max_bytes` applies."""
     max_session_tokens: int | None = Field(default=None, ge=1_000, le=2_000_000_000)
-    """Budget of one session, in tokens, beyond which it keeps its newest part. None: only `max_bytes` applies."""
+    """Budget of one session, in tokens, beyond which it keeps its newest half. None: 524,288."""
     history_window: HistoryWindow | None = None
     """How long responses are drafted from: "2 weights", "3 epochs" or "200000 tokens". None: while there is room."""
     retention_days: float | None = Field(default=30.0, gt=0.0, le=36_500.0)

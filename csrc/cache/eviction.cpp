@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kSessionTokens = std::size_t{1} << 20;  // of a session without a budget of its own: cutting it copies
+constexpr std::size_t kSessionTokens = std::size_t{1} << 19;  // of a session without a budget: cutting it copies half
 
 }  // namespace
 
@@ -37,7 +37,7 @@ void CacheEntries::trim(Session& session) {
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
-  session.trim(tokens / 2);
+  bury(session.trim(tokens / 2));
 }
 
 std::size_t CacheEntries::evict(Tenant* tenant) {
@@ -90,7 +90,7 @@ bool CacheEntries::evict_running(Tenant* only) {
   CacheEntry* const entry = oldest_text(only, [](const CacheEntry& entry) { return entry.counted.tokens > 0; });
   if (!entry) return false;
   if (entry->is_session()) {
-    static_cast<Session&>(*entry).trim(entry->counted.tokens / 2);
+    bury(static_cast<Session&>(*entry).trim(entry->counted.tokens / 2));
   } else {
     static_cast<Group&>(*entry).corpus.drop_older_half();
   }

@@ -195,13 +195,12 @@ void Session::clear() {
   newest_ = {};
 }
 
-void Session::trim(std::size_t tokens) {
-  if (tokens >= text_.size()) return;
+SuffixIndex Session::trim(std::size_t tokens) {
+  if (tokens >= text_.size()) return {};
   const auto cut = static_cast<Position>(text_.size() - tokens);
-  const std::vector<Token> old(text_.text().begin(), text_.text().end());
-  const std::vector<Document> documents = std::move(documents_);
-  documents_.clear();
-  text_.clear();
+  SuffixIndex whole = text_.replace({});
+  const std::span<const Token> old = whole.text();
+  const std::vector<Document> documents = std::exchange(documents_, {});
   Position first = kNowhere;  // the first position that stays as the text of a turn
   for (std::size_t i = 0; i < documents.size(); ++i) {
     const bool last = i + 1 == documents.size();
@@ -209,7 +208,7 @@ void Session::trim(std::size_t tokens) {
     if (end <= cut) continue;
     Document document = documents[i];
     if (document.begin < cut) {
-      for (const Token token : std::span(old).subspan(document.begin, cut - document.begin)) document.context.add(token);
+      for (const Token token : old.subspan(document.begin, cut - document.begin)) document.context.add(token);
       document.begin = document.start = cut;
       document.parent = kNowhere;
     }
@@ -218,17 +217,24 @@ void Session::trim(std::size_t tokens) {
     document.parent = known ? document.parent - cut : kNowhere;
     document.missing = known ? missing_at(document.parent) : static_cast<std::uint32_t>(document.context.length);
     document.start = std::max(document.start, cut);
-    text_.append(std::span(old).subspan(document.start, document.begin - document.start), false);
-    text_.append(std::span(old).subspan(document.begin, end - document.begin));
+    text_.append(old.subspan(document.start, document.begin - document.start), false);
+    text_.append(old.subspan(document.begin, end - document.begin));
     document.start -= cut;
     document.begin -= cut;
     documents_.push_back(document);
   }
-  std::erase_if(places_, [&](const auto& place) { return place.second == kNowhere || place.second < first; });
-  std::erase_if(records_, [&](const auto& record) { return record.second <= first; });
-  for (auto* map : {&places_, &records_}) {
-    for (auto& [hash, position] : *map) position -= cut;
-  }
+  const auto move = [&](Positions& map, Position least) {
+    for (auto it = map.begin(); it != map.end();) {
+      if (it->second == kNowhere || it->second < least) {
+        it = map.erase(it);
+      } else {
+        it++->second -= cut;
+      }
+    }
+  };
+  move(places_, first);
+  move(records_, first + 1);
+  return whole;
 }
 
 std::size_t Session::bytes() const {

@@ -61,8 +61,9 @@ class Session final : public CacheEntry {
   SuffixIndex take_over(Session& from);
   // Forgets all that was said.
   void clear();
-  // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest.
-  void trim(std::size_t tokens);
+  // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest. Returns the index that
+  // was here.
+  SuffixIndex trim(std::size_t tokens);
 
   std::size_t tokens() const override { return text_.size(); }
   std::size_t bytes() const override;

@@ -144,7 +144,7 @@ def test_no_step_waits_while_a_large_session_is_indexed() -> None:
     def measure() -> dict[str, float]:
         texts, cache = Texts(), SuffixCache(vocab_size=60_000)
         turns = [
-            FinishedTurn("t", "s", 0, texts.make(9_500), texts.make(500), writer="w", number=n + 1) for n in range(80)
+            FinishedTurn("t", "s", 0, texts.make(9_500), texts.make(500), writer="w", number=n + 1) for n in range(50)
         ]
         cache.start("r", texts.make(500), session="s", tenant="t")
         cache.catch_up()

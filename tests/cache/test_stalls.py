@@ -95,7 +95,7 @@ def test_a_large_session_is_evicted() -> None:
     def measure() -> dict[str, float]:
         texts, cache = Texts(), SuffixCache(vocab_size=60_000)
         for number in range(2):
-            cache.restore(FinishedTurn("t", f"s{number}", 0, texts.make(800_000), texts.make(10), scope="session"))
+            cache.restore(FinishedTurn("t", f"s{number}", 0, texts.make(500_000), texts.make(10), scope="session"))
         cache.catch_up()
         before = cache.stats().bytes
         resize = cpu(lambda: cache.resize(max_bytes=before // 2))
@@ -105,6 +105,24 @@ def test_a_large_session_is_evicted() -> None:
         return {"resize": resize, "step": step}
 
     assert_fast(measure, resize=3 * STALL, step=STALL)
+
+
+def test_a_session_that_goes_on_for_ever_is_cut() -> None:
+    def measure() -> dict[str, float]:
+        texts, cache = Texts(), SuffixCache(vocab_size=60_000)
+        for _ in range(52):  # 520,000 tokens; the limit is 2**19
+            cache.restore(FinishedTurn("t", "s", 0, texts.make(9_990), texts.make(10), scope="session"))
+        cache.catch_up()
+        before = cache.stats()
+        cut = cpu(lambda: cache.restore(FinishedTurn("t", "s", 0, texts.make(9_990), texts.make(10), scope="session")))
+        after = cache.stats()
+        assert 0.45 * before.tokens < after.tokens < 0.55 * before.tokens
+        assert after.leaving > before.bytes // 2  # its memory is given back by the following steps
+        step = most(steps_until_idle(cache, texts))
+        assert cache.stats().bytes < 0.6 * before.bytes
+        return {"cut": cut, "step": step}
+
+    assert_fast(measure, cut=3 * STALL, step=STALL)
 
 
 def test_a_session_is_erased_beside_a_large_corpus() -> None:
