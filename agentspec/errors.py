@@ -110,6 +110,17 @@ class RecordVersionError(RecordError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, to quote it in a message; its type if the text is empty."""
-    lines = str(error).strip().splitlines()
+    """Return the first line of a library's error, to quote it in a message; its type if the text is empty.
+
+    Of pydantic's, whose first line only counts errors, return the first one's field and message.
+    """
+    from pydantic import ValidationError  # imported here: it takes long, and few errors need it
+
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        text = ": ".join(
+            [*filter(None, [".".join(map(str, first["loc"]))]), first["msg"].removeprefix("Value error, ")]
+        )
+    lines = text.strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from agentspec.cli import main
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import StoreUnavailableError, first_line
 
 
 class Program:
@@ -138,6 +139,46 @@ def test_what_vllm_refuses_of_a_rollout_is_one_line(
     status, printed = agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"))
     why = str(refusal).partition("\n")[0]
     assert status == 2 and printed == f"agentspec: model m: vLLM refuses it or its options: {why}\n"
+
+
+@pytest.mark.parametrize("refusal", [OSError("m is no model\nmore"), OSError(98, "Address already in use")])
+def test_what_vllm_refuses_of_a_server_is_one_line(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    def refuse() -> None:
+        raise refusal
+
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=refuse))
+    status, printed = agentspec("serve", "m")
+    why = str(refusal).partition("\n")[0]
+    assert status == 2 and printed == f"agentspec: m: vLLM ended with an error: {why}\n"
+
+
+def test_the_field_of_a_wrong_option_is_quoted() -> None:
+    class Options(BaseModel):
+        length: int
+
+    with pytest.raises(ValidationError) as error:
+        Options.model_validate({"length": "x"})
+    assert first_line(error.value).startswith("length: Input should be a valid integer")
+
+
+def test_the_store_of_a_rollout_is_not_in_what_vllm_prints(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its URL may hold a password. The option wins over the environment, as with serve."""
+    given: dict[str, object] = {}
+
+    def refuse(_: str, **options: object) -> None:
+        given.update(options, store=os.environ["AGENTSPEC_STORE"])
+        raise ValueError
+
+    problems, url = tmp_path / "problems.jsonl", "redis://:hunter2@localhost:1/0"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"), "--store", url)
+    assert given.pop("store") == url and "hunter2" not in str(given)
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "def score(:"])

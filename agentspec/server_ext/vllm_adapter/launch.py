@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
+from pydantic import ValidationError
+
+from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.metrics import make_record
 from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
@@ -150,7 +152,7 @@ def uses_agentspec(vllm_config: Any) -> bool:
 
 
 def run_vllm(arguments: Sequence[str]) -> None:
-    """Run ``vllm serve`` in this process. Raises ConfigurationError when vLLM is not installed."""
+    """Run ``vllm serve`` in this process. Raises ConfigurationError when vLLM is not installed or cannot start."""
     prepare_environment(os.environ)
     try:
         from vllm.entrypoints.cli.main import main
@@ -161,7 +163,11 @@ def run_vllm(arguments: Sequence[str]) -> None:
         ) from error
     name_cpu_build()
     sys.argv = ["vllm", "serve", *arguments]
-    main()
+    try:
+        main()
+    except (OSError, ValidationError) as error:  # such as no model of this name, a port in use, a wrong option
+        logger.debug("agentspec: vLLM ended with an error", exc_info=True)
+        raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
