@@ -339,6 +339,21 @@ def test_a_turn_that_was_on_its_way_is_erased_again_also_when_the_store_fails_th
     wait_until(lambda: not [record for record in stored(a) if record.session == "s"], 10)
 
 
+def test_an_erasure_is_known_to_the_others_also_where_the_store_holds_nothing_of_the_session_but_its_tombstone(
+    start: Start,
+) -> None:
+    a, b = start(), start()
+    meet(a, b)
+    a.erase("s")
+    wait_until(lambda: b.follower("erased"))
+    running = b.begin([1, 2, 3], "s")
+    a.erase("s")
+    wait_until(lambda: b.follower("erased") == 2, 10)
+    b.end(running, text(100))
+    assert b.persistence._writer.flush(60)
+    assert stored(a) == [] and b.drafts(text(100, 5)) == []
+
+
 def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
     a, b = start(), start()
     for number in range(100, 3000, 100):

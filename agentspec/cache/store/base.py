@@ -187,8 +187,8 @@ class Store(Protocol):
     def erase_session(self, namespace: str, session: str, *, mark: bool = True) -> Erasure:
         """Erase every entry of a session and append a tombstone to the log, in one transaction.
 
-        mark: whether to append the tombstone. Erasing a session again changes nothing, and tries to complete the
-        first erasure.
+        mark: whether to append the tombstone, in place of an older one: a session without entries may have running
+        requests in other processes. Erasing a session again tries to complete the first erasure.
         """
         ...
 

@@ -156,7 +156,7 @@ if removed > 0 then
   redis.call('SADD', doomed, tag .. 'd:' .. id)
 end
 forget(session)
-if ARGV[3] ~= '' and (removed > 0 or not marked) then
+if ARGV[3] ~= '' then
   if marked then
     redis.call('XDEL', log, marked)
   else

@@ -167,7 +167,7 @@ class _Database:
                 removed = _delete(connection, theirs, (namespace, session, 0))
                 marked = connection.execute(theirs, (namespace, session, 1)).fetchone()
                 tombstone = marked[0] if marked else None
-                if mark and (removed or not marked):
+                if mark:
                     _delete(connection, theirs, (namespace, session, 1))
                     entry = NewEntry(session, encode(EraseRecord(session)))
                     tombstone = _insert(connection, namespace, entry, time.time(), erased=True)
