@@ -129,6 +129,7 @@ Cache::Leaving::~Leaving() {
     --entry->running;
     if (entry->tenant) cache.entries_.forget_if_empty(*entry);
   }
+  if (request.session) cache.entries_.free_if_final(*request.session);
 }
 
 }  // namespace agentspec

@@ -1,5 +1,7 @@
 """What a cache makes of turns that another process has just stored, and tenants that are loaded and forgotten."""
 
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -183,3 +185,17 @@ def test_nobody_learns_from_another_tenants_turns_or_from_private_ones() -> None
     assert sure_of(ours, "other") == before
     assert ours.learn_from(replace(finished, scope="session")) == 0
     assert ours.learn_from(replace(finished, tenant="nobody")) == 0
+
+
+def test_a_session_that_its_client_ends_while_a_turn_of_it_is_learned_from_goes_then() -> None:
+    cache = SuffixCache()
+    cache.restore(turn(100))
+    response = np.random.default_rng(1).integers(0, 1000, 20_000, np.int32)
+    followed = replace(turn(200), response=response)
+    learning = threading.Thread(target=cache.learn_from, args=(followed,))
+    learning.start()
+    time.sleep(0.05)
+    cache.free_session("t", "s")
+    assert learning.is_alive() and cache.has_session("t", "s")
+    learning.join()
+    assert not cache.has_session("t", "s")
