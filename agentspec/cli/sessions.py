@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from agentspec.cache.store import default_store_url, redact
@@ -22,6 +23,7 @@ _commands = typer.Typer(
 )
 
 _ERASURE_SECONDS = 120.0
+_WIDE = 1_000
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
@@ -45,12 +47,13 @@ def list_sessions(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("session", "tokens", "turns", "bytes", "last used", "group")
+    table = Table(Column("session", overflow="fold"), "tokens", "turns", "bytes", "last used", "group")
     for session in found["sessions"]:
         numbers = (f"{session[name]:,}" for name in ("tokens", "turns", "bytes"))
         name = session["id"] or session.get("key", "")
         table.add_row(Text(name), *numbers, _time(session["used"]), Text(session["group"] or ""))
-    Console().print(table)
+    # Ids are whole, for `show` and `delete`: on one line where another program reads them.
+    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
 
 
 @_commands.command()

@@ -63,6 +63,19 @@ def test_a_list_shows_the_callers_sessions(sessions: Sessions, server: Server) -
     assert sessions("list", "--url", "http://127.0.0.1:8000/v1/")[0] == 0
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_list_shows_whole_ids(
+    sessions: Sessions, server: Server, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    name = f"session-{'0123456789abcdef' * 4}"
+    server.say(server.identity(ADA, name))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    printed = sessions("list")[1]
+    cells = [line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│")]
+    assert name in ("".join(cells) if terminal else cells)
+
+
 def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "fix-42.json"
     assert f"{len(TEXT)}" in sessions("show", "fix-42")[1]
