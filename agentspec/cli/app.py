@@ -69,21 +69,18 @@ def serve(
     record: Annotated[str | None, typer.Option(help="Write the step-by-step record to this file (JSON lines).")] = None,
 ) -> None:
     """Run vllm serve with the extension switched on; takes every option of vllm serve."""
-    from agentspec.server_ext.vllm_adapter.launch import hand_on_store, run_vllm, serve_arguments  # needs the core
+    from agentspec.server_ext.vllm_adapter.launch import hand_on, run_vllm, serve_arguments  # needs the core
 
     settings: dict[str, Any] = {
-        "tenant": tenant,
         "principal_header": principal_header,
         "tenant_header": tenant_header,
         "api_keys_file": api_keys_file,
         "scope": scope,
         "public": public,
         "verify_cost": verify_cost,
-        "record": record,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    if store is not None:
-        hand_on_store(store, "--store")
+    hand_on(store=store, tenant=tenant, record=record)
     arguments = serve_arguments(context.args, given, max_draft)
     named = os.environ.get("AGENTSPEC_STORE")
     try:

@@ -88,15 +88,14 @@ def rollout(
     from agentspec.rollout.formats import write_trl, write_verl
     from agentspec.rollout.generator import sampling_options
     from agentspec.server_ext.settings import json_object
-    from agentspec.server_ext.vllm_adapter.launch import hand_on_store
+    from agentspec.server_ext.vllm_adapter.launch import hand_on
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     tasks = read_problems(problems)
     judge = None if reward is None else _function("--reward", reward)
     update = None if update_weights is None else _function("--update-weights", update_weights)
-    drafting = {"tenant": tenant, "max_draft": max_draft, "verify_cost": verify_cost}
-    if store is not None:
-        hand_on_store(store, "--store")
+    drafting = {"max_draft": max_draft, "verify_cost": verify_cost}
+    hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
     options |= sampling_options() if plain else rollout_options(**drafting)
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}

@@ -2,9 +2,9 @@
 
 Settings come from ``--additional-config '{"agentspec": {...}}'``, which vLLM prints at start. So settings that may hold
 a secret, such as the store URL with its password, can come from the environment, which takes precedence:
-``AGENTSPEC_STORE``, ``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``. Where a trainer makes the engine, the
-environment is the only way in: ``AGENTSPEC_SETTINGS`` holds a JSON object of settings, which apply where the engine's
-own say nothing.
+``AGENTSPEC_STORE``, ``AGENTSPEC_TENANT``, ``AGENTSPEC_RECORD``. A command's own option replaces its variable. Where a
+trainer makes the engine, the environment is the only way in: ``AGENTSPEC_SETTINGS`` holds a JSON object of settings,
+which apply where the engine's own say nothing.
 """
 
 import json
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
 _MOST_BYTES = 1 << 50
-_ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
+ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _SETTINGS = "AGENTSPEC_SETTINGS"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -201,7 +201,7 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
             "'{\"method\": …}', offline engine_options(speculative_config={…})"
         )
     values: dict[str, Any] = dict(section)
-    for field, variable in _ENVIRONMENT.items():
+    for field, variable in ENVIRONMENT.items():
         if environ.get(variable):
             values[field] = environ[variable]
     try:

@@ -20,6 +20,8 @@ class Program:
         self._monkeypatch, self._capsys = monkeypatch, capsys
         # What a command writes into the environment must not outlive the test.
         monkeypatch.setenv("AGENTSPEC_STORE", "memory://")
+        for variable in ("AGENTSPEC_TENANT", "AGENTSPEC_RECORD"):
+            monkeypatch.setenv(variable, "")
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
         """Exit status, and everything printed."""

@@ -9,7 +9,7 @@ import pytest
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
-from agentspec.server_ext.vllm_adapter.launch import engine_options, hand_on_store, prepare_environment, serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import engine_options, hand_on, prepare_environment, serve_arguments
 
 
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:
@@ -134,12 +134,18 @@ class TestSecrets:
         environ = {"AGENTSPEC_STORE": "memory://"}
         serve_arguments(["--additional-config", json.dumps({"agentspec": {"store": URL}})], {}, 8, environ)
         assert environ == {"AGENTSPEC_STORE": "memory://"}
-        hand_on_store(URL, "--store", environ)
+        hand_on(environ, store=URL)
         assert environ == {"AGENTSPEC_STORE": URL}
+
+    def test_an_option_wins_over_the_environment(self) -> None:
+        environ = {"AGENTSPEC_TENANT": "theirs", "AGENTSPEC_RECORD": "/tmp/theirs.jsonl"}
+        hand_on(environ, store=None, tenant="ours", record=None)
+        settings = load_settings({"agentspec": {"tenant": "another"}}, environ)
+        assert (settings.tenant, settings.record) == ("ours", "/tmp/theirs.jsonl")
 
     def test_a_store_without_a_password_is_no_reason_to_warn(self, caplog: pytest.LogCaptureFixture) -> None:
         for url in ("memory://", "redis://cache:6379/0", "sqlite:////data/me@home/x.db"):
-            hand_on_store(url, "--store", {})
+            hand_on({}, store=url)
         assert not caplog.records
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.metrics import make_record
-from agentspec.server_ext.settings import Settings, check_draft_limit, json_object, load_settings
+from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
 from agentspec.server_ext.vllm_adapter.engine_arguments import (
@@ -81,7 +81,8 @@ def serve_arguments(
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
     checked = load_settings(additional)
     if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
-        hand_on_store(store, "--additional-config", environ)
+        _warn_of_password(store, "--additional-config")
+        environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
     _check_speculator(checked.speculator)
     admin_key()
     if checked.api_keys_file is not None:
@@ -93,19 +94,25 @@ def serve_arguments(
     return result
 
 
-def hand_on_store(url: str, option: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Hand a store URL on to vLLM by the environment. Warn of a password, which the process list shows.
+def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | None) -> None:
+    """Hand a command's options on to vLLM by the environment, where each wins over what was there. None: not given.
 
-    option: where the URL was given. The environment's own URL wins over that of ``--additional-config``.
+    options: settings of ``ENVIRONMENT``.
     """
+    for name, value in options.items():
+        if value is not None:
+            environ[ENVIRONMENT[name]] = value
+    if options.get("store") is not None:
+        _warn_of_password(str(options["store"]), "--store")
+
+
+def _warn_of_password(url: str, option: str) -> None:
     if "@" in url and not url.lower().startswith("sqlite:"):
         logger.warning(
             "agentspec: %s: the process list shows the password in the store's URL; give the URL "
             "in the environment variable AGENTSPEC_STORE",
             option,
         )
-    if option == "--store" or not environ.get("AGENTSPEC_STORE"):
-        environ["AGENTSPEC_STORE"] = url
 
 
 def engine_options(
