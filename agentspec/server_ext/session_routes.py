@@ -296,6 +296,7 @@ def _import(session: ExportedSession, identity: Identity, vocabulary: int) -> li
             session_name=identity.session_name,
             scope="session",
             weights=turn.weights,
+            imported=True,
         )
         try:
             payloads.append(encode(record))

@@ -233,6 +233,27 @@ def test_a_family_is_its_callers_own_and_loses_what_is_erased(start: Start) -> N
         shares(engine, TEXT)
 
 
+def test_a_session_that_was_erased_stays_when_its_export_is_imported_again(start: Start) -> None:
+    """Its turns bear the names of engines here, but they did not arrive late behind the erasure."""
+    server = start(ADA)
+    ada, other = server.identity(ADA, "one"), server.identity(ADA, "other")
+    for engine in (0, 1):  # both follow the log
+        server.say(ada, [engine, *TEXT], engine=engine)
+    export = server.call(ADA, "GET", "one")
+    assert server.erase(ADA, "one").status_code == 200
+    assert server.call(ADA, "PUT", "one", content=export.content).json()["added"] == len(export.json()["turns"]) == 2
+
+    def delivered(engine: int) -> int:
+        return int(server.engines[engine].stats()["store"]["follower"]["delivered"])
+
+    for _ in range(2):  # what came late is erased when a follower looks again
+        before = [delivered(engine) for engine in (0, 1)]
+        for engine in (0, 1):
+            server.say(other, engine=engine)
+        server.wait(lambda before=before: delivered(0) > before[0] and delivered(1) > before[1])  # type: ignore[misc]
+    assert server.call(ADA, "GET", "one").json() == export.json()
+
+
 def test_the_administrator_sees_all_by_their_keys_and_imports_nothing(start: Start) -> None:
     server = start(ADA, BOB)
     ada = server.identity(ADA, "one")

@@ -258,7 +258,7 @@ class Follower:
                 self._deliver(namespace, batch, courtesy)
                 batch, size = [], 0
                 self._apply(namespace, log, record.session, entry.sequence)
-            elif isinstance(record, TurnRecord) and record.writer == self._writer:
+            elif isinstance(record, TurnRecord) and record.writer == self._writer and not record.imported:
                 self._skip(log, record)
             elif isinstance(record, TurnRecord):
                 batch.append(record)

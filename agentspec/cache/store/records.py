@@ -40,9 +40,11 @@ _KEYS = {2: ("kind", "crc", "meta", "data"), 3: ("k", "c", "m", "d")}
 _FIELDS = (
     *("session", "created", "position", "writer", "number", "kept", "parent", "block", "prompt", "plain", "scope"),
     *("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights", "family"),
+    "imported",
 )
 _PLACES = {name: place for place, name in enumerate(_FIELDS)}
-_DEFAULTS: dict[str, Any] = {"session": "", "kept": 0, "parent": 0, "block": 0, "scope": "tenant", "plain": False}
+_DEFAULTS: dict[str, Any] = {"session": "", "kept": 0, "parent": 0, "block": 0, "scope": "tenant"}
+_DEFAULTS |= {"plain": False, "imported": False}
 _MOST_RATIO = 32
 # meta omits these fields of a turn if they are None
 _NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights", "family")
@@ -67,7 +69,7 @@ class TurnRecord:
     without API key, cache salt and adapter. principal: who made the request. scope: what the request drafted from.
     weights: version of the model's weights. parent: 64-bit hash of the ``kept`` tokens, 0 if there are none. block:
     hash at the last block boundary within them. prompt_tail, response: token ids, int32 [P] and [N]. created: seconds
-    since the epoch, for people only.
+    since the epoch, for people only. imported: it was exported, and did not come here from its writer.
     """
 
     writer: str
@@ -88,6 +90,7 @@ class TurnRecord:
     scope: Scope = "tenant"
     weights: str | None = None
     family: str | None = None
+    imported: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TurnRecord) and encode(self) == encode(other)
@@ -173,6 +176,7 @@ def encode(record: Record) -> bytes:
             raise InvalidInputError(f"{field}: a 64-bit number of at least {lowest} expected, got {value}")
         meta[field] = value
     meta |= {"writer": record.writer, "scope": record.scope, "prompt": len(record.prompt_tail), **names}
+    meta["imported"] = record.imported
     _check_tokens(record.prompt_tail, "prompt_tail")
     _check_tokens(record.response, "response")
     meta["plain"], data = _deflated(np.concatenate([record.prompt_tail, record.response]))
@@ -250,6 +254,7 @@ def _turn(fields: dict[str, Any], data: bytes | memoryview) -> TurnRecord:
         response=tokens[split:],
         created=float(fields["created"]),
         scope=scope,
+        imported=fields.get("imported") is True,
         **{name: _text(fields, name) for name in _NAMES if fields.get(name) is not None},
     )
 
