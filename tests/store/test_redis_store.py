@@ -295,6 +295,28 @@ def test_a_full_server_refuses_the_whole_batch_and_counts_as_away(store: RedisSt
     assert [entry.payload for entry in store.read(NS)] == [b"before", b"1", b"2"]
 
 
+def test_a_full_server_can_still_be_erased_from_and_trimmed(store: RedisStore, server: RedisServer) -> None:
+    """Nothing else would make room in it."""
+    store.erase_session(NS, "erased before anything was said")  # a tombstone is the oldest entry
+    for number in range(20):
+        store.append(NS, [NewEntry("a", b"1"), NewEntry(f"b{number}", b"2", "g")])
+    secret = store.secret()
+    raw(store).config_set("maxmemory", "1mb")
+    try:
+        assert store.erase_session(NS, "a").records == 20
+        assert store.erase_session(NS, "unknown").tombstone is not None
+        assert store.usage().records == 23
+        with closing(open_store(server.url)) as other:
+            assert other.erase_session(NS, "b0", mark=False).records == 1
+            assert other.trim(Retention(records=12)) == Trimmed(10, True)
+            assert other.trim(Retention(records=12)) == Trimmed(0, False)
+            assert other.usage().records == 12
+            assert other.secret() == secret
+        assert len(list(store.read(NS))) == 12
+    finally:
+        raw(store).config_set("maxmemory", "0")
+
+
 def test_a_replica_counts_as_away(store: RedisStore) -> None:
     store.command("REPLICAOF", "127.0.0.1", "1")
     try:

@@ -31,6 +31,7 @@ _NOTE = """
 -- KEYS: ages, sizes, totals. ARGV: for each shard its name, entries, bytes, sessions, milliseconds of its oldest entry
 -- ('': none) and the microseconds when it was so. A state that is older than the one here changes nothing, unless it is
 -- by so much that a clock was set back.
+redis.call('HDEL', KEYS[2], '')  -- so that a full server takes the rest
 for i = 1, #ARGV, 6 do
   local name, r, b, s, at = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], tonumber(ARGV[i + 5])
   local hr, hb, hs, hat = string.match(redis.call('HGET', KEYS[2], name) or '0 0 0 0', '^(%S+) (%S+) (%S+) (%S+)$')
@@ -52,6 +53,12 @@ for i = 1, #ARGV, 6 do
   end
 end
 return redis.status_reply('OK')
+"""
+
+_DOOM = """
+-- KEYS: doomed. ARGV: shard.
+redis.call('SREM', KEYS[1], '')  -- so that a full server takes the rest
+return redis.call('SADD', KEYS[1], ARGV[1])
 """
 
 
@@ -151,7 +158,7 @@ class LogIndex:
 
     def doom(self, name: str) -> None:
         """Note that a shard's erased sessions are about to be removed."""
-        self._client.command("SADD", self._doomed, name)
+        self._client.run(_DOOM, [self._doomed], [name])
 
     def spare(self, name: str) -> None:
         """Note that nothing of a shard's erased sessions is left."""

@@ -2,8 +2,9 @@
 
 Every entry has an id, ``milliseconds-count``, above all ids where it goes to. The server's clock gives the first part.
 The script counts on from the last id where the clock was set back, whichever keys the server has evicted, so that no
-append can fail in its middle. Whoever waits for new entries is told by PUBLISH; a user who may not publish can still
-append.
+append can fail in its middle. A full server (``noeviction``) refuses what takes memory, unless the script has written
+before. So what makes room begins with a write that does nothing. Whoever waits for new entries is told by PUBLISH; a user
+who may not publish can still append.
 """
 
 _LIBRARY = """
@@ -146,6 +147,7 @@ ERASE = (
     + """
 -- ARGV: tag, session, its tombstone ('': none), bytes that an entry costs beside its payload, channel. Sets the
 -- session's list aside for SWEEP. Returns how many entries it had, and the id of the session's tombstone ('': none).
+redis.call('DEL', tag)
 local session, list = ARGV[2], tag .. 's:' .. ARGV[2]
 local removed = redis.call('LLEN', list)
 local marked = redis.call('HGET', tombstones, session)
@@ -196,6 +198,7 @@ TRIM = (
     + """
 -- ARGV: tag, bytes that an entry costs beside its payload, most entries, most bytes, milliseconds of the last entry
 -- to remove ('+': any). Removes the oldest entries. Returns how many they are, their bytes, and the shard's state.
+redis.call('DEL', tag)
 local cost, bytes, count = tonumber(ARGV[2]), 0, 0
 for _, entry in ipairs(redis.call('XRANGE', log, '-', ARGV[5], 'COUNT', ARGV[3])) do
   if bytes >= tonumber(ARGV[4]) then break end

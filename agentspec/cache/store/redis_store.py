@@ -210,7 +210,8 @@ class RedisStore:
 
     def secret(self) -> bytes:
         key = f"{self.prefix}:secret"
-        self.command("SET", key, secrets.token_bytes(32), "NX")
+        if self.command("GET", key) is None:  # a full server refuses to set what is there
+            self.command("SET", key, secrets.token_bytes(32), "NX")
         secret: bytes = self.command("GET", key)
         return secret
 
@@ -297,8 +298,8 @@ class RedisStore:
 
     def _check_shards(self) -> None:
         key = f"{self.prefix}:shards"
-        unmarked = self.command("GET", key) is None and not self._index.is_new()
-        self.command("SET", key, 1 if unmarked else self._layout.shards, "NX")
+        if self.command("GET", key) is None:
+            self.command("SET", key, self._layout.shards if self._index.is_new() else 1, "NX")
         held = int(self.command("GET", key))
         if held != self._layout.shards:
             raise StoreError(
