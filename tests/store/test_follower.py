@@ -193,6 +193,48 @@ def test_a_tombstone_does_not_wait_for_the_records_before_it(process: Process, m
     assert process.erased == [("t", "s3")]  # its place in the log was reached, and nothing done again
 
 
+def test_many_tombstones_ahead_are_applied_once_and_none_is_forgotten(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.follower._READ_SECONDS", 0.02)
+    monkeypatch.setattr("agentspec.cache.store.follower._MAX_ERASED", 2)
+    process.taking_takes = 0.005
+    process.number = 7
+    process.begin(NS, "t")
+    process.store.append(NS, [entry_of(turn("x", number)) for number in range(500)])
+    process.wait(behind=1)
+    for number in range(5):
+        process.store.erase_session(NS, f"s{number}")
+    process.store.append(NS, [entry_of(turn("s0", 6, writer=OTHER))])  # was on its way
+    process.wait(erased=5)
+    assert process.follower.stats().delivered < 500
+    process.taking_takes = 0.0
+    wait_until(lambda: process.erased_again)
+    assert process.erased_again == [("t", "s0")]
+    assert process.erased == [("t", f"s{number}") for number in range(5)]
+
+
+def test_two_that_begin_to_follow_a_log_at_once_skip_nothing_of_it(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the loader does, and the thread that checks a snapshot which came too late."""
+    newest, wait = process.store.newest, process.store.wait
+
+    def late(namespace: str) -> str:
+        monkeypatch.setattr(process.store, "newest", newest)
+        process.begin(NS, "t")
+        process.store.append(NS, [entry_of(turn("s", 2))])  # not in what the first one reads now
+        return newest(namespace)
+
+    monkeypatch.setattr(process.store, "newest", late)
+    monkeypatch.setattr(process.store, "wait", lambda cursors, timeout: [])
+    process.begin(NS, "t")
+    monkeypatch.setattr(process.store, "wait", wait)
+    process.store.append(NS, [entry_of(turn("s", 3))])
+    wait_until(lambda: 3 in process.numbers())
+    assert process.numbers() == [2, 3]
+
+
 def test_what_was_read_of_a_session_that_this_process_erases_is_dropped(process: Process) -> None:
     process.learning_takes = 0.5
     process.begin(NS, "t")

@@ -25,7 +25,7 @@ _READ_SECONDS = 0.25  # time after which a log that goes on is left, to look at 
 _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
 _LEARN_SECONDS = 0.02  # longest time for learning before records are delivered, but for the last one that it is for
-_MAX_ERASED = 1024  # erased sessions of a log that are remembered
+_MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
 
 
@@ -149,7 +149,7 @@ class Follower:
         with self._wake:
             if not self._logs:
                 self._alive = begun
-            self._logs[namespace] = _Log(tenant, end, end)
+            self._logs.setdefault(namespace, _Log(tenant, end, end))  # another thread may have begun before
             self._wake.notify()
         self._leave_idlest()
 
@@ -273,6 +273,9 @@ class Follower:
         self._deliver(namespace, batch, courtesy)
         log.cursor = at
         log.erased = max(log.erased, at)
+        for remembered in (log.applied, log.numbers):  # before, all of them may be met again
+            while len(remembered) > _MAX_ERASED:
+                remembered.popitem(last=False)
         return True
 
     def _look_ahead(self, namespace: str, log: _Log) -> None:
@@ -288,16 +291,12 @@ class Follower:
         if tombstone in log.applied:
             return
         log.applied[tombstone] = None
-        if len(log.applied) > _MAX_ERASED:
-            log.applied.popitem(last=False)
         with self._wake:
             if tombstone in self._own:
                 self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
                 return
         log.numbers[session] = self._erase(log.tenant, session)
         log.numbers.move_to_end(session)
-        if len(log.numbers) > _MAX_ERASED:
-            log.numbers.popitem(last=False)
         with self._wake:
             self._counts.erased += 1
 
