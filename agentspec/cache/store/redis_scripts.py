@@ -3,8 +3,8 @@
 Every entry has an id, ``milliseconds-count``, above all ids where it goes to. The server's clock gives the first part.
 The script counts on from the last id where the clock was set back, whichever keys the server has evicted, so that no
 append can fail in its middle. A full server (``noeviction``) refuses what takes memory, unless the script has written
-before. So what makes room begins with a write that does nothing. Whoever waits for new entries is told by PUBLISH; a user
-who may not publish can still append.
+before. So what makes room begins with a write that does nothing. Whoever waits for new entries is told by PUBLISH; a
+user who may not publish can still append.
 """
 
 _LIBRARY = """
