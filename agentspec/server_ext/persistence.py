@@ -301,8 +301,9 @@ class Persistence:
         return session not in self._erasures and cache.needs_load(tenant, session)
 
     def _next_loaded(self) -> Loaded | None:
-        if self._arrived is None:
-            self._arrived, self._applied = self._loader.take(), 0
+        if self._arrived is None and self._loader.has_ready():
+            with self._applying:  # of whatever is taken, `_is_loading` knows at once
+                self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
     def _begin_following(self, log: str, tenant: str | None) -> None:
@@ -347,7 +348,17 @@ class Persistence:
         with self._applying:
             erasing = self._follower is not None and self._follower.is_erasing(log, record.session)
             if not erasing and record.session not in self._erasures:
-                self._followed += self._restore(cache, record, held_only=True)
+                self._followed += self._restore(cache, record, held_only=not self._is_loading(log, record))
+
+    def _is_loading(self, log: str, record: TurnRecord) -> bool:
+        """Return whether what a turn belongs to was read, perhaps without the turn, and will count as loaded."""
+        wanted = [Wanted(log, record.tenant, session=record.session)]
+        if record.shared_by is not None and record.shared_by == record.group:
+            wanted.append(Wanted(log, record.tenant, group=record.group))
+        elif record.family is not None:
+            wanted.append(Wanted(log, record.tenant, family=record.family))
+        arrived = self._arrived
+        return any((arrived and arrived.wanted == one) or self._loader.is_pending(one) for one in wanted)
 
     def _restore(self, cache: SuffixCache, record: TurnRecord, *, held_only: bool = False) -> bool:
         """Put a turn into the cache. Returns whether it can be used."""

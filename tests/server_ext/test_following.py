@@ -145,6 +145,28 @@ def test_what_one_says_the_other_drafts_from(start: Start) -> None:
     wait_until(lambda: b.follower("learned") == b.follower("delivered") >= 2)
 
 
+def test_a_turn_that_comes_while_its_session_waits_to_be_applied_is_in_it(start: Start) -> None:
+    """Once applied, the session counts as loaded, so nobody would read the turn again."""
+    a, b = start(), start()
+    meet(a, b, session="other")
+
+    def say(response: list[int]) -> None:
+        before = b.follower("delivered")
+        a.say([1, 2, 3], response)
+        wait_until(lambda: b.follower("delivered") > before)
+
+    say(text(100))
+    b.persistence.load_again(TENANT, "s")
+    wait_until(b.persistence.has_loaded)
+    say(text(200))  # b is idle
+    b.wait(lambda: not b.persistence.has_loaded())
+    assert not b.cache.needs_load(TENANT, "s")
+    b.texts["alone"] = text(200, 5)
+    b.step(NewRequest("alone", np.array(text(200, 5), np.int32), Identity(tenant=TENANT, session="s", scope="session")))
+    b.cache.catch_up()
+    assert b.step()["alone"] == text(205, 4)
+
+
 def test_a_group_that_is_held_is_followed(start: Start) -> None:
     a, b = start(), start()
     meet(a, b, session="x", group="g")
