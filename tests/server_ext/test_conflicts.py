@@ -11,7 +11,13 @@ from agentspec.errors import ConfigurationError
 from agentspec.server_ext.vllm_adapter import launch
 from agentspec.server_ext.vllm_adapter.engine_arguments import conflict
 from agentspec.server_ext.vllm_launch import engine_options
-from tests.server_ext.vllm_configs import DENSE, engine_args
+from tests.server_ext.vllm_configs import DENSE, MAMBA, engine_args
+
+
+def attention_only() -> Any:
+    """Return what is read of vLLM's ModelConfig."""
+    return SimpleNamespace(runner_type="generate", is_hybrid=False, is_attention_free=False)
+
 
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"async_scheduling": True}, "--async-scheduling: .* leave the option out"),
@@ -36,7 +42,7 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
     option: dict[str, Any], message: str, config: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = SimpleNamespace(speculative_config=config, additional_config={}, **option)
-    model, parallel = SimpleNamespace(runner_type="generate"), SimpleNamespace(pipeline_parallel_size=1)
+    model, parallel = attention_only(), SimpleNamespace(pipeline_parallel_size=1)
     launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
     assert arguments.speculative_config == config
     assert arguments.additional_config == {}
@@ -45,7 +51,18 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
 
 def test_the_other_model_runner_is_a_conflict_and_other_values_are_none() -> None:
     arguments = SimpleNamespace(async_scheduling=None, logits_processors=None)
-    assert "unset the variable" in (conflict(arguments, {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or "")
+    assert "unset the variable" in (conflict(arguments, attention_only(), {"VLLM_USE_V2_MODEL_RUNNER": "1"}) or "")
     for environ in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}):
-        assert conflict(arguments, environ) is None
-        assert conflict(SimpleNamespace(async_scheduling=False, logits_processors=[]), environ) is None
+        assert conflict(arguments, attention_only(), environ) is None
+        assert (
+            conflict(SimpleNamespace(async_scheduling=False, logits_processors=[]), attention_only(), environ) is None
+        )
+
+
+@pytest.mark.parametrize("method", [None, {"method": "ngram", "num_speculative_tokens": 4}])
+def test_recurrent_states_on_a_cpu_are_refused(method: dict[str, Any] | None, tmp_path: Path) -> None:
+    """vLLM's CPU build answers with other text beside any drafts, or ends."""
+    options = engine_options(store="memory://", speculative_config=method)
+    arguments = engine_args(tmp_path / "model", MAMBA, enforce_eager=True, **options)
+    with pytest.raises(ConfigurationError, match=r"Mamba2ForCausalLM on a CPU: .* start plain 'vllm serve'"):
+        arguments.create_engine_config()

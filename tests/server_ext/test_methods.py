@@ -246,7 +246,8 @@ class TestSwitch:
     ) -> Any:
         """The engine's arguments afterwards."""
         arguments = TestOffline.arguments(config, **more)
-        model, parallel = SimpleNamespace(runner_type=runner), SimpleNamespace(pipeline_parallel_size=stages)
+        model = SimpleNamespace(runner_type=runner, is_hybrid=False, is_attention_free=False)
+        parallel = SimpleNamespace(pipeline_parallel_size=stages)
         launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
         return arguments
 

@@ -40,6 +40,7 @@ from agentspec.server_ext.vllm_adapter import (
     thinking_budget,
     verification,
 )
+from agentspec.server_ext.vllm_adapter.engine_arguments import on_cpu
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
@@ -104,7 +105,7 @@ class Patch:
 
     def install(self) -> None:
         """Replace the method. A second call changes nothing. Raises UnsupportedEngineError as ``original`` does."""
-        if self.cpu_only and not _on_cpu():
+        if self.cpu_only and not on_cpu():
             return
         if self.adds:
             setattr(self._find_owner(), self.name, self.replacement)
@@ -143,12 +144,6 @@ class Patch:
                 return True
             method = getattr(method, "__wrapped__", None)
         return False
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def install(patches: Sequence[Patch]) -> None:

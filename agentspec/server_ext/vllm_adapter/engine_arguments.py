@@ -22,8 +22,11 @@ STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
 
 
-def conflict(engine_args: Any, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why an engine with these arguments cannot draft with agentspec, and the remedy. None: it can."""
+def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return why this engine cannot draft with agentspec, and the remedy. None: it can.
+
+    model_config: vLLM's ModelConfig of the served model.
+    """
     if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
         return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
     if getattr(engine_args, "async_scheduling", None):
@@ -36,15 +39,27 @@ def conflict(engine_args: Any, environ: Mapping[str, str] = os.environ) -> str |
             "--logits-processors: vLLM runs no custom logits processors with speculative decoding; leave the option "
             "out, or start plain 'vllm serve'"
         )
+    if keeps_states(model_config) and on_cpu():
+        return (
+            f"{model_config.architectures[0]} on a CPU: with any speculative decoding vLLM's CPU build ends at a model "
+            "with recurrent states, or answers other text; start plain 'vllm serve'"
+        )
     return None
 
 
-def schedule_synchronously(engine_args: Any) -> None:
+def on_cpu() -> bool:
+    """Return whether vLLM serves on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
     """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
 
-    Raises ConfigurationError with the remedy where an option excludes drafts.
+    Raises ConfigurationError with the remedy where an option or the model excludes drafts.
     """
-    if (reason := conflict(engine_args)) is not None:
+    if (reason := conflict(engine_args, model_config)) is not None:
         raise ConfigurationError(reason)
     engine_args.async_scheduling = False
 

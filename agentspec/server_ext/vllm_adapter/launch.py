@@ -256,7 +256,7 @@ def create_speculative_config(
     if spec is not None and beside:
         draft_beside(spec, engine_args, target_model_config, target_parallel_config)
     if spec is not None and (own or beside):
-        schedule_synchronously(engine_args)
+        schedule_synchronously(engine_args, target_model_config)
         settings = load_settings(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
         if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
@@ -311,7 +311,7 @@ def switch_on(
     if not is_switched_on(environ):
         return
     given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    reason = conflict(engine_args, environ)
+    reason = conflict(engine_args, model_config, environ)
     if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
         engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
         logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
