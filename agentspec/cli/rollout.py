@@ -1,6 +1,7 @@
 """Define ``agentspec rollout``, which samples problems over several epochs and can be killed and run again."""
 
 import importlib
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -86,9 +87,9 @@ def rollout(
         rollout_options,
     )
     from agentspec.rollout.formats import write_trl, write_verl
-    from agentspec.rollout.generator import sampling_options
+    from agentspec.rollout.generator import PLAIN_OPTIONS
     from agentspec.server_ext.settings import json_object
-    from agentspec.server_ext.vllm_adapter.launch import hand_on
+    from agentspec.server_ext.vllm_adapter.launch import SWITCH, hand_on
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     tasks = read_problems(problems)
@@ -97,7 +98,9 @@ def rollout(
     drafting = {"max_draft": max_draft, "verify_cost": verify_cost}
     hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
-    options |= sampling_options() if plain else rollout_options(**drafting)
+    if plain:
+        os.environ[SWITCH] = "0"
+    options |= PLAIN_OPTIONS if plain else rollout_options(**drafting)
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     options |= {name: value for name, value in limits.items() if value is not None} | json_object("--engine", engine)
     with Journal(out) as journal:

@@ -24,6 +24,9 @@ Reward = Callable[[Problem, Sample], float]
 UpdateWeights = Callable[[Any, int], str | None]
 """Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing. Returns a version."""
 
+PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
+"""What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
+
 _REWARD_THREADS = 4
 
 
@@ -59,13 +62,17 @@ class Plan:
 
 @dataclass(slots=True)
 class EpochFigures:
-    """Count what an epoch brought so far. resumed: samples that the journal held before. seconds: since it began."""
+    """Count what an epoch brought so far.
+
+    resumed: samples that the journal held before. steps: decode steps of the samples, added up. seconds: since it began.
+    """
 
     epoch: int
     wanted: int
     resumed: int
     finished: int = 0
     tokens: int = 0
+    steps: int = 0
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
@@ -73,11 +80,6 @@ class EpochFigures:
     rewarded: int = 0
     reward_sum: float = 0.0
     reward_errors: int = 0
-
-    @property
-    def steps(self) -> int:
-        """Return the decode steps that the samples took, added up."""
-        return self.tokens - self.accepted
 
     @property
     def tokens_per_step(self) -> float:
@@ -98,6 +100,7 @@ class EpochFigures:
         """Count a finished sample."""
         self.finished += 1
         self.tokens += len(sample.completion_ids)
+        self.steps += sample.steps
         self.drafted += sample.drafted
         self.accepted += sample.accepted
         self.reward_errors += sample.reward_error is not None
@@ -113,12 +116,7 @@ def rollout_options(**options: Any) -> dict[str, Any]:
     """
     from agentspec.server_ext.vllm_launch import engine_options
 
-    return {**engine_options(**options), **sampling_options()}
-
-
-def sampling_options() -> dict[str, Any]:
-    """Return keyword arguments for ``vllm.LLM`` by which samples carry logprobs and figures of their drafts."""
-    return {"logprobs_mode": "processed_logprobs", "per_request_spec_decode_metrics": "summary"}
+    return {**engine_options(**options), **PLAIN_OPTIONS, "per_request_spec_decode_metrics": "summary"}
 
 
 class RolloutGenerator:
@@ -239,7 +237,7 @@ class RolloutGenerator:
             text=answer.text,
             finish_reason=answer.finish_reason,
             weight_version=weight_version,
-            steps=len(answer.tokens) - answer.accepted,
+            steps=answer.steps,
             drafted=answer.drafted,
             accepted=answer.accepted,
             fields=problem.fields,

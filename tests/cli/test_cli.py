@@ -183,6 +183,24 @@ def test_the_store_of_a_rollout_is_not_in_what_vllm_prints(
     assert given.pop("store") == url and "hunter2" not in str(given)
 
 
+def test_a_plain_rollout_asks_vllm_for_nothing_of_drafts(
+    agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM refuses figures of drafts where there are none, and AGENTSPEC=1 would switch drafts on."""
+    given: dict[str, object] = {}
+
+    def refuse(_: str, **options: object) -> None:
+        given.update(options, switch=os.environ["AGENTSPEC"])
+        raise ValueError
+
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "prompt": "x"}\n')
+    monkeypatch.setenv("AGENTSPEC", "1")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"), "--plain")
+    assert given.keys() == {"dtype", "enforce_eager", "seed", "logprobs_mode", "switch"} and given["switch"] == "0"
+
+
 @pytest.mark.parametrize("text", ["1 / 0", "def score(:"])
 def test_a_reward_whose_module_fails_is_named(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str

@@ -21,6 +21,7 @@ class Engine:
 
     def __init__(self, batch: int = 2, fail_after: int | None = None, drafts: bool = False) -> None:
         scheduler, model = SimpleNamespace(max_num_seqs=batch), SimpleNamespace(max_model_len=8)
+        model.get_vocab_size = lambda: 100
         spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model, speculative_config=spec)
         self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
@@ -54,6 +55,8 @@ class Engine:
 
 class Tokenizer:
     """One token a word; a chat's template joins its messages."""
+
+    max_token_id = 98
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -100,6 +103,28 @@ def test_each_sample_is_written_once_with_what_a_trainer_needs(tmp_path: Path) -
     assert (first.steps, first.drafted, first.accepted, first.fields) == (1, 4, 1, {"answer": "five six"})
     assert [one.tokens_per_step for one in figures] == [2.0, 2.0] and figures[0].acceptance_rate == 0.25
     assert {params.extra_args["group_id"] for _, params in engine.asked} == {"a", "b", "c"}
+
+
+def test_steps_are_counted_and_not_reckoned_from_accepted_tokens(tmp_path: Path) -> None:
+    """A stop text or the end inside of a draft: accepted tokens behind it are not in the answer."""
+
+    class Late(Engine):
+        """Gives each answer in its third step."""
+
+        steps = 0
+
+        def step(self) -> list[Any]:
+            self.steps += 1
+            outputs = super().step()
+            if self.steps % 3:
+                self.open.extendleft(output.request_id for output in outputs)
+            for output in outputs:
+                output.finished = self.steps % 3 == 0
+            return outputs
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), Late(batch=1))
+    assert [sample.steps for sample in samples] == [3, 3, 3]
+    assert (figures[0].steps, figures[0].tokens) == (9, 6)
 
 
 def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
@@ -232,7 +257,11 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("word " * 9, "has 9 tokens, but the model takes 1 to 7"), ([{"role": "system"}], "the chat template refuses")],
+    [
+        ("word " * 9, "has 9 tokens, but the model takes 1 to 7"),
+        ([{"role": "system"}], "the chat template refuses"),
+        ([99, 100], "has the token 100"),
+    ],
 )
 def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="problem 'z': .*" + message):

@@ -43,7 +43,7 @@ class Worker:
         self.seen += [request[0] for request in requests]
         if self.fail is not None:
             raise self.fail
-        return [Answer(self.open.pop(0), [1], [0.0], "one", "stop", 0, 0)] if self.open else []
+        return [Answer(self.open.pop(0), [1], [0.0], "one", "stop", 1, 0, 0)] if self.open else []
 
     def tokenise(self, prompt: str) -> list[int]:
         raise TaskError(InvalidInputError("does not fit"))

@@ -159,6 +159,28 @@ class TestFinishedRequests:
         assert self.extra_steps(method="draft_model") == 0
 
 
+class TestFiguresOfDrafts:
+    """vLLM sends a request's figures with an end that its engine core knows of."""
+
+    @staticmethod
+    def sent(level: str, stop: list[str]) -> bool:
+        """Return whether the output of a request that goes on has its figures."""
+        figures = object()
+        request = SimpleNamespace(sampling_params=SimpleNamespace(stop=stop), spec_decode_metrics=figures)
+        scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests={"r": request})
+        ended, output = (SimpleNamespace(request_id=name, spec_decode_metrics=None) for name in ("ended", "r"))
+        outputs = {0: SimpleNamespace(outputs=[ended, output])}
+        cheap_steps.update_from_output(lambda scheduler, step, result: outputs, scheduler, None, None)
+        assert ended.spec_decode_metrics is None
+        return output.spec_decode_metrics is figures
+
+    def test_a_stop_text_may_end_a_request_in_each_output(self) -> None:
+        assert self.sent("summary", ["."])
+
+    def test_others_wait_for_their_end(self) -> None:
+        assert not self.sent("summary", []) and not self.sent("none", ["."])
+
+
 class TestAskingForDrafts:
     """The engine core asks the worker for drafts after a step, unless the runner's output says that there are none."""
 

@@ -223,7 +223,7 @@ PATCHES = (
     Patch("engine core", _SCHEDULER, "__init__", cheap_steps.init_scheduler,
           "fills no request up with placeholders of the longest draft"),
     Patch("engine core", _SCHEDULER, "update_from_output", cheap_steps.update_from_output,
-          "notes whether the step drafted anything"),
+          "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
           "asks the worker for no drafts where there are none"),
     Patch("worker", _SAMPLING, "expand_batch_to_tokens", verification.expand_batch_to_tokens,

@@ -94,9 +94,19 @@ def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    """Remember whether the step drafted nothing until ``post_step``, which vLLM calls without the runner's output."""
+    """Remember whether the step drafted nothing until ``post_step``, which vLLM calls without the runner's output.
+
+    Where requests are to have figures of their drafts, those with stop texts have them in each output: their end is
+    found in the other process, and vLLM sends the figures with an end that it knows of only.
+    """
     setattr(scheduler, _NO_DRAFTS, getattr(model_runner_output, _NO_DRAFTS, False))
-    return original(scheduler, scheduler_output, model_runner_output)
+    outputs = original(scheduler, scheduler_output, model_runner_output)
+    if getattr(scheduler, "spec_decode_metrics_level", "none") != "none":
+        for output in (output for client in outputs.values() for output in client.outputs):
+            request = scheduler.requests.get(output.request_id)
+            if request is not None and request.sampling_params is not None and request.sampling_params.stop:
+                output.spec_decode_metrics = request.spec_decode_metrics
+    return outputs
 
 
 def post_step(original: Callable[..., None], core: Any, model_executed: bool) -> None:

@@ -1,5 +1,6 @@
 """Run a ``vllm.LLM`` of this process one step at a time, so that each answer is seen as soon as it is finished."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold a finished answer. tokens: token ids. logprobs: one for each. drafted, accepted: draft tokens."""
+    """Hold a finished answer. tokens: token ids. logprobs: one for each. steps: that gave it tokens.
+
+    drafted, accepted: draft tokens, also accepted ones behind the answer's end.
+    """
 
     request_id: str
     tokens: list[int]
     logprobs: list[float]
     text: str
     finish_reason: str | None
+    steps: int
     drafted: int
     accepted: int
 
@@ -38,8 +43,11 @@ class OfflineEngine:
 
     def __init__(self, llm: Any) -> None:
         self.llm, self._engine = llm, llm.llm_engine
+        self._steps: Counter[str] = Counter()  # of the open requests
         self.max_running: int = self._engine.vllm_config.scheduler_config.max_num_seqs
-        self._max_model_len: int = self._engine.vllm_config.model_config.max_model_len
+        model = self._engine.vllm_config.model_config
+        self._max_model_len: int = model.max_model_len
+        self._vocabulary: int = model.get_vocab_size()
 
     @classmethod
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
@@ -56,7 +64,7 @@ class OfflineEngine:
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
 
-        Raises InvalidInputError for a chat that the template refuses, and for a prompt that does not fit.
+        Raises InvalidInputError for a chat that the template refuses, and for a prompt that does not fit the model.
         """
         tokenizer = self.llm.get_tokenizer()
         if isinstance(prompt, str):
@@ -74,6 +82,8 @@ class OfflineEngine:
             raise InvalidInputError(
                 f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1}"
             )
+        if (highest := max(ids)) > max(tokenizer.max_token_id, self._vocabulary - 1):  # vLLM's own limit
+            raise InvalidInputError(f"its prompt has the token {highest}, which the model does not know")
         return [int(token) for token in ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -98,7 +108,9 @@ class OfflineEngine:
 
     def step(self) -> list[Answer]:
         """Run one engine step. Return the answers that it finished."""
-        return [_answer(output) for output in self._engine.step() if output.finished]
+        outputs = self._engine.step()  # of each request that got tokens
+        self._steps.update(output.request_id for output in outputs)
+        return [_answer(output, self._steps.pop(output.request_id)) for output in outputs if output.finished]
 
     def begin_epoch(self) -> None:
         """Tell agentspec in the engine, if it drafts there, that an epoch begins (setting ``history_window``)."""
@@ -115,6 +127,8 @@ class OfflineEngine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without an answer."""
         self._engine.abort_request(list(request_ids))
+        for request_id in request_ids:
+            self._steps.pop(request_id, None)
 
     def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
         """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return their version."""
@@ -125,7 +139,7 @@ class OfflineEngine:
         self._engine.engine_core.shutdown()
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any, steps: int) -> Answer:
     completion = output.outputs[0]
     tokens = [int(token) for token in completion.token_ids]
     spec = completion.spec_decode_metrics
@@ -136,6 +150,7 @@ def _answer(output: Any) -> Answer:
         [float(step[token].logprob) for step, token in zip(completion.logprobs or [], tokens, strict=False)],
         completion.text,
         completion.finish_reason,
+        steps,
         figures.get("num_draft_tokens", 0),
         figures.get("num_accepted_draft_tokens", 0),
     )
