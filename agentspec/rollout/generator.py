@@ -64,7 +64,8 @@ class Plan:
 class EpochFigures:
     """Count what an epoch brought so far.
 
-    resumed: samples that the journal held before. steps: decode steps of the samples, added up. seconds: since it began.
+    resumed: samples that the journal held before. steps: decode steps of the samples, added up. seconds: since the
+    epoch began.
     """
 
     epoch: int

@@ -71,7 +71,7 @@ def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> No
     }
     for one in samples:
         assert len(one["logprobs"]) == len(one["completion_ids"])
-        assert 2 <= one["steps"] and len(one["completion_ids"]) <= one["steps"] + one["accepted"]
+        assert one["steps"] >= 2 and len(one["completion_ids"]) <= one["steps"] + one["accepted"]
         assert all(logprob <= 0 for logprob in one["logprobs"])
         assert one["reward"] in (int(one["id"][1]), int(one["id"][1]) + 1)
     plain = finish(start(folder, "plain.jsonl", "--plain"))
