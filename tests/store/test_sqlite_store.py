@@ -136,6 +136,27 @@ def everything(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in folder.iterdir())
 
 
+def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("store.db")
+    store = SQLiteStore(path)
+    monkeypatch.chdir("/")
+    store.append(NS, [NewEntry("s", b"1")])
+    path = tmp_path / path
+    moved = path.rename(tmp_path / "moved.db")
+    with pytest.raises(StoreUnavailableError, match=r"No such file.*store\.db"):
+        store.append(NS, [NewEntry("s", b"2")])
+    moved.rename(path)
+    store.append(NS, [NewEntry("s", b"3")])
+    assert [entry.payload for entry in store.read(NS)] == [b"1", b"3"]
+    path.unlink()
+    SQLiteStore(path).close()
+    with pytest.raises(StoreUnavailableError, match="another file has taken its place; restart"):
+        store.append(NS, [NewEntry("s", b"4")])
+
+
 def test_an_erased_session_is_gone_from_the_files_bytes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)

@@ -48,7 +48,7 @@ from agentspec.cache.store.sqlite_file import (
     store_errors,
     transaction,
 )
-from agentspec.errors import StoreError
+from agentspec.errors import StoreError, StoreUnavailableError
 
 _ROWS = 64  # entries that a read takes at once
 _SLICE_ENTRIES = 256
@@ -283,9 +283,17 @@ class SQLiteStore(_Database):
                 enter_wal(writer)
                 empty_log(writer)  # a process that was killed while it erased may have left text in it
                 super().__init__(str(path), writer, connect(str(path)))
+                self._path, self._file = path.absolute(), _file_at(path)
             except BaseException:
                 writer.close()
                 raise
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with super()._write() as connection:
+            if _file_at(self._path) != self._file:  # SQLite would go on in the file without a name, which ends with it
+                raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
+            yield connection
 
 
 class MemoryStore(_Database):
@@ -312,6 +320,12 @@ class MemoryStore(_Database):
             if _delete(connection, *query) == 0:
                 break
         self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
+
+
+def _file_at(path: Path) -> tuple[int, int]:
+    """Return what tells a file from others that have its name later. Raises OSError if there is none."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 _Query = tuple[str, tuple[str | int | float, ...]]
