@@ -4,6 +4,7 @@ import importlib
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,9 @@ from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.rollout import EpochFigures
+
+_LOG_SECONDS = 60.0
+"""Where a log takes the place of a terminal, progress is a line each so many seconds, and one at an epoch's end."""
 
 
 class Format(StrEnum):
@@ -109,15 +113,20 @@ def rollout(
         generator = RolloutGenerator(started, journal, reward=judge, update_weights=update)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         table = _table()
-        with Progress(*columns, console=Console(stderr=True)) as bars:
-            bar = bars.add_task("epoch 0", total=len(tasks) * samples * epochs)
+        console, total, said = Console(stderr=True), len(tasks) * samples * epochs, time.monotonic()
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+            bar = bars.add_task("epoch 0", total=total)
 
-            def show(figures: "EpochFigures") -> None:
+            def show(figures: "EpochFigures", complete: bool = False) -> None:
+                nonlocal said
                 done = figures.epoch * len(tasks) * samples + figures.resumed + figures.finished
                 bars.update(bar, completed=done, description=_line(figures))
+                if not console.is_terminal and (complete or time.monotonic() - said >= _LOG_SECONDS):
+                    said = time.monotonic()
+                    typer.echo(f"{_line(figures)}, {done} of {total} samples", err=True)
 
             for figures in generator.run(tasks, plan, show):
-                show(figures)
+                show(figures, complete=True)
                 _add_row(table, figures)
                 if format is not None:
                     write = write_trl if format is Format.TRL else write_verl

@@ -156,6 +156,13 @@ class RolloutGenerator:
         known, whatever the rewards of others take.
         """
         self._prompts = {problem.id: self._tokenise(problem) for problem in problems}
+        changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
+        if changed:  # no error, as a chat template may write the day's date
+            logger.warning(
+                "agentspec: %s holds samples of other prompts for %d of these problems, such as %r: the problems or "
+                "the model's tokens changed. To keep the samples apart, write to another file",
+                *(self._journal.path, len(changed), changed[0]),
+            )
         for epoch in range(plan.epochs):
             keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
             missing = deque(key for key in keys if key not in self._journal)

@@ -77,7 +77,10 @@ class Journal:
         try:
             self._lock()
             self._cut_torn_line()
-            self._keys = {sample.key for sample in self.samples()}
+            self._keys: set[Key] = set()
+            self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
+            for sample in self.samples():
+                self._note(sample)
         except BaseException:
             self.close()
             raise
@@ -105,7 +108,12 @@ class Journal:
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             why = f"the disk is full; the sample {tuple(sample.key)} was not written"
             raise OSError(errno.ENOSPC, why, str(self.path))
-        self._keys.add(sample.key)
+        self._note(sample)
+
+    def holds_another_prompt(self, problem_id: str, prompt_ids: list[int]) -> bool:
+        """Return whether the first sample of a problem was sampled from other token ids."""
+        prompt = hash(str(prompt_ids))
+        return self._prompts.get(problem_id, prompt) != prompt
 
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:
         """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
@@ -120,6 +128,11 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _note(self, sample: Sample) -> None:
+        self._keys.add(sample.key)
+        if sample.id not in self._prompts:
+            self._prompts[sample.id] = hash(str(sample.prompt_ids))
 
     def _parse(self, number: int, line: str) -> Sample:
         try:

@@ -29,6 +29,7 @@ class Engine:
         self.open: deque[str] = deque()
         self.asked: list[tuple[str, Any]] = []
         self.most_open = 0
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def add_request(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
         self.asked.append((request_id, params))
@@ -137,6 +138,17 @@ def test_a_second_run_samples_what_is_missing(tmp_path: Path) -> None:
     assert len(engine.asked) == figures[0].finished
     assert len({sample.key for sample in samples}) == len(samples) == 12
     assert run(path, Plan(samples=4), Engine(fail_after=0))[0][0].finished == 0
+
+
+def test_other_prompts_than_before_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They would be in one group with the samples of the prompts before."""
+    run(tmp_path / "r.jsonl", Plan(samples=1))
+    run(tmp_path / "r.jsonl", Plan(samples=2))
+    assert "other prompts" not in caplog.text
+    with Journal(tmp_path / "r.jsonl") as journal:
+        edited = [*PROBLEMS[1:], Problem("a", "one two three"), Problem("new", "one")]
+        list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run(edited, Plan(samples=2)))
+    assert "other prompts for 1 of these problems, such as 'a'" in caplog.text
 
 
 def test_an_error_leaves_no_request_in_the_engine(tmp_path: Path) -> None:
