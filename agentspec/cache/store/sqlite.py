@@ -269,8 +269,8 @@ class SQLiteStore(_Database):
     """Implement Store in one file.
 
     Raises StoreVersionError for a file of another schema version and StoreError for a file of another program. It does
-    not change such a file. Calls raise StoreUnavailableError while the file is not in its place: SQLite would go on in a
-    file that was deleted or moved, where nobody finds the entries.
+    not change such a file. Calls raise StoreUnavailableError while the file is not in its place: SQLite would go on in
+    one that was deleted or moved, where nobody finds the entries.
     """
 
     shared = True
