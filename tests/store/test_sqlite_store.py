@@ -96,24 +96,6 @@ def test_a_folder_and_an_impossible_place(tmp_path: Path) -> None:
         SQLiteStore(tmp_path / "file" / "store.db")
 
 
-def test_nothing_is_kept_in_a_file_that_was_moved_or_deleted(tmp_path: Path) -> None:
-    """SQLite would go on in it without an error, and the entries would be gone with the process."""
-    path, away = tmp_path / "store.db", tmp_path / "away.db"
-    store = SQLiteStore(path)
-    store.append(NS, [NewEntry("s", b"0")])
-    path.rename(away)
-    for call in (lambda: store.append(NS, [NewEntry("s", b"1")]), lambda: list(store.read(NS)), store.ping):
-        with pytest.raises(StoreUnavailableError, match=r"store\.db: the file was deleted or moved .* move it back"):
-            call()
-    path.write_bytes(b"")  # another one in its place
-    with pytest.raises(StoreUnavailableError, match="deleted or moved"):
-        store.append(NS, [NewEntry("s", b"1")])
-    away.rename(path)
-    store.append(NS, [NewEntry("s", b"2")])
-    assert [entry.payload for entry in store.read(NS)] == [b"0", b"2"]
-    store.close()
-
-
 def test_a_damaged_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)

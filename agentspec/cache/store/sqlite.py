@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os.path import samestat
 from pathlib import Path
 
 from agentspec.cache.store.base import (
@@ -269,8 +268,7 @@ class SQLiteStore(_Database):
     """Implement Store in one file.
 
     Raises StoreVersionError for a file of another schema version and StoreError for a file of another program. It does
-    not change such a file. Calls raise StoreUnavailableError while the file is not in its place: SQLite would go on in
-    one that was deleted or moved, where nobody finds the entries.
+    not change such a file.
     """
 
     shared = True
@@ -289,15 +287,6 @@ class SQLiteStore(_Database):
             except BaseException:
                 writer.close()
                 raise
-            self._path = path.absolute()
-            self._file = self._path.stat()
-
-    def _opened(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
-        if not (self._path.exists() and samestat(self._path.stat(), self._file)):
-            raise StoreUnavailableError(
-                f"{self._name}: the file was deleted or moved while in use; move it back, or restart with a new one"
-            )
-        return super()._opened(connection)
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
