@@ -210,8 +210,12 @@ class RolloutGenerator:
                     if running:
                         self._engine.abort(list(running))
                 finally:
-                    for _ in range(judging):
-                        self._write(judged.get(), figures)
+                    try:
+                        for _ in range(judging):
+                            self._write(judged.get(), figures)
+                    except BaseException:  # a second Ctrl-C: nobody would write the rewards that still wait
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        raise
 
     def _write(self, judged: Future[Sample], figures: EpochFigures) -> None:
         sample = judged.result()

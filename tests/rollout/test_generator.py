@@ -230,6 +230,19 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(t
         assert len(journal) == 6
 
 
+def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path) -> None:
+    calls = []
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        calls.append(sample.key)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r.jsonl", Plan(samples=20), Engine(batch=64), reward=reward)
+    assert len(calls) < 30
+
+
 def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path) -> None:
     calls = []
 
