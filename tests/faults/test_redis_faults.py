@@ -227,8 +227,9 @@ def test_a_node_of_a_cluster_that_is_away_holds_up_no_log_of_the_others(fault: s
         store.close()
 
 
-def held_until(event: threading.Event, call: Callable[..., object]) -> Callable[..., object]:
+def held_until(event: threading.Event, begun: threading.Event, call: Callable[..., object]) -> Callable[..., object]:
     def held(*args: object, **options: object) -> object:
+        begun.set()
         assert event.wait(60)
         return call(*args, **options)
 
@@ -245,8 +246,9 @@ def test_back_after_what_the_server_knew_of_the_writer_has_expired(monkeypatch: 
         while time.monotonic() - begin < 2.5:
             serving.go_on(5)
         with monkeypatch.context() as patch:
-            back = threading.Event()
-            patch.setattr(serving.store, "append", held_until(back, serving.store.append))
+            back, begun = threading.Event(), threading.Event()
+            patch.setattr(serving.store, "append", held_until(back, begun, serving.store.append))
+            assert begun.wait(60)  # else a call from before the replacement could still reach the server
             server.start()
             assert not server.client().keys("*:w:*")
             back.set()
