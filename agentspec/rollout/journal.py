@@ -32,7 +32,8 @@ class Sample:
     sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
     the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
     steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem; a value
-    that JSON has no form for, such as a date of a parquet file, is written as its text.
+    that JSON has no form for, such as a date of a parquet file, is written as its text. Half of a surrogate pair is
+    written out (``\\udce9``).
     """
 
     id: str
@@ -61,6 +62,8 @@ _NEEDED = {"id", "epoch", "sample", "completion_ids"}
 _BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
 _GOES_ON = b'", "epoch": '
 """How each line begins that `Journal.write` writes."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which may stand in an error of a reward. UTF-8 has no form for it."""
 
 
 class Journal:
@@ -102,7 +105,7 @@ class Journal:
         if sample.key in self._keys:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
         text = json.dumps(_values(sample), ensure_ascii=False, default=str)
-        line = f"{text}\n".encode("utf-8", "surrogatepass")
+        line = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{text}\n").encode()
         written = os.write(self._file, line)
         if written != len(line):  # the disk is full: leave no half of a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)

@@ -67,7 +67,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except (ArrowException, OSError) as error:
         raise InvalidInputError(f"{path}: not a parquet file ({error})") from None
     for number, row in enumerate(rows, 1):
-        yield f"{path}, row {number}", row
+        messages = {name: _without_nulls(row[name]) for name in ("prompt", "messages") if name in row}
+        yield f"{path}, row {number}", row | messages
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return messages without what parquet adds: each has the fields of all, with null where there was none.
+
+    Templates ask whether a message has tool calls, and write out the arguments of a call.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None or name == "content"}
+    return value
 
 
 def _problem(place: str, row: Any) -> Problem:

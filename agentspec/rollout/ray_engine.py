@@ -215,14 +215,17 @@ class RayEngine:
 
     def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
         """Load an epoch's weights on every worker, at the same time. Return their version."""
-        self._weights = (update, epoch)
+        self._weights = None  # a worker in the place of a dead one is asked below
         calls = [member.actor.update_weights.remote(update, epoch) for member in self._members]
         version: str | None = None
         for member, call in zip(self._members, calls, strict=True):
-            try:
-                version = self._get(call)
-            except self._ray.exceptions.RayError as error:
-                self._replace(member, error)
+            while call is not None:
+                try:
+                    version, call = self._get(call), None
+                except self._ray.exceptions.RayError as error:
+                    self._replace(member, error)
+                    call = member.actor.update_weights.remote(update, epoch)
+        self._weights = (update, epoch)
         return version
 
     def begin_epoch(self) -> None:

@@ -60,6 +60,8 @@ class Tokenizer:
     max_token_id = 98
 
     def encode(self, text: str) -> list[int]:
+        if not text.isprintable():
+            raise TypeError("no text")  # as tokenizers says of half a surrogate pair
         return [len(word) for word in text.split()]
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
@@ -284,7 +286,8 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
     ("prompt", "message"),
     [
         ("word " * 9, "has 9 tokens, but the model takes 1 to 7"),
-        ([{"role": "system"}], "the chat template refuses"),
+        ([{"role": "system"}], "chat template refuses its prompt: no user message"),
+        ("half \ud83d", "the tokenizer .* refuses its prompt: no text"),
         ([99, 100], "has the token 100"),
     ],
 )

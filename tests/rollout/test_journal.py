@@ -33,7 +33,7 @@ def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rollouts.jsonl"
-    wanted = [sample(0), sample(1, reward=0.5, fields={"answer": "é\u2028\ud800"}), sample(0, epoch=1)]
+    wanted = [sample(0), sample(1, reward=0.5, fields={"answer": "é\u2028😀"}), sample(0, epoch=1)]
     with Journal(path) as journal:
         for one in wanted:
             journal.write(one)
@@ -41,6 +41,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     with Journal(path) as journal:
         assert list(journal.samples()) == wanted
         assert list(journal.samples(epoch=1)) == wanted[2:]
+
+
+def test_every_line_is_utf_8(tmp_path: Path) -> None:
+    """Of one line that is not, ``datasets`` refuses the whole file."""
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(reward_error="ValueError: \udce9", fields={"\ud800": ['"\ud83d\\']}))
+        (read,) = journal.samples()
+    assert json.loads(path.read_text(encoding="utf-8"))["reward_error"] == read.reward_error == r"ValueError: \udce9"
+    assert read.fields == {r"\ud800": [r'"\ud83d' + "\\"]}
 
 
 def test_a_sample_is_written_once(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         read_problems(tmp_path / "bad.parquet")
 
 
+def test_messages_in_parquet_have_the_fields_that_they_had(tmp_path: Path) -> None:
+    """A template that asks ``'tool_calls' in message`` would find them in every message."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
+    asks = {"role": "assistant", "content": None, "tool_calls": calls}
+    rows = [{"id": "a", "messages": [*CHAT, asks]}, {"id": "b", "messages": CHAT}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "problems.parquet")
+    assert [each.prompt for each in read_problems(tmp_path / "problems.parquet")] == [[*CHAT, asks], CHAT]
+
+
 @pytest.mark.parametrize("line", ['{"id": "é", "prompt": "x"}'.encode("latin-1"), b"[" * 100_000])
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "problems.jsonl"

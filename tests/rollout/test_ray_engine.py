@@ -135,6 +135,20 @@ def test_a_dead_workers_requests_start_again_on_another_with_its_weights(ray: Ra
     assert other.seen == ["b", "c"], "what was answered does not start again"
 
 
+def test_weights_have_a_version_also_where_every_worker_dies_of_them_once(ray: Ray) -> None:
+    engine = engine_on(ray)
+    loaded: list[int] = []
+
+    def update(number: int, epoch: int) -> str:
+        loaded.append(number)
+        if loaded.count(number) == 1:
+            raise ActorError("killed")
+        return f"epoch {epoch}"
+
+    assert engine.update_weights(update, 3) == "epoch 3"
+    assert loaded == [0, 0, 1, 1]
+
+
 def test_workers_that_die_one_after_the_other_end_the_rollout(ray: Ray) -> None:
     engine = engine_on(ray, workers=1)
     engine.add("a", [1], SAMPLING, {})

@@ -64,20 +64,20 @@ class OfflineEngine:
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
         """Return the token ids of a text, of a chat's messages by the model's template, or of token ids.
 
-        Raises InvalidInputError for a chat that the template refuses, and for a prompt that does not fit the model.
+        Raises InvalidInputError for a prompt that the tokenizer or its chat template refuses, or that does not fit.
         """
         tokenizer = self.llm.get_tokenizer()
-        if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt)
-        elif prompt and isinstance(prompt[0], dict):
-            try:
+        try:
+            if isinstance(prompt, str):
+                ids = tokenizer.encode(prompt)
+            elif prompt and isinstance(prompt[0], dict):
                 ids = tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-            except Exception as error:  # each template refuses in its own way
-                raise InvalidInputError(f"the chat template refuses its messages: {error}") from None
-        else:
-            ids = prompt
+            else:
+                ids = prompt
+        except Exception as error:  # each template refuses in its own way
+            raise InvalidInputError(f"the tokenizer or its chat template refuses its prompt: {error}") from None
         if not 0 < len(ids) < self._max_model_len:
             raise InvalidInputError(
                 f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1}"
