@@ -52,6 +52,12 @@ def to_header(text: str) -> str:
     return quote(text, safe=_VISIBLE)
 
 
+def to_path(text: str) -> str:
+    """Return an id as one part of a URL's path. HTTP clients resolve "." and ".." unless they are encoded, too."""
+    encoded = quote(text, safe="")
+    return encoded.replace(".", "%2E") if text in (".", "..") else encoded
+
+
 def from_header(value: str) -> str:
     """Return the text for which `to_header` returns this value. What isn't percent-encoded UTF-8 stays as it is."""
     try:

@@ -7,7 +7,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.text import Text
 from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
 from agentspec.errors import StoreUnavailableError
+from agentspec.identifiers import to_path
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
@@ -153,7 +153,7 @@ def convert(
 
 
 def _path(session: str) -> str:
-    return f"sessions/{quote(session, safe='')}"
+    return f"sessions/{to_path(session)}"
 
 
 def _time(seconds: float) -> str:

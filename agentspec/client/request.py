@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
-from urllib.parse import quote
 
 import openai
 
@@ -19,7 +18,7 @@ from agentspec.client.predictions import as_prediction, check_predict, likely_an
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
 from agentspec.errors import ConfigurationError, InvalidInputError
-from agentspec.identifiers import to_header
+from agentspec.identifiers import to_header, to_path
 
 Speculating: TypeAlias = bool | Literal["summary", "detailed"]
 """The client's option `speculation`; True is "summary"."""
@@ -171,7 +170,7 @@ class RequestBuilder:
 
     @staticmethod
     def _path_of(session: str) -> str:
-        return f"{PROBE_PATH}/sessions/{quote(session, safe='')}"
+        return f"{PROBE_PATH}/sessions/{to_path(session)}"
 
     def erasures(self, conversation: Conversation, more: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """Yield path and options of each request that erases a session and its helpers on the server.
@@ -199,7 +198,7 @@ class RequestBuilder:
     @staticmethod
     def counts_path(reply: Reply[Any]) -> str:
         """Return the path of a reply's speculation counts on a server with the extension."""
-        return f"{PROBE_PATH}/requests/{quote(reply.raw.id, safe='')}"
+        return f"{PROBE_PATH}/requests/{to_path(reply.raw.id)}"
 
     def headers(self, conversation: Conversation) -> dict[str, str]:
         """Return the headers that name a session, for requests that others make.

@@ -76,6 +76,14 @@ def test_a_list_shows_whole_ids(
     assert name in ("".join(cells) if terminal else cells)
 
 
+@pytest.mark.parametrize("name", [".", "..", "a/b", "é"])
+def test_a_session_is_reached_whatever_its_id(sessions: Sessions, server: Server, name: str) -> None:
+    server.say(server.identity(ADA, name))
+    assert sessions("show", name)[0] == 0
+    assert sessions("delete", name) == (0, f"erased: {name}\n")
+    assert [session["id"] for session in json.loads(sessions("list", "--json")[1])["sessions"]] == ["fix-42"]
+
+
 def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "fix-42.json"
     assert f"{len(TEXT)}" in sessions("show", "fix-42")[1]

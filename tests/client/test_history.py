@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import unquote
 
 import openai
 import pytest
@@ -521,3 +522,14 @@ def test_ids_of_new_sessions_cannot_be_guessed(server: FakeServer) -> None:
     assert len(set(names)) == 110
     for name in names:
         assert uuid.UUID(hex=name.removeprefix("session-")).version == 4  # 122 random bits
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_dots_as_an_id_are_a_session_as_others_are(server: FakeServer, name: str) -> None:
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        session = client.session(name)
+        assert session.prime(["a text"]) == 1
+        session.clear()
+    assert server.erased == [name]
+    paths = [request.path for request in server.received if request.method in ("PUT", "DELETE")]
+    assert [unquote(path) for path in paths] == [f"/v1/agentspec/sessions/{name}"] * 2
