@@ -100,7 +100,8 @@ class DraftingEngine:
                 note=self.step_cost.dump,
                 max_bytes=settings.retention_bytes,
                 max_age=None if days is None else days * 86_400,  # the store has forgotten by then what was erased
-                catch_up=lambda: persistence.catch_up_erasures(self.cache),
+                places=persistence.places,
+                catch_up=lambda places: persistence.catch_up_erasures(self.cache, places),
             )
         self._public: PublicCorpus | None = None
         if settings.public is not None:

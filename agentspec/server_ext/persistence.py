@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -44,6 +44,8 @@ _ERASE_SECONDS = 5.0
 """Longest time that an erasure waits for its session's records to arrive in the store, from which it removes them."""
 _LEARNED_TOKENS = 2048
 """Longest part of another process's response that is learned from, so that following it does not wait long."""
+_FORGET_SECONDS = 0.05
+"""Pause between two looks at whether a tenant has requests."""
 
 Result = TypeVar("Result")
 
@@ -102,30 +104,38 @@ class Persistence:
             forget=cache.forget_tenant,
         )
 
-    def catch_up_erasures(self, cache: SuffixCache) -> int:
-        """Take from a loaded snapshot what was erased in the store meanwhile. Return the number of sessions.
+    def places(self) -> dict[str, str]:
+        """Return, for each log, the cursor up to which erasures are known, for ``catch_up_erasures``."""
+        return {} if self._follower is None else self._follower.places()
 
-        Any thread may call it, before the cache is used. A session that was used again since is taken, too: the store
-        has what it said then. Where the store does not tell what was erased, the tenant is forgotten: its log brings
-        back what it may say.
+    def catch_up_erasures(self, cache: SuffixCache, places: Mapping[str, str]) -> bool:
+        """Take from a loaded snapshot what was erased in the store meanwhile. Return whether it held any of that.
+
+        places: as they were when the snapshot was saved. Any thread may call it, before the cache is used. A session
+        that was used again since is taken, too: the store has what it said then. Where the store does not tell what was
+        erased, or retention may have taken a tombstone since, the tenant is forgotten: its log brings back what it may
+        say.
         """
         if self._follower is None:
-            return 0
+            return False
         before = self._follower.stats().erased
         tenants = cache.tenants()
         for tenant in tenants[:-MAX_LOGS]:
-            cache.forget_tenant(tenant)
-        known = True
+            _forget(cache, tenant)
+        known, whole = True, len(tenants) <= MAX_LOGS
         for tenant in reversed(tenants[-MAX_LOGS:]):
+            log, all_told = self.logs.of(tenant), False
             try:
                 if known:
-                    self._follower.begin(self.logs.of(tenant), tenant, used_too=True)
+                    self._follower.begin(log, tenant, used_too=True)
+                    all_told = log in places and self._store.has_all(log, places[log])
             except StoreError as error:
                 known = False
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
-            if not known:
-                cache.forget_tenant(tenant)
-        return self._follower.stats().erased - before
+            if not all_told:
+                _forget(cache, tenant)
+                whole = False
+        return not whole or self._follower.stats().erased > before
 
     def is_current(self) -> bool:
         """Return whether every erasure by other processes is known here that is older than a second.
@@ -387,6 +397,12 @@ class Persistence:
         with self._applying:
             if session not in self._erasures and session not in loaded.forgotten:
                 self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
+
+
+def _forget(cache: SuffixCache, tenant: str | None) -> None:
+    """Forget a tenant that may hold erased text. Where the start did not wait, its requests have to end first."""
+    while not cache.forget_tenant(tenant):
+        time.sleep(_FORGET_SECONDS)
 
 
 def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:

@@ -10,12 +10,13 @@ nothing else.
 """
 
 import contextlib
+import glob
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import agentspec
@@ -35,8 +36,10 @@ class SnapshotKeeper:
 
     path: the file, readable by its owner alone; each process needs its own. identity: see `snapshot_identity`. note:
     called at each save; `wait_loaded` of the next process returns its bytes. interval: seconds between two saves.
-    max_bytes: no file is kept if the cache holds more (None: no limit). max_age: seconds after which a file is deleted
-    unread (None: no limit). Errors are logged and counted, never raised.
+    max_bytes: no file is kept if the cache holds more (None: no limit). max_age: seconds after which a file of this
+    store is deleted unread, be it another model's (None: no limit). places: returns the cursor in each log up to which
+    erasures have left the cache. catch_up: takes what was erased since from the loaded cache, given these cursors as of
+    the save. Errors are logged and counted, never raised.
     """
 
     def __init__(
@@ -49,10 +52,12 @@ class SnapshotKeeper:
         interval: float = 300.0,
         max_bytes: int | None = None,
         max_age: float | None = None,
-        catch_up: Callable[[], int] = lambda: 0,
+        places: Callable[[], Mapping[str, str]] = dict,
+        catch_up: Callable[[Mapping[str, str]], bool] = lambda places: False,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
-        self._note, self._interval, self._catch_up = note, interval, catch_up
+        self._note, self._interval = note, interval
+        self._places, self._catch_up = places, catch_up
         self._max_bytes, self._max_age = max_bytes, max_age
         self._loaded_note = b""
         self._loaded = threading.Event()
@@ -103,7 +108,8 @@ class SnapshotKeeper:
             if self._max_bytes is not None and held.bytes > self._max_bytes:
                 raise SnapshotError(f"{self._path}: the cache holds {held.bytes} bytes, more than {self._max_bytes}")
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._cache.save(self._path, identity=self._identity, note=self._note())
+            places = json.dumps(dict(self._places())).encode()  # before the text: what is erased from here on is told
+            self._cache.save(self._path, identity=self._identity, note=places + b"\n" + self._note())
         except Exception as error:
             self._counts["errors"] += 1
             if self._counts["errors"] == 1:
@@ -134,6 +140,7 @@ class SnapshotKeeper:
                 with contextlib.suppress(OSError):
                     left.unlink()
         self._load()
+        self._delete_outdated()
         self._loaded.set()
         due = time.monotonic() + self._interval
         while True:
@@ -153,22 +160,34 @@ class SnapshotKeeper:
             return
         begin = time.monotonic()
         try:
-            if self._max_age is not None and time.time() - self._path.stat().st_mtime > self._max_age:
+            if self._is_outdated(self._path):
                 self._path.unlink()
                 raise SnapshotError(f"{self._path}: older than what the store keeps, and deleted")
-            self._loaded_note = self._cache.load_snapshot(self._path, identity=self._identity)
+            note = self._cache.load_snapshot(self._path, identity=self._identity)
         except Exception as error:
             logger.warning("agentspec: the saved suffix indexes are not used, the store is read instead: %s", error)
             return
         try:
-            erased = self._catch_up()
+            places, _, self._loaded_note = note.partition(b"\n")
+            erased = self._catch_up(json.loads(places or b"{}"))
         except Exception as error:  # whatever it is, nobody knows what was erased
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
-            erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants())
-        if erased > 0:
+            erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
+        if erased:
             self.erased()
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
+
+    def _delete_outdated(self) -> None:
+        """Delete what models, secrets or engines that are not served any more have left beside this store."""
+        store = self._path.name.rsplit("-", 2)[0]  # followed by a log's name and an engine's number: `snapshot_path`
+        for other in self._path.parent.glob(f"{glob.escape(store)}-*.snapshot"):
+            with contextlib.suppress(OSError):
+                if self._is_outdated(other):
+                    other.unlink()
+
+    def _is_outdated(self, path: Path) -> bool:
+        return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
 
 
 def _is_another_process(number: str) -> bool:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
-from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store
+from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_store, snapshot_path
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
@@ -90,6 +90,12 @@ class Replica:
     def wait(self, condition: Callable[[], object]) -> None:
         """Take steps until the condition holds."""
         wait_until(lambda: (self.step(), condition())[1])
+
+    def stop(self) -> None:
+        """Close it when it has read what it said, so that its snapshot stands behind that."""
+        assert self.persistence._writer.flush(60)
+        wait_until(lambda: self.persistence.places().get(NS) == self.store.newest(NS))
+        self.engine.close()
 
     def erase(self, session: str) -> None:
         self.engine.session("begin", f"job-{session}", "erase", session, [TENANT])
@@ -395,7 +401,7 @@ def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Star
     first = start(snapshot=tmp_path / "trees")
     first.say([1, 2, 3], text(100))
     first.say([1, 2, 3], text(200), "kept")
-    first.engine.close()
+    first.stop()
     assert (tmp_path / "trees").exists()
     other = start()
     other.erase("s")
@@ -412,13 +418,15 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from agentspec.cache import SuffixCache
-from tests.server_ext.test_following import Replica, text
+from tests.server_ext.test_following import NS, Replica, text
 
 folder = Path(sys.argv[1])
 replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "trees")
 replica.say([1, 2, 3], text(100))
 replica.say([1, 2, 3], text(200), "kept")
 replica.persistence._writer.flush(60)
+while replica.persistence.places().get(NS) != replica.store.newest(NS):
+    pass
 save = SuffixCache.save
 
 def renamed_too_late(cache, path, **names):
@@ -464,16 +472,16 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     here, elsewhere = start(snapshot=tmp_path / "trees"), start()
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
-    here.engine.close()
+    here.stop()
     elsewhere.erase("s")
     elsewhere.say([1, 2, 3], text(200))
     assert elsewhere.persistence._writer.flush(60)
     check = Persistence.catch_up_erasures
 
-    def late(persistence: Persistence, cache: SuffixCache) -> int:
+    def late(persistence: Persistence, cache: SuffixCache, places: Mapping[str, str]) -> bool:
         if followed:
             persistence._begin_following(NS, TENANT)
-        return check(persistence, cache)
+        return check(persistence, cache, places)
 
     monkeypatch.setattr(Persistence, "catch_up_erasures", late)
     again = start(snapshot=tmp_path / "trees", preload=0)
@@ -494,7 +502,7 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
     first, elsewhere = start(snapshot=tmp_path / "trees"), start()
     first.say([1, 2, 3], text(100))
     first.say([1, 2, 3], text(300), "stays")
-    first.engine.close()
+    first.stop()
     elsewhere.erase("s")
     asked, answers, tombstones = threading.Event(), threading.Event(), SQLiteStore.tombstones
 
@@ -518,7 +526,7 @@ def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp
     """By then the tombstones of sessions that were erased since may be gone, too."""
     here, elsewhere = start(snapshot=tmp_path / "trees"), start()
     here.say([1, 2, 3], text(100))
-    here.engine.close()
+    here.stop()
     elsewhere.erase("s")
     elsewhere.store.trim(Retention(days=1e-9))
     assert not elsewhere.store.tombstones(NS)
@@ -529,6 +537,77 @@ def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp
     assert again.drafts(text(100, 5), "s") == []
 
 
+def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(start: Start, tmp_path: Path) -> None:
+    def snapshot(store: str, log: str) -> Path:
+        path = snapshot_path(f"sqlite:///{tmp_path}/{store}", log, 0)
+        assert path is not None
+        path.write_bytes(b"text")
+        return path
+
+    old, young, of_another_store = snapshot("log.db", "0.1"), snapshot("log.db", "0.2"), snapshot("other.db", "0.1")
+    month_ago = time.time() - 31 * 86_400
+    for path in (old, of_another_store):
+        os.utime(path, (month_ago, month_ago))
+    start(snapshot=snapshot("log.db", NS))
+    wait_until(lambda: not old.exists())
+    assert young.exists() and of_another_store.exists()
+
+
+def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start: Start, tmp_path: Path) -> None:
+    """Retention by size or number takes tombstones that are younger than the snapshot."""
+    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    here.stop()
+    elsewhere.erase("s")
+    elsewhere.say([1, 2, 3], text(300), "stays")
+    assert elsewhere.persistence._writer.flush(60)
+    elsewhere.store.trim(Retention(records=1))
+    assert not elsewhere.store.tombstones(NS)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert not again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5), "s") == again.drafts(text(100, 5)) == []
+
+
+def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start: Start, tmp_path: Path) -> None:
+    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100), "stays")
+    here.stop()
+    elsewhere.erase("s")
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5), "stays") == text(105, 4)
+
+
+def test_a_tenant_that_has_requests_is_forgotten_when_they_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
+    from agentspec.server_ext.warm_restart import SnapshotKeeper
+
+    first = start(snapshot=tmp_path / "trees")
+    first.say([1, 2, 3], text(100))
+    first.stop()
+    asked, answers = threading.Event(), threading.Event()
+
+    def unknown(store: Any, namespace: str, after: str) -> bool:
+        asked.set()
+        return not answers.wait(60)
+
+    monkeypatch.setattr("agentspec.cache.store.SQLiteStore.has_all", unknown)
+    monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
+    monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    running = again.begin(text(100, 5), "other")
+    answers.set()
+    time.sleep(0.2)
+    assert again.step()[running] == [] and not again.engine._keeper.is_loaded()  # type: ignore[union-attr]
+    again.end(running, [7, 8])
+    again.wait(lambda: again.engine._keeper.is_loaded())  # type: ignore[union-attr]
+    assert not again.cache.has_session(TENANT, "s")
+
+
 def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +615,7 @@ def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
 
     first = start(snapshot=tmp_path / "trees")
     first.say([1, 2, 3], text(100))
-    first.engine.close()
+    first.stop()
 
     def away(*_: object, **__: object) -> dict[str, str]:
         raise StoreUnavailableError("away")

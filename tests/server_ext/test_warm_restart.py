@@ -188,7 +188,7 @@ def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
     keeper.erased()
     assert not path.exists()
     assert keeper.save() and secret[6:7].tobytes() not in path.read_bytes()
-    assert SuffixCache(vocab_size=2**31).load_snapshot(path, identity=snapshot_identity("model", cache)) == b""
+    assert SuffixCache(vocab_size=2**31).load_snapshot(path, identity=snapshot_identity("model", cache)) == b"{}\n"
 
 
 def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:

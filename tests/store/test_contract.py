@@ -459,6 +459,23 @@ def test_tombstones_are_listed_in_order_and_behind_a_cursor(store: Store) -> Non
     assert list(store.tombstones(NS).items()) == [("c", marks["c"]), ("nobody", marks["nobody"]), ("a", again)]
 
 
+def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store) -> None:
+    assert store.has_all(NS, "")
+    cursors = store.append(NS, [NewEntry("s", b"0"), NewEntry("s", b"1"), NewEntry("t", b"2")])
+    assert store.has_all(NS, "") or store.newest(NS)  # a store may not know what came before its first entry
+    assert all(store.has_all(NS, cursor) for cursor in cursors)
+    store.erase_session(NS, "t")
+    assert all(store.has_all(NS, cursor) for cursor in cursors)
+    assert store.trim(Retention(records=2)).records == 1
+    assert all(store.has_all(NS, cursor) for cursor in cursors[1:])
+    assert store.trim(Retention(records=1)).records == 1
+    assert not store.has_all(NS, cursors[0])
+    end = store.newest(NS)
+    while store.trim(Retention(records=0)).more:
+        pass
+    assert store.has_all(NS, end) and not store.has_all(NS, cursors[2])
+
+
 def test_logs_are_listed_by_prefix(store: Store) -> None:
     names = ["m1.a", "m1.b", "m10.a", "m2.a", "n"]
     for name in reversed(names):

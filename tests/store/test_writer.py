@@ -273,6 +273,22 @@ def test_the_store_is_trimmed_at_start_and_as_it_grows(store: FlakyStore) -> Non
     writer.close()
 
 
+def test_the_store_is_trimmed_also_while_it_takes_no_records(
+    store: FlakyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention is a promise, and may be what makes room in a full store."""
+    monkeypatch.setattr("agentspec.cache.store.trimmer._SECONDS", 0.05)
+    breaker = CircuitBreaker(threshold=1, first_pause=3600.0)
+    writer = BackgroundWriter(store, retention=Retention(records=10), breaker=breaker)
+    store.error = StoreUnavailableError("full")
+    writer.put(NS, turn("s", 0))
+    wait_until(lambda: writer.stats().state == "open")
+    store.append_ungated(NS, [entry_of(turn("s", number)) for number in range(20)])
+    wait_until(lambda: writer.stats().trimmed == 10)
+    assert writer.stats().queued == 1
+    writer.close(0.1)
+
+
 def test_trimming_that_fails_costs_no_record_and_is_said_once(
     store: FlakyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

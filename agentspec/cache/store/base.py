@@ -177,6 +177,10 @@ class Store(Protocol):
         """
         ...
 
+    def has_all(self, namespace: str, after: str) -> bool:
+        """Return whether the log still has all that came behind a cursor. False where retention may have taken some."""
+        ...
+
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         """Return the names of the logs that begin with ``prefix``, sorted. A log without entries may be missing.
 

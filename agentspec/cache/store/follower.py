@@ -178,6 +178,11 @@ class Follower:
             if len(self._own) > _MAX_OWN:
                 self._own.popitem(last=False)
 
+    def places(self) -> dict[str, str]:
+        """Return, for each log that is followed, the cursor up to which erasures by others are known here."""
+        with self._wake:
+            return {name: log.erased for name, log in self._logs.items()}
+
     def is_current(self) -> bool:
         """Return whether every erasure that is older than LIFE_SECONDS is known here, as far as the store answers."""
         return not self._logs or time.monotonic() - self._alive < LIFE_SECONDS

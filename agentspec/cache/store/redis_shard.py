@@ -132,6 +132,13 @@ class RedisShard:
         found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
         return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
 
+    def has_all(self, low: Id) -> bool:
+        """Return whether no entry behind ``low`` has been trimmed, and the server has lost none before it."""
+        commands = [("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1), ("HGET", f"{self.tag}usage", "last")]
+        rows, held = self._client.commands(commands)
+        last = parsed(held) if held else START
+        return low == last or (bool(rows) and parsed(rows[0][0]) <= low < last)
+
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
         """Yield the entries of a session behind ``low``, up to its last one now; of these the newest so many."""
         rows_at_once, held = _ROWS, self._client.command("HGET", f"{self.tag}sessions", session)

@@ -180,6 +180,10 @@ class RedisStore:
         marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
         return {session: self._layout.name(place, number) for number, session, place in sorted(marks)}
 
+    def has_all(self, namespace: str, after: str) -> bool:
+        shards = zip(self._shards(namespace), self._layout.read_cursor("after", after), strict=True)
+        return all(shard.has_all(low) for shard, low in shards)
+
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         names = self._index.names(prefix)
         if session is None:

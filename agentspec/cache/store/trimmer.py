@@ -31,14 +31,12 @@ class Trimmer:
         """Note that so many bytes were appended."""
         self._written += size
 
-    def trim_if_due(self, *, store_is_away: bool) -> None:
-        """Remove one slice if it is time to. Look again later while the store is away. Never raises."""
+    def trim_if_due(self) -> None:
+        """Remove one slice if it is time to. Never raises."""
         limit = self._retention.bytes
         if (limit is None or self._written <= _SHARE * limit) and self.wait() > 0:
             return
         self._at = time.monotonic() + _SECONDS
-        if store_is_away:
-            return
         self._written = 0
         try:
             removed, more = self._store.trim(self._retention)

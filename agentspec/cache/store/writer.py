@@ -158,7 +158,7 @@ class BackgroundWriter:
                 self._write(batch)
             self._write_aside()
             if self._trimmer is not None and not self._closing():
-                self._trimmer.trim_if_due(store_is_away=self._breaker.state != "closed")
+                self._trimmer.trim_if_due()  # while appends fail, too: a full store has room again after it
         self._write_aside(closing=True)
         with self._work:
             left = self._waiting()
@@ -181,7 +181,10 @@ class BackgroundWriter:
             )
             # Half-open: it let a call through that was not made, because the whole batch waits for parts that are away.
             while not (self._closing() or self._breaker.state == "half-open" or self._breaker.allow()):
-                self._work.wait(self._breaker.wait())
+                trim_in = None if self._trimmer is None else self._trimmer.wait()
+                if trim_in == 0.0:
+                    return []
+                self._work.wait(min(one for one in (trim_in, self._breaker.wait()) if one is not None))
             self._work.wait_for(self._closing, self._breaker.wait())
             if self._closing() and (not self._queue or self._deadline_is_over()):
                 return None
