@@ -14,44 +14,42 @@ The exit status is 1 if a check fails.
 import argparse
 import json
 import math
-import random
 import sqlite3
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
-import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import chain
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import openai
+import numpy as np
 import psutil
 import report
 from engines import Parser
 from report import ROOT, print_json, print_table, say
+from soak_traffic import MAX_MODEL_LEN, Said, Traffic
 
-from agentspec import AgentClient, AgentSpecError
+from agentspec import AgentSpecError
 from agentspec.cache.store import RecordReader, Store, TurnRecord, open_store
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
-from demo.tasks import FIRST_HELD_OUT_SEED, make_task
 
 MODEL = ROOT / "demo" / "model"
-MAX_MODEL_LEN = 4096
-VOCABULARY = 1_500
 TOKEN_BYTES = 12
 SAMPLE_SECONDS = 2.0
 STALL_SECONDS = 1e-3
-WORKERS = 6
+WORK_SECONDS = 4e-4  # what most steps take beside their drafting, on a machine with other work
+WORK_READS = 20_000
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -63,22 +61,6 @@ OPTIONS = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
     *("--block-size", "32", "--num-gpu-blocks-override", "1024"),  # a KV cache that is full at once, and grows no more
 )
-
-
-@dataclass(slots=True)
-class Said:
-    """Hold what the clients know of the traffic. Several threads add to it."""
-
-    tokens: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
-    finished: list[tuple[float, str]] = field(default_factory=list)
-    """(epoch seconds, session) of answers that came whole"""
-    touched: set[str] = field(default_factory=set)
-    """sessions that were aborted or erased, of which nothing need be left"""
-    erased: list[str] = field(default_factory=list)
-    drafts: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds since the start, tokens a step) of an agent's correction"""
-    errors: list[str] = field(default_factory=list)
 
 
 class Place(ABC):
@@ -161,123 +143,37 @@ class SQLitePlace(Place):
         self.recover()
 
 
-class Traffic:
-    """Make requests from several threads until it is stopped."""
+class FixedWork:
+    """Read memory at random in a process of its own, and count how many equal pieces of it take long.
 
-    def __init__(self, server: ModelServer, seed: int, start: float) -> None:
-        self.said = Said()
-        self._server = server
-        self._start = start
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._random = random.Random(seed)
-        self._constant: list[int] = []
-        self._openai = openai.OpenAI(base_url=server.base_url, api_key="none", timeout=120)
-        self._agents = AgentClient(base_url=server.base_url, model=server.name, api_key="none", store=None)
-        self._kinds: tuple[Callable[[random.Random], None], ...] = (
-            *(self._agent, self._new_id, self._new_id, self._constant_id),
-            *(self._long, self._long, self._long, self._long, self._abort, self._erase),
-        )
-        self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(seed + i),), daemon=True) for i in range(WORKERS)
-        ]
-        for thread in self._threads:
-            thread.start()
+    A piece takes about WORK_SECONDS of CPU time. What slows some of them down is the machine's doing.
+    """
 
-    def stop(self) -> None:
-        """End the requests under way, and close."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-        self._agents.close()
-        self._openai.close()
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self._ended = context.Event()
+        self._result, there = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(self._ended, there), daemon=True)
+        self._process.start()
 
-    def _run(self, chance: random.Random) -> None:
-        while not self._stop.is_set():
-            kind = chance.choice(self._kinds)
-            try:
-                kind(chance)
-            except Exception as error:
-                with self._lock:
-                    self.said.errors.append(f"{kind.__name__}: {error!r}"[:200])
-                self._stop.wait(0.5)
-
-    def _agent(self, chance: random.Random) -> None:
-        """Write a function and correct it, in a new session: the correction repeats most of the first answer."""
-        task = make_task(FIRST_HELD_OUT_SEED + chance.randrange(20))
-        session = self._agents.session()
-        first = session.chat(task.request, temperature=0, max_tokens=200)
-        test = task.tests[-1]
-        failed = (
-            f"1 of 3 tests fail. Fix {test.name}: {test.rule}\n{test.call} raised TypeError, expected {test.expected}."
-        )
-        second = session.chat(failed, temperature=0, max_tokens=200)
-        for reply in (first, second):
-            self._note("agent", session.id, reply.usage.total_tokens if reply.usage else 0)
-        if second.speculation is not None and second.speculation.steps:
-            with self._lock:
-                rate = second.speculation.tokens / second.speculation.steps
-                self.said.drafts.append((time.monotonic() - self._start, rate))
-
-    def _new_id(self, chance: random.Random) -> None:
-        self._complete("new id", _name(), _prompt(chance, chance.randrange(200, 2000)))
-
-    def _constant_id(self, chance: random.Random) -> None:
-        with self._lock:
-            self._constant = [*self._constant[-1_000:], *_prompt(chance, 200)]
-            prompt = list(self._constant)
-        self._complete("constant id", "soak-constant", prompt)
-
-    def _long(self, chance: random.Random) -> None:
-        self._complete("long prompt", _name(), _prompt(chance, MAX_MODEL_LEN - 64))
-
-    def _abort(self, chance: random.Random) -> None:
-        name = _name()
-        with self._lock:
-            self.said.touched.add(name)
-        with self._openai.completions.create(**self._request(name, _prompt(chance, 300)), stream=True) as stream:
-            for _, _event in zip(range(3), stream, strict=False):
-                pass
-        self._note("abort", None, 300)
-
-    def _erase(self, chance: random.Random) -> None:
-        name = _name()
-        with self._lock:
-            self.said.touched.add(name)
-        self._complete("erase", name, _prompt(chance, 300))
-        try:
-            self._openai.delete(f"/agentspec/sessions/{name}", cast_to=object, options={"max_retries": 0})
-        except openai.InternalServerError as error:
-            if error.status_code != 503:  # the store is away, which is said
-                raise
-            return
-        with self._lock:
-            self.said.erased.append(name)
-
-    def _complete(self, kind: str, session: str, prompt: list[int]) -> None:
-        answer = self._openai.completions.create(**self._request(session, prompt))
-        self._note(kind, session, answer.usage.total_tokens if answer.usage else 0)
-
-    def _request(self, session: str, prompt: list[int]) -> dict[str, Any]:
-        tag = {"session_id": session, "vllm_xargs": {"session_id": session}, "ignore_eos": True}
-        return {
-            "model": self._server.name, "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "extra_body": tag
-        }  # fmt: skip
-
-    def _note(self, kind: str, session: str | None, tokens: int) -> None:
-        with self._lock:
-            self.said.requests[kind] += 1
-            self.said.tokens += tokens
-            if session is not None:
-                self.said.finished.append((time.time(), session))
+    def stop(self) -> float:
+        """Return the share of the pieces that took STALL_SECONDS and more, if their median is WORK_SECONDS."""
+        self._ended.set()
+        share: float = self._result.recv()
+        self._process.join()
+        return share
 
 
-def _name() -> str:
-    return f"soak-{uuid.uuid4().hex}"
-
-
-def _prompt(chance: random.Random, length: int) -> list[int]:
-    return [chance.randrange(10, VOCABULARY) for _ in range(length)]
+def _work(ended: Event, result: Connection) -> None:
+    memory, chance = np.ones(1 << 24), np.random.default_rng(0)
+    pieces = []
+    while not ended.wait(0.02):
+        places = chance.integers(0, len(memory), WORK_READS)
+        begin = time.thread_time()
+        memory.take(places)
+        pieces.append(time.thread_time() - begin)
+    slow = statistics.median(pieces) * STALL_SECONDS / WORK_SECONDS
+    result.send(sum(piece >= slow for piece in pieces) / len(pieces))
 
 
 @dataclass(slots=True)
@@ -286,6 +182,7 @@ class Run:
 
     samples: one row each SAMPLE_SECONDS. missing: answered sessions that the store lacks; those whose records a full
     queue dropped were never acknowledged. left: erased sessions that it still has. spare_bytes: of its store.
+    slow_pieces: the share of FixedWork that took long meanwhile.
     """
 
     store: str
@@ -295,6 +192,7 @@ class Run:
     missing: int
     left: int
     spare_bytes: int
+    slow_pieces: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -344,7 +242,7 @@ def _server(place: Place, options: argparse.Namespace) -> ModelServer:
 
 def _watch(store: str, server: ModelServer, place: Place, seconds: float, seed: int) -> Run:
     start = time.monotonic()
-    traffic = Traffic(server, seed, start)
+    traffic, work = Traffic(server, seed, start), FixedWork()
     samples = []
     outage = False
     while (now := time.monotonic() - start) < seconds:
@@ -357,11 +255,12 @@ def _watch(store: str, server: ModelServer, place: Place, seconds: float, seed: 
             say(f"{store}: {now:.0f} of {seconds:.0f} s, {samples[-1]}")
         time.sleep(max(0.0, SAMPLE_SECONDS - (time.monotonic() - start - now)))
     traffic.stop()
+    slow_pieces = work.stop()
     stats = _settled(server)
     say(f"{store}: {stats['store']}\n{stats['seconds']['beside']}")
     with closing(open_store(place.url)) as opened:
         missing, left = compare(opened, traffic.said)
-    return Run(store, samples, traffic.said, stats, missing, left, place.spare_bytes)
+    return Run(store, samples, traffic.said, stats, missing, left, place.spare_bytes, slow_pieces)
 
 
 def _outage(now: float, seconds: float) -> bool:
@@ -443,6 +342,7 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     beside = run.stats["seconds"]["beside"]
     stalls = sum(count for bound, count in zip([*beside["bounds"], float("inf")], beside["counts"], strict=True)
                  if bound > STALL_SECONDS)  # fmt: skip
+    steps = sum(beside["counts"])
     third = len(samples) // 3
     resident = [sample["resident_bytes"] for sample in samples]
     grown = statistics.median(resident[-third:]) - statistics.median(resident[third : 2 * third])
@@ -458,6 +358,7 @@ def checks(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
         _at_most("largest store beside what it takes empty, in its limits", largest / options.store_bytes, 1.5),
         ("records that retention has removed", writer["trimmed"], "at least 1", writer["trimmed"] >= 1),
         _at_most("steps with more than 1 ms of work beside drafting", stalls, 0),
+        ("of as many pieces of fixed work in another process, over 1 ms", run.slow_pieces * steps, "", True),
         _at_most("acknowledged sessions that the store lacks", max(0, run.missing - writer["dropped"]), 0),
         _at_most("erased sessions that the store still has", run.left, 0),
         _at_most("records that the store refused", writer["refused"], 0),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import soak
+from soak_traffic import Said
 
 from agentspec.cache.store import MemoryStore, NewEntry, encode
 from tests.store.helpers import turn
@@ -17,14 +18,14 @@ OPTIONS = argparse.Namespace(max_bytes=1_000_000, store_bytes=8_000_000, times=1
 def kept_promises() -> soak.Run:
     """What a run measures on a server that keeps its promises."""
     sample = {"resident_bytes": 1e9, "cache_bytes": 1e6, "store_bytes": 8e6}
-    said = soak.Said(tokens=1_000_000, drafts=[(float(second), 3.0) for second in range(40)])
+    said = Said(tokens=1_000_000, drafts=[(float(second), 3.0) for second in range(40)])
     histogram = {"bounds": [0.0005, 0.001, 0.01], "counts": [10, 1, 0, 0]}
     stats = {
         "counters": {"started": 7},
         "seconds": {"beside": histogram},
         "store": {"writer": {"dropped": 0, "refused": 0, "trimmed": 9}},
     }
-    return soak.Run("redis", [sample] * 30, said, stats, missing=0, left=0, spare_bytes=0)
+    return soak.Run("redis", [sample] * 30, said, stats, missing=0, left=0, spare_bytes=0, slow_pieces=0.0)
 
 
 def unmet(run: soak.Run) -> list[str]:
@@ -33,12 +34,12 @@ def unmet(run: soak.Run) -> list[str]:
 
 def test_every_broken_promise_is_noticed() -> None:
     assert unmet(kept_promises()) == []
-    small, late = soak.Said(tokens=1_000, drafts=kept_promises().said.drafts), kept_promises()
+    small, late = Said(tokens=1_000, drafts=kept_promises().said.drafts), kept_promises()
     late.stats["seconds"]["beside"]["counts"][2] = 1
     dropped, erring = kept_promises(), kept_promises()
     dropped.stats["store"]["writer"] |= {"refused": 1, "trimmed": 0}
     erring.stats["counters"]["errors_propose"] = 1
-    worse = soak.Said(tokens=1_000_000, drafts=[(float(second), 3.0 - 0.03 * second) for second in range(40)])
+    worse = Said(tokens=1_000_000, drafts=[(float(second), 3.0 - 0.03 * second) for second in range(40)])
     grown: list[dict[str, Any]] = [
         {"resident_bytes": 1e9 + 1e7 * number, "cache_bytes": 1e6, "store_bytes": 8e6} for number in range(30)
     ]
@@ -63,7 +64,7 @@ def test_lost_and_erased_sessions_are_found_in_the_store() -> None:
         record = dataclasses.replace(turn(f"key-{name}", number), session_name=name, created=100.0 + number)
         store.append("ns", [NewEntry(record.session, encode(record))])
     finished = [(0.0, "trimmed"), (110.0, "a"), (110.0, "b"), (110.0, "aborted"), (110.0, "c")]
-    said = soak.Said(finished=finished, touched={"aborted", "c"}, erased=["gone"])
+    said = Said(finished=finished, touched={"aborted", "c"}, erased=["gone"])
     assert soak.compare(store, said) == (0, 0)
     said.finished.append((111.0, "lost"))
     said.erased.append("c")
