@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -216,7 +216,8 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
     ) -> AsyncReplyStream[ParsedT]:
         """Return the text of the call as an iterator, as Session.stream() does."""
-        return AsyncReplyStream(self._items(self._call(content, response_format, options)))
+        call = self._call(content, response_format, options)
+        return AsyncReplyStream(self._items(call), lambda: self._conversation.release(call))
 
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""
@@ -292,8 +293,12 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 class AsyncReplyStream(StreamBase[ParsedT]):
     """Iterate over the text's pieces as ReplyStream does, with `async for`, `async with` and awaited methods."""
 
-    def __init__(self, items: AsyncGenerator[StreamItem, None]) -> None:
+    def __init__(self, items: AsyncGenerator[StreamItem, None], release: Callable[[], None]) -> None:
         self._items = items
+        self._release = release
+
+    def __del__(self) -> None:  # the event loop closes the connection a little later
+        self._release()
 
     async def start(self) -> Self:
         """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""

@@ -66,9 +66,9 @@ class Conversation:
         self._history: list[Said] = []
         self._next_position = 0
         self._place = Place(session)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
         self._load_lock = threading.Lock()
-        self._busy = False
+        self._user: object = None  # for whom it is reserved
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
         """Read the stored messages, once, and put them before those added already. May block.
@@ -170,29 +170,35 @@ class Conversation:
             other._save(history)
 
     @contextmanager
-    def turn(self, new: Sequence[dict[str, Any]]) -> Generator[Turn, None, None]:
-        """Reserve the session for one call that sends the history and ``new``.
+    def turn(self, new: Sequence[dict[str, Any]], user: object = None) -> Generator[Turn, None, None]:
+        """Reserve the session for one call that sends the history and ``new``. user: as for `reserved`.
 
         ``Turn.commit`` stores ``new`` and the answer together. Raises SessionBusyError during another call, and
         InvalidInputError if there is nothing to send.
         """
-        with self.reserved():
+        with self.reserved(user):
             sent = [*(message for _, message in self._history), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
             yield Turn(sent, lambda message: self._commit([*new, message]))
 
     @contextmanager
-    def reserved(self) -> Generator[None, None, None]:
-        """Let no call begin meanwhile. Raises SessionBusyError during a call."""
+    def reserved(self, user: object = None) -> Generator[None, None, None]:
+        """Let no call begin meanwhile, or until `release(user)`. Raises SessionBusyError during a call."""
+        user = user or object()
         with self._guard:
             self._refuse_if_busy()
-            self._busy = True
+            self._user = user
         try:
             yield
         finally:
-            with self._guard:
-                self._busy = False
+            self.release(user)
+
+    def release(self, user: object) -> None:
+        """End the reservation for this user, if there is one."""
+        with self._guard:
+            if self._user is user:
+                self._user = None
 
     def _read(self) -> Stored:
         try:
@@ -233,7 +239,7 @@ class Conversation:
             self._log.append(self._place, said)
 
     def _refuse_if_busy(self) -> None:
-        if self._busy:
+        if self._user is not None:
             raise SessionBusyError(
                 f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
                 " or fork() the session to go two ways at once"

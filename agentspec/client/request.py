@@ -95,7 +95,7 @@ class Call:
         if self.cache_salt is not None:
             conversation.cache_salts.add(self.cache_salt)
         self.resumed = conversation.resumed
-        self.turn = conversation.turn([] if content is None else as_messages(content))
+        self.turn = conversation.turn([] if content is None else as_messages(content), self)
         self.response_format = response_format
         self.begin = time.monotonic()
         self.options = {name: value for name, value in options.items() if name not in _OUR_OPTIONS}

@@ -103,6 +103,31 @@ async def test_streams(server: FakeServer) -> None:
         assert len(session.messages) == 4
 
 
+async def test_a_stream_left_early_frees_the_session_at_once(server: FakeServer) -> None:
+    async with connect(server) as client:
+        session = client.session("s")
+        async for _ in session.stream("one"):
+            break
+        assert (await session.chat("two")).text == "answer 2"
+        try:
+            async for _ in session.stream("three"):
+                raise ValueError("of the caller")
+        except ValueError:
+            assert (await session.chat("four")).text == "answer 4"
+        kept = session.stream("five")
+        async for _ in kept:
+            break
+        with pytest.raises(SessionBusyError):
+            await session.chat("six")
+        del kept
+        async with session.stream("seven") as stream:  # the stream before it ends now, and does not free the session
+            await asyncio.sleep(0.1)
+            with pytest.raises(SessionBusyError):
+                await session.chat("eight")
+            assert (await stream.until_done()).text == "answer 6"
+        assert [message["content"] for message in session.messages[::2]] == ["two", "four", "seven"]
+
+
 class Point(BaseModel):
     x: int
     y: int
