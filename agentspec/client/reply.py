@@ -185,7 +185,8 @@ class StreamedAnswer:
 
     def __init__(self) -> None:
         self._first: ChatCompletionChunk | None = None
-        self._texts: dict[str, list[str]] = {}  # "content" and "refusal", once the stream has them
+        self._texts: dict[str, list[str]] = {}  # "content", "refusal" and fields that some servers add, "reasoning" say
+        self._logprobs: dict[str, list[Any]] = {}
         self._tool_calls: dict[int, dict[str, Any]] = {}
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
@@ -207,11 +208,14 @@ class StreamedAnswer:
                 self._token_ids += (choice.model_extra or {}).get("token_ids") or ()
                 self._finish_reason = choice.finish_reason or self._finish_reason
                 self._add_delta(choice.delta)
+                for name in ("content", "refusal"):
+                    if found := getattr(choice.logprobs, name, None):
+                        self._logprobs.setdefault(name, []).extend(part.to_dict() for part in found)
         return added
 
     def _add_delta(self, delta: Any) -> None:
-        for name in ("content", "refusal"):
-            if (text := getattr(delta, name)) is not None:
+        for name, text in (("content", delta.content), ("refusal", delta.refusal), *(delta.model_extra or {}).items()):
+            if isinstance(text, str):
                 self._texts.setdefault(name, []).append(text)
         for part in delta.tool_calls or ():
             call = self._tool_calls.setdefault(part.index, {"id": "", "name": "", "arguments": []})
@@ -224,10 +228,12 @@ class StreamedAnswer:
         """Return the completion. Raises AgentSpecError if the stream ended too early."""
         if self._first is None or self._finish_reason is None:
             raise AgentSpecError("the server ended the stream before the answer was complete; try the call again")
+        texts = {name: "".join(parts) for name, parts in self._texts.items()}
         message: dict[str, Any] = {
+            "content": None,
+            **texts,
             "role": "assistant",
-            "content": "".join(self._texts["content"]) if "content" in self._texts else None,
-            "refusal": "".join(self._texts.get("refusal", ())) or None,
+            "refusal": texts.get("refusal") or None,
         }
         if self._tool_calls:
             message["tool_calls"] = [
@@ -242,7 +248,7 @@ class StreamedAnswer:
             "index": 0,
             "finish_reason": self._finish_reason,
             "message": message,
-            "logprobs": None,
+            "logprobs": {"content": None, "refusal": None, **self._logprobs} if self._logprobs else None,
         }
         if self._token_ids:
             choice["token_ids"] = self._token_ids

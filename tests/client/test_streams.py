@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from agentspec import AgentClient, AgentSpecError, InvalidInputError, SessionBusyError
-from agentspec.client.reply import StreamedAnswer
+from agentspec.client.reply import StreamedAnswer, read_reply
 
 from .fake_server import FakeServer
 
@@ -160,3 +160,22 @@ def test_servers_may_repeat_roles_ids_and_names_in_every_chunk() -> None:
         "function": {"name": "run", "arguments": "{}"},
     }
     assert completion.usage is not None and completion.usage.total_tokens == 3
+
+
+def test_a_streams_reply_has_the_reasoning_and_the_log_probabilities() -> None:
+    def logprobs(token: str) -> dict[str, Any]:
+        return {"content": [{"token": token, "logprob": -0.5, "bytes": None, "top_logprobs": []}], "refusal": None}
+
+    answer = StreamedAnswer()
+    answer.add(chunk({"role": "assistant", "content": "", "reasoning": "think"}))
+    answer.add(chunk({"reasoning": " hard", "reasoning_content": None}))
+    for token in ("a", "b"):
+        part = chunk({"content": token})
+        choice = {**part.choices[0].to_dict(), "logprobs": logprobs(token)}
+        assert answer.add(ChatCompletionChunk.model_validate({**part.to_dict(), "choices": [choice]})) == token
+    answer.add(chunk({}, finish_reason="stop"))
+    reply = read_reply(answer.completion(), None, None)
+    assert reply.raw.choices[0].message.model_extra == {"reasoning": "think hard"}
+    found = reply.raw.choices[0].logprobs
+    assert found is not None and [part.token for part in found.content or ()] == ["a", "b"]
+    assert reply.message == {"role": "assistant", "content": "ab"}
