@@ -4,9 +4,11 @@ Plain numbers without locks, updated once a step.
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import mmap
+import os
 import threading
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
@@ -220,15 +222,15 @@ class Recorder:
             lines.append(json.dumps(self._queue.popleft(), separators=(",", ":")))
         try:
             if lines:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write("\n".join(lines) + "\n")
+                _append("\n".join(lines).encode() + b"\n", self.path)
         except OSError as error:
             if not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
             self._failed = True
         for session_key, done in erasures:
             try:
-                _blank_session(self.path, session_key)
+                with contextlib.suppress(FileNotFoundError):  # moved away, and nothing was written since
+                    _blank_session(self.path, session_key)
             except OSError as error:
                 done.set_exception(StoreError(f"the step record {self.path} cannot be changed: {error.strerror}"))
             else:
@@ -244,6 +246,22 @@ def make_record(path: str | Path) -> Path:
             return file
     except OSError as error:
         raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None
+
+
+def _append(lines: bytes, path: Path) -> None:
+    """Append lines to a file. Where the disk is full, those that fit: of half a line an erasure could miss the name."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    written = 0
+    try:
+        while written < len(lines):
+            written += os.write(file, lines[written:])
+    except OSError:
+        end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
+        if os.fstat(file).st_size == end:  # no other process has appended since
+            os.ftruncate(file, end - (written - whole))
+        raise
+    finally:
+        os.close(file)
 
 
 def _blank_session(path: Path, session_key: str) -> None:

@@ -1,6 +1,8 @@
 """The step record: what is written, and that an erased session's name goes from the lines that are there."""
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,35 @@ def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
     found = lines(path)
     assert sum(item["session"] == "theirs" for item in found) == appended
     assert sum(item["session"] is None for item in found) == 20_000
+
+
+_FULL = """
+import resource, sys
+from agentspec.server_ext.metrics import Recorder
+from tests.server_ext.test_step_record import KEY, line
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+recorder = Recorder(sys.argv[1])
+for step in range(100):
+    recorder.add(line(step, "fix-42", KEY))
+recorder.close()
+"""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """Half a line may hold a session's name without its key, by which an erasure finds it."""
+    path = tmp_path / "steps.jsonl"
+    subprocess.run([sys.executable, "-c", _FULL, str(path)], check=True, cwd=Path(__file__).parents[2])
+    assert 800 < path.stat().st_size < 1000
+    assert [item["step"] for item in lines(path)] == list(range(len(lines(path))))
+
+
+def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "steps.jsonl")
+    recorder.path.unlink()
+    recorder.erase(KEY).result(60)
+    recorder.add(line(1, "fix-42", OTHER))
+    recorder.close()
+    assert lines(recorder.path) == [line(1, "fix-42", OTHER)]
 
 
 def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
