@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
+import pydantic
 from openai.types.chat import ChatCompletionMessage
 
 from agentspec.errors import InvalidInputError
@@ -38,7 +39,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
 def as_message(message: object) -> dict[str, Any]:
     """Return a copy of one message as a plain dict.
 
-    Raises InvalidInputError if it has no role, and for text that is not UTF-8.
+    Raises InvalidInputError if it has no role, and for what no request can carry: text that is not UTF-8, bytes.
     """
     if isinstance(message, ChatCompletionMessage):
         return assistant_message(message)
@@ -47,9 +48,7 @@ def as_message(message: object) -> dict[str, Any]:
             f"message: a dict with a 'role' is needed, not {_shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
-    copied = copy.deepcopy(dict(message))
-    _check_text(copied)
-    return copied
+    return {str(key): _plain(value) for key, value in message.items()}
 
 
 def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
@@ -73,10 +72,18 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
 
 
 def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
-    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id."""
+    """Return a tool's answer to the call with this id. Raises InvalidInputError without an id or a text."""
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
-    return {"role": "tool", "tool_call_id": tool_call_id, "content": encodable(content)}
+    if not isinstance(content, str | list):  # a list holds content parts
+        raise InvalidInputError(
+            f"content: the tool's answer is needed as text, not {_shown(content)}; use json.dumps()"
+        )
+    return {
+        "role": "tool",
+        "tool_call_id": tool_call_id,
+        "content": encodable(content) if isinstance(content, str) else _plain(content),
+    }
 
 
 def encodable(text: T) -> T:
@@ -96,22 +103,36 @@ def encodable(text: T) -> T:
     return text
 
 
-def _check_text(value: object) -> None:
-    """Raise InvalidInputError for a text that no request can carry, as the session would not be usable afterwards."""
+def _plain(value: object) -> Any:
+    """Return a copy of a message's part, as JSON has it. A pydantic object, such as a tool call, becomes a dict.
+
+    Raises InvalidInputError for what no request and no store can carry: the session would lose it, or be unusable.
+    """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(
-                f"message: U+{ord(value[error.start]):04X} at position {error.start} of {_shown(value)} is half of a"
-                " surrogate pair, which UTF-8 cannot carry: read the text with errors='replace'"
-            ) from None
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            _check_text(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _check_text(part)
+        _check_text(value)
+        return value
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, pydantic.BaseModel):
+        return _plain(value.model_dump(mode="json", exclude_unset=True))
+    raise InvalidInputError(
+        f"message: {_shown(value)} has no form in JSON; give text, numbers, lists and dicts (an image as a data: URL)"
+    )
+
+
+def _check_text(value: str) -> None:
+    """Raise InvalidInputError for a text that no request can carry, as the session would not be usable afterwards."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"message: U+{ord(value[error.start]):04X} at position {error.start} of {_shown(value)} is half of a"
+            " surrogate pair, which UTF-8 cannot carry: read the text with errors='replace'"
+        ) from None
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

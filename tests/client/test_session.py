@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +18,7 @@ from .fake_server import FakeServer
 
 
 def connect(server: FakeServer, **options: Any) -> AgentClient:
-    return AgentClient(base_url=server.url, model="small", store=None, **options)
+    return AgentClient(**{"base_url": server.url, "model": "small", "store": None, **options})
 
 
 def test_each_call_sends_the_whole_history(server: FakeServer) -> None:
@@ -205,6 +206,44 @@ def test_text_that_is_not_utf_8_is_refused_before_the_session_has_it(server: Fak
         assert session.messages == []
         assert session.prime(["caf\udce9"]) == 1
         session.chat("go on", prediction="caf\udce9")
+
+
+@pytest.mark.parametrize("value", [b"text", {"a", "b"}, float("nan"), Path("notes.txt"), object()])
+def test_what_json_cannot_carry_is_refused_before_the_session_has_it(server: FakeServer, value: object) -> None:
+    """It was said and lost: no store could hold it."""
+    with connect(server) as client:
+        session = client.session("s")
+        for content in (value, [{"type": "text", "text": value}]):
+            with pytest.raises(InvalidInputError, match="no form in JSON"):
+                session.add({"role": "user", "content": content})
+            with pytest.raises(InvalidInputError, match="no form in JSON"):
+                session.chat({"role": "user", "content": content})
+        assert session.messages == [] and not server.chats
+
+
+def test_a_replys_tool_calls_can_be_part_of_a_message(server: FakeServer) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    server.answers = [{"tool_calls": [call]}]
+    with connect(server, store="auto") as client:
+        reply = client.chat("one")
+        session = client.session("s")
+        session.add({"role": "user", "content": "one"})
+        session.add({"role": "assistant", "content": None, "tool_calls": reply.tool_calls})
+        session.tool_result(reply.tool_calls[0].id, "done")
+        session.chat()
+    with connect(server, store="auto") as client:
+        assert client.session("s").messages[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+        assert client.session("s").gaps == []
+
+
+@pytest.mark.parametrize("answer", [None, 5, {"a": 1}, b"done"])
+def test_a_tools_answer_is_text(server: FakeServer, answer: Any) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        with pytest.raises(InvalidInputError, match=r"^content: .*json\.dumps"):
+            session.tool_result("c", answer)
+        session.tool_result("c", [{"type": "text", "text": "done"}])  # type: ignore[arg-type]
+        assert len(session.messages) == 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])
