@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "arguments.hpp"
 #include "cache/cache.hpp"
 #include "drafting/draft_value.hpp"
 #include "index/stopwatch.hpp"
@@ -54,88 +55,6 @@ auto without_gil(Call call) {
   nb::gil_scoped_release release;
   return call();
 }
-
-[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
-
-// Reads an object's memory in place for as long as this lives, if it is a C-contiguous array of int32.
-class Int32Buffer {
- public:
-  explicit Int32Buffer(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) {
-      PyErr_Clear();
-      return;
-    }
-    held_ = true;
-    fits_ = view_.itemsize == sizeof(std::int32_t) && view_.format && (*view_.format == 'i' || *view_.format == 'l');
-  }
-  Int32Buffer(const Int32Buffer&) = delete;
-  Int32Buffer& operator=(const Int32Buffer&) = delete;
-  ~Int32Buffer() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-
-  bool has_dimensions(int count) const { return fits_ && view_.ndim == count; }
-  std::size_t size(int dimension) const { return static_cast<std::size_t>(view_.shape[dimension]); }
-  const std::int32_t* data() const { return static_cast<const std::int32_t*>(view_.buf); }
-
- private:
-  Py_buffer view_{};
-  bool held_ = false, fits_ = false;
-};
-
-// Holds one integer for each request. An int32 array is read in place; any other array or sequence is copied.
-class Numbers {
- public:
-  Numbers(nb::handle values, const char* name, std::size_t count) : buffer_(values) {
-    if (buffer_.has_dimensions(1)) {
-      numbers_ = {buffer_.data(), buffer_.size(0)};
-    } else {
-      copy(values, name);
-    }
-    if (numbers_.size() != count) {
-      refuse(std::string(name) + ": give one integer a request (" + std::to_string(count) + "), got " +
-             std::to_string(numbers_.size()));
-    }
-  }
-
-  // Raises unless every number is from 0 to `most`; the message names the first that is not.
-  void check(const char* name, std::size_t most) const {
-    for (const std::int32_t number : numbers_) {
-      if (number < 0 || static_cast<std::size_t>(number) > most) {
-        refuse(std::string(name) + ": must be from 0 to " + std::to_string(most) + ", got " + std::to_string(number));
-      }
-    }
-  }
-
-  std::span<const std::int32_t> get() const { return numbers_; }
-
- private:
-  void copy(nb::handle values, const char* name) {
-    const Py_ssize_t size = PySequence_Check(values.ptr()) ? PySequence_Size(values.ptr()) : -1;
-    PyErr_Clear();
-    if (size < 0) {
-      refuse(std::string(name) + ": give an int32 array or a sequence of int, not " + nb::repr(values.type()).c_str());
-    }
-    copied_.reserve(size);
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      const nb::object item = nb::steal(PySequence_GetItem(values.ptr(), i));
-      const bool integer = item && PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr());
-      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // clipped if too large
-      const bool read = integer && !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
-      PyErr_Clear();
-      if (!read) {
-        const std::string what = item ? nb::repr(item).c_str() : "missing";
-        refuse(std::string(name) + "[" + std::to_string(i) + "] is " + what + ": give integers of 32 bits");
-      }
-      copied_.push_back(static_cast<std::int32_t>(number));
-    }
-    numbers_ = copied_;
-  }
-
-  Int32Buffer buffer_;
-  std::vector<std::int32_t> copied_;
-  std::span<const std::int32_t> numbers_;
-};
 
 // Checks its arguments before anything changes: Python does not. Returns None if nothing was drafted or verified.
 nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle rows_, nb::handle lengths_,
@@ -248,7 +167,8 @@ Turn turn_of(std::size_t kept, std::uint64_t parent, std::uint64_t block, const 
 
 // Returns what needs_load and mark_loaded look for; the arguments must outlive it.
 Names loaded_names(const Name& session, const Name& group, const Name& family, const std::string& tenant) {
-  return {pointer(session), pointer(group), &tenant, true, nullptr, nullptr, false, pointer(family)};
+  return {.session = pointer(session), .group = pointer(group), .tenant = &tenant, .shared = true,
+          .family = pointer(family)};
 }
 
 using LimitNumbers = std::array<std::size_t, 6>;
@@ -316,8 +236,9 @@ NB_MODULE(_native, module) {
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
              const Name& tenant, bool shared, const Name& family, const Name& owner, const Name& tenant_owner,
              const Vector& ends, const Vector& prediction) {
-            const Names names{pointer(session),      pointer(group), pointer(tenant), shared, pointer(owner),
-                              pointer(tenant_owner), false,          pointer(family)};
+            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
+                              .shared = shared, .owner = pointer(owner), .tenant_owner = pointer(tenant_owner),
+                              .family = pointer(family)};
             return without_gil([&] { return cache.start(slot, view(prompt), names, view(ends), view(prediction)); });
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
@@ -339,20 +260,21 @@ NB_MODULE(_native, module) {
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
              const Name& owner, std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
              const Vector& response, std::uint64_t record, bool held_only) {
-            const Names names{pointer(session), pointer(group), pointer(tenant), shared, pointer(owner),
-                              nullptr,          false,          pointer(family)};
+            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
+                              .shared = shared, .owner = pointer(owner), .family = pointer(family)};
             cache.restore(names, turn_of(kept, parent, block, prompt_tail, response, record), held_only);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(), "owner"_a.none(),
-          "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a, "held_only"_a, Released())
+          "kept"_a, "parent"_a, "block"_a, "prompt_tail"_a.noconvert(), "response"_a.noconvert(), "record"_a,
+          "held_only"_a, Released())
       .def("publish", &Cache::publish, "index"_a, Released())
       .def("count_public", &Cache::count_public, "bytes"_a, Released())
       .def(
           "learn_from",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
              const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
-            const Names names{pointer(session), pointer(group), pointer(tenant), shared, nullptr,
-                              nullptr,          false,          pointer(family)};
+            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
+                              .shared = shared, .family = pointer(family)};
             return cache.learn_from(names, turn_of(0, 0, 0, prompt_tail, response, record), cost);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(),
@@ -362,7 +284,8 @@ NB_MODULE(_native, module) {
       .def(
           "adopt",
           [](Cache& cache, PreparedSession& prepared, const std::string& tenant, const Name& family, const Name& owner) {
-            const Names names{&prepared.key(), nullptr, &tenant, true, pointer(owner), nullptr, false, pointer(family)};
+            const Names names{.session = &prepared.key(), .group = nullptr, .tenant = &tenant, .shared = true,
+                              .owner = pointer(owner), .family = pointer(family)};
             return cache.adopt(names, prepared);
           },
           "prepared"_a, "tenant"_a, "family"_a.none(), "owner"_a.none(), Released())

@@ -1,0 +1,97 @@
+// Arguments of the one call that a decode step makes, read where Python has them and checked by name.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace agentspec {
+
+[[noreturn]] inline void refuse(const std::string& what) { throw nanobind::value_error(what.c_str()); }
+
+// Reads an object's memory in place for as long as this lives, if it is a C-contiguous array of int32.
+class Int32Buffer {
+ public:
+  explicit Int32Buffer(nanobind::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      return;
+    }
+    held_ = true;
+    fits_ = view_.itemsize == sizeof(std::int32_t) && view_.format && (*view_.format == 'i' || *view_.format == 'l');
+  }
+  Int32Buffer(const Int32Buffer&) = delete;
+  Int32Buffer& operator=(const Int32Buffer&) = delete;
+  ~Int32Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+
+  bool has_dimensions(int count) const { return fits_ && view_.ndim == count; }
+  std::size_t size(int dimension) const { return static_cast<std::size_t>(view_.shape[dimension]); }
+  const std::int32_t* data() const { return static_cast<const std::int32_t*>(view_.buf); }
+
+ private:
+  Py_buffer view_{};
+  bool held_ = false, fits_ = false;
+};
+
+// Holds one integer for each request. An int32 array is read in place; any other array or sequence is copied.
+class Numbers {
+ public:
+  Numbers(nanobind::handle values, const char* name, std::size_t count) : buffer_(values) {
+    if (buffer_.has_dimensions(1)) {
+      numbers_ = {buffer_.data(), buffer_.size(0)};
+    } else {
+      copy(values, name);
+    }
+    if (numbers_.size() != count) {
+      refuse(std::string(name) + ": give one integer a request (" + std::to_string(count) + "), got " +
+             std::to_string(numbers_.size()));
+    }
+  }
+
+  // Raises unless every number is from 0 to `most`; the message names the first that is not.
+  void check(const char* name, std::size_t most) const {
+    for (const std::int32_t number : numbers_) {
+      if (number < 0 || static_cast<std::size_t>(number) > most) {
+        refuse(std::string(name) + ": must be from 0 to " + std::to_string(most) + ", got " + std::to_string(number));
+      }
+    }
+  }
+
+  std::span<const std::int32_t> get() const { return numbers_; }
+
+ private:
+  void copy(nanobind::handle values, const char* name) {
+    const Py_ssize_t size = PySequence_Check(values.ptr()) ? PySequence_Size(values.ptr()) : -1;
+    PyErr_Clear();
+    if (size < 0) {
+      refuse(std::string(name) + ": give an int32 array or a sequence of int, not " +
+             nanobind::repr(values.type()).c_str());
+    }
+    copied_.reserve(size);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const nanobind::object item = nanobind::steal(PySequence_GetItem(values.ptr(), i));
+      const bool integer = item && PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr());
+      const Py_ssize_t number = integer ? PyNumber_AsSsize_t(item.ptr(), nullptr) : 0;  // clipped if too large
+      const bool read = integer && !PyErr_Occurred() && number == static_cast<std::int32_t>(number);
+      PyErr_Clear();
+      if (!read) {
+        const std::string what = item ? nanobind::repr(item).c_str() : "missing";
+        refuse(std::string(name) + "[" + std::to_string(i) + "] is " + what + ": give integers of 32 bits");
+      }
+      copied_.push_back(static_cast<std::int32_t>(number));
+    }
+    numbers_ = copied_;
+  }
+
+  Int32Buffer buffer_;
+  std::vector<std::int32_t> copied_;
+  std::span<const std::int32_t> numbers_;
+};
+
+}  // namespace agentspec
