@@ -153,8 +153,10 @@ class RolloutGenerator:
 
         progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
         engine's open requests are aborted; what was finished is in the journal. A sample is written once its reward is
-        known, whatever the rewards of others take.
+        known, whatever the rewards of others take. Raises InvalidInputError for two problems with one id.
         """
+        if len({problem.id for problem in problems}) < len(problems):
+            raise InvalidInputError("two problems have one id; give each its own")
         self._prompts = {problem.id: self._tokenise(problem) for problem in problems}
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
         if changed:  # no error, as a chat template may write the day's date
@@ -170,7 +172,8 @@ class RolloutGenerator:
             if missing:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
-                    figures.weight_version = self._engine.update_weights(self._update_weights, epoch)
+                    version = self._engine.update_weights(self._update_weights, epoch)
+                    figures.weight_version = None if version is None else str(version)  # such as a path
                 self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)
             yield figures
 

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -70,7 +71,8 @@ class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    no sample, and for a file that another process writes; then the file is as it was.
+    no sample, and for a file that another process writes; then the file is as it was. Processes that are forked off
+    have it closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,8 +159,17 @@ class Journal:
             return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InvalidInputError(f"{self.path}: another rollout writes it; write to another file") from None
+        except OSError:  # a file system without locks
+            return
+        this = weakref.ref(self)
+
+        def close() -> None:  # a process that was forked off, such as an engine, may outlive a kill and hold the lock
+            if (journal := this()) is not None:
+                journal.close()
+
+        os.register_at_fork(after_in_child=close)
 
     def _cut_torn_line(self) -> None:
         size = os.fstat(self._file).st_size

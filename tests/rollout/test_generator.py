@@ -259,6 +259,8 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     assert calls == [0, 1, 2]
     assert [sample.weight_version for sample in samples] == [f"step {epoch}" for epoch in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     assert engine.asked[0][1].extra_args["weight_version"] == "step 1"
+    run(tmp_path / "other.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: Path("step-7"))
+    assert engine.asked[-1][1].extra_args["weight_version"] == "step-7"
 
 
 def test_each_epoch_that_lacks_samples_is_announced(tmp_path: Path) -> None:
@@ -294,6 +296,12 @@ def test_a_seed_belongs_to_the_sample_and_not_to_the_order(tmp_path: Path) -> No
 def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
     with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="problem 'z': .*" + message):
         list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([Problem("z", prompt)], Plan()))
+
+
+def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
+    """vLLM answers one of two requests with one id, and never ends the other."""
+    with Journal(tmp_path / "r.jsonl") as journal, pytest.raises(AgentSpecError, match="two problems have one id"):
+        list(RolloutGenerator(OfflineEngine(LLM(Engine())), journal).run([PROBLEMS[0], PROBLEMS[0]], Plan()))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The file of samples: each exactly once, whatever happens to the process that writes it."""
 
+import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,16 @@ with Journal(Path(sys.argv[1])) as journal:
     for number in range(100_000):
         if Key("p", 0, number) not in journal:
             journal.write(Sample("p", 0, number, [1] * 50, [2] * 500, [-0.5] * 500, "text \\u00e9" * 100))
+"""
+
+FORKING_WRITER = """
+import os, sys, time
+from pathlib import Path
+from agentspec.rollout import Journal
+with Journal(Path(sys.argv[1])):
+    if not os.fork():
+        print(os.getpid(), flush=True)
+    time.sleep(60)
 """
 
 
@@ -119,6 +131,30 @@ def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
     with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
         Journal(path)
     Journal(path).close()
+
+
+def test_a_process_that_was_forked_off_and_survives_a_kill_does_not_hold_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    writer = subprocess.Popen([sys.executable, "-c", FORKING_WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    forked = int(writer.stdout.readline())
+    try:
+        writer.kill()
+        writer.wait()
+        with Journal(path) as journal:
+            assert len(journal) == 0
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        writer.stdout.close()
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")  # as Lustre says, where it is mounted so
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with Journal(tmp_path / "rollouts.jsonl") as journal:
+        journal.write(sample())
 
 
 def test_kill_9_loses_no_finished_sample_and_repeats_none(tmp_path: Path) -> None:
