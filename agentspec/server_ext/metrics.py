@@ -242,15 +242,15 @@ def make_record(path: str | Path) -> Path:
     file = Path(path).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a"):
-            return file
+        os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))  # it names sessions
+        return file
     except OSError as error:
         raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None
 
 
 def _append(lines: bytes, path: Path) -> None:
     """Append lines to a file. Where the disk is full, those that fit: of half a line an erasure could miss the name."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     written = 0
     try:
         while written < len(lines):

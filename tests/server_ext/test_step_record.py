@@ -111,6 +111,16 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     assert [item["step"] for item in lines(path)] == list(range(len(lines(path))))
 
 
+def test_a_new_record_is_its_owners_alone(tmp_path: Path) -> None:
+    """Where callers have no keys, whoever knows a session's name has the session."""
+    recorder = Recorder(tmp_path / "new" / "steps.jsonl")
+    assert recorder.path.stat().st_mode & 0o777 == 0o600
+    recorder.path.unlink()
+    recorder.add(line(1, "fix-42", KEY))
+    recorder.close()
+    assert recorder.path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "steps.jsonl")
     recorder.path.unlink()

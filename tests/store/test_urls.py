@@ -169,6 +169,13 @@ def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapsh
     assert "XDG_DATA_HOME" in caplog.text
 
 
+def test_each_part_of_a_redis_has_a_snapshot_of_its_own_whatever_the_password() -> None:
+    urls = ("redis://h/0", "redis://h/1", "redis://h/0?prefix=a", "redis://h/0?prefix=b", "unix:///s", "unix:///s?db=1")
+    assert len({snapshot_path(url, "log", 0) for url in urls}) == len(urls)
+    one, other = (snapshot_path(f"redis://u:{password}@h/0?prefix=a", "log", 0) for password in ("1", "2"))
+    assert one == other != snapshot_path("redis://u:1@h/0?prefix=b", "log", 0)
+
+
 def test_where_a_file_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

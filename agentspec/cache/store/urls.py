@@ -94,7 +94,8 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
     if url.lower().startswith("sqlite:"):
         path = sqlite_path(url)
         return path.with_name(f"{path.name}-{name}")
-    place = hashlib.blake2b(redact(url).encode(), digest_size=6).hexdigest()
+    options = url.rpartition("@")[2].partition("?")[2]  # which part of the server it is, and no secret
+    place = hashlib.blake2b((redact(url) + options).encode(), digest_size=6).hexdigest()
     try:
         return sqlite_path(default_store_url(f"{place}-{name}"))
     except StoreUnavailableError as error:
