@@ -662,6 +662,40 @@ while True:
 """
 
 
+def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_erasure(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = start(), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    assert here.persistence._writer.flush(60)
+    wait_until(lambda: here.persistence.places()[NS] == here.store.newest(NS))
+    away = threading.Event()
+
+    def wait(*_: object) -> list[str]:
+        if not away.is_set():
+            raise StoreUnavailableError("away")
+        return type(here.store).wait(here.store, *_)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(here.store, "wait", wait)
+    wait_until(lambda: here.persistence.stats()["follower"]["state"] == "open")
+    elsewhere.erase("s")
+    elsewhere.say([1, 2, 3], text(300), "stays")
+    assert elsewhere.persistence._writer.flush(60)
+    while elsewhere.store.trim(Retention(records=1)).more:
+        pass
+    assert not elsewhere.store.tombstones(NS)
+    running = here.begin([4, 5], "other")
+    time.sleep(1.1)
+    away.set()
+    wait_until(lambda: not here.persistence.is_current())
+    assert here.drafts(text(100, 5)) == []
+    here.end(running, [7, 8])
+    here.wait(here.persistence.is_current)
+    assert not here.cache.has_session(TENANT, "s") and here.drafts(text(100, 5), "s") == []
+    here.wait(lambda: here.drafts(text(300, 5)) == text(305, 4))
+
+
 def test_a_process_that_was_frozen_drafts_nothing_of_what_was_erased_meanwhile(start: Start, tmp_path: Path) -> None:
     a = start()
     a.say([1, 2, 3], text(100))

@@ -25,6 +25,7 @@ _READ_SECONDS = 0.25  # time after which a log that goes on is left, to look at 
 _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
 _LEARN_SECONDS = 0.02  # longest time for learning before records are delivered, but for the last one that it is for
+_RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
 
@@ -110,7 +111,7 @@ class Follower:
         self._own: OrderedDict[str, None] = OrderedDict()  # cursors of this process's tombstones
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._counts = FollowerStats()
-        self._alive = time.monotonic()
+        self._alive = self._asked = time.monotonic()
         self._closed = False
         self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
         self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
@@ -211,15 +212,20 @@ class Follower:
                 continue
             begun = time.monotonic()
             try:
-                self._follow()
+                whole = begun - self._asked < LIFE_SECONDS or self._leave_gaps()
+                if whole:
+                    self._follow()
             except Exception as error:  # a store may raise anything, and the thread must survive it
                 self._fail(error)
                 if time.monotonic() - begun < LIFE_SECONDS:  # longer: the process may have been frozen meanwhile
                     self._alive = time.monotonic()
                 continue
-            self._alive = begun
             if self._breaker.success():
                 logger.warning("agentspec: the logs of other processes can be followed again")
+            if whole:
+                self._alive = self._asked = begun
+            else:
+                time.sleep(_RETRY_SECONDS)
 
     def _may_call(self) -> bool:
         """Wait for a log, or for the breaker. Returns whether the store may be called now."""
@@ -234,6 +240,21 @@ class Follower:
                 self._wake.wait_for(lambda: self._closed, min(pause, _WAIT_SECONDS))
                 return time.monotonic() - begun > LIFE_SECONDS  # frozen meanwhile: the store may have come back
         return self._breaker.allow()
+
+    def _leave_gaps(self) -> bool:
+        """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
+
+        Returns whether none has a gap any more. A tenant with running requests cannot be forgotten.
+        """
+        with self._wake:
+            logs = dict(self._logs)
+        for name, log in logs.items():
+            if not self._store.has_all(name, log.erased):
+                end = self._store.newest(name)
+                if not self._forget(log.tenant):
+                    return False
+                log.cursor = log.erased = end
+        return True
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
