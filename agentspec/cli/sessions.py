@@ -16,7 +16,7 @@ from rich.text import Text
 from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
 from agentspec.errors import StoreUnavailableError
-from agentspec.identifiers import to_path
+from agentspec.identifiers import check_session_id, to_path
 
 _commands = typer.Typer(
     help="Sessions that a server keeps: list, show, export, import, erase; convert an old store.", no_args_is_help=True
@@ -153,7 +153,7 @@ def convert(
 
 
 def _path(session: str) -> str:
-    return f"sessions/{to_path(session)}"
+    return f"sessions/{to_path(check_session_id(session))}"
 
 
 def _time(seconds: float) -> str:

@@ -17,10 +17,10 @@ from agentspec.client.messages import Content, MessageLike, as_message, tool_mes
 from agentspec.client.priming import Priming, prime_history, prime_resumed, prime_texts
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply, read_reply
-from agentspec.client.request import Call, RequestBuilder, Speculating
+from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
 from agentspec.client.session_log import open_log
 from agentspec.client.session_naming import SessionTags
-from agentspec.errors import AgentSpecError, InvalidInputError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store
@@ -48,6 +48,11 @@ class ClientBase(Generic[OpenAIT]):
         from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
 
         self._openai: OpenAIT = connection
+        if connection.base_url.scheme not in ("http", "https") or not connection.base_url.host:
+            raise ConfigurationError(
+                f"base_url: an address such as http://localhost:8000/v1 is needed, not {str(connection.base_url)!r}"
+            )
+        check_timeout(connection.timeout)
         if record is not None and speculation:
             speculation = "detailed"
         host = str(connection.base_url.host)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
+from agentspec.client.messages import shown
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.tools import ToolRun
 from agentspec.errors import AgentSpecError, InvalidInputError
@@ -33,7 +35,7 @@ class Budget:
     def __post_init__(self) -> None:
         for name, kind in (("requests", int), ("tokens", int), ("seconds", (int, float))):
             limit = getattr(self, name)
-            if limit is not None and (not isinstance(limit, kind) or not limit > 0):  # not > 0: nan, too
+            if limit is not None and (not isinstance(limit, kind) or not 0 < limit < math.inf):  # refuses nan, too
                 whole = " whole" if kind is int else ""
                 raise InvalidInputError(f"budget.{name}: a positive{whole} number or None is needed, not {limit!r}")
 
@@ -123,6 +125,19 @@ class BudgetSpentError(Exception):
         self.what: Stopped = what
 
 
+def check_function(name: str, function: object) -> None:
+    """Raise InvalidInputError unless `function` is None or can be called."""
+    if function is not None and not callable(function):
+        raise InvalidInputError(f"{name}: a function is needed, not {shown(function)}")
+
+
+def check_loop_options(options: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError for options of calls that a loop sets itself."""
+    for name in ("stream", "session", "group", "parent", "tools"):
+        if name in options:
+            raise InvalidInputError(f"{name}: not an option of a loop, whose calls are the session's, unstreamed")
+
+
 class BegunCall(NamedTuple):
     """Hold a call that was counted: its number, its options, and the tokens that are reserved for its answer."""
 
@@ -141,9 +156,10 @@ class Account:
     def __init__(
         self, budget: Budget | None, on_progress: OnProgress | None, response_format: Any, options: Mapping[str, Any]
     ) -> None:
-        for name in ("stream", "session", "group", "parent", "tools"):
-            if name in options:
-                raise InvalidInputError(f"{name}: not an option of a loop, whose calls are the session's, unstreamed")
+        check_loop_options(options)
+        if budget is not None and not isinstance(budget, Budget):
+            raise InvalidInputError(f"budget: Budget(requests=…, tokens=…, seconds=…) is needed, not {shown(budget)}")
+        check_function("on_progress", on_progress)
         self.best: Attempt[Any] | None = None
         self._budget = budget or Budget()
         self._on_progress = on_progress

@@ -286,6 +286,8 @@ def unkept_conversation(session: str | None, group: str | None, parent: str | No
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:
+    if not isinstance(turns, int):
+        raise InvalidInputError(f"at: a number of turns is needed, not {turns!r}")
     roles = ["assistant", *(said.message["role"] for said in history)]
     begins = [at for at, (before, role) in enumerate(itertools.pairwise(roles)) if role == "user" != before]
     kept = turns if turns >= 0 else len(begins) + turns

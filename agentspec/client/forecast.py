@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from agentspec.cache.types import Int32Array, ReplayRates
+from agentspec.client.messages import shown
 from agentspec.client.reply import Reply, Speculation, total_speculation
+from agentspec.errors import ConfigurationError, InvalidInputError
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -111,6 +113,11 @@ class Forecaster:
     """
 
     def __init__(self, tokenizer: str | Tokenize | None, max_bytes: int = _MAX_PENDING_BYTES) -> None:
+        if not (tokenizer is None or isinstance(tokenizer, str) or callable(tokenizer)):
+            raise ConfigurationError(
+                "tokenizer: 'server', a tokenizer.json, a model's folder or name, or a function from text to ids"
+                f" is needed, not {shown(tokenizer)}"
+            )
         self.tokens_from: TokensFrom = "approximation" if tokenizer is None else "tokenizer"
         if tokenizer == "server":
             self.tokens_from = "server"
@@ -249,12 +256,19 @@ class _TokenisedTexts:
         """Return the tokens of a text."""
         found = self._known.get(text)
         if found is None:
-            found = np.array(self._encode(text), np.int32)
+            found = self._encoded(text)
             self._bytes += len(text) + found.nbytes
             if self._bytes > _MAX_TEXT_BYTES:
                 self.clear()
             self._known[text] = found
         return found
+
+    def _encoded(self, text: str) -> Int32Array:
+        token_ids = self._encode(text)
+        try:
+            return np.array(token_ids, np.int32).reshape(len(token_ids))
+        except (OverflowError, TypeError, ValueError):
+            raise InvalidInputError(f"tokenizer: its token ids are no list of int32: {shown(token_ids)}") from None
 
     def clear(self) -> None:
         """Forget all texts."""

@@ -10,13 +10,24 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import openai
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
-from agentspec.client.budget import Account, Attempt, Budget, BudgetSpentError, LoopResult, OnProgress, Stopped
-from agentspec.client.messages import Content, as_messages, encodable
+from agentspec.client.budget import (
+    Account,
+    Attempt,
+    Budget,
+    BudgetSpentError,
+    LoopResult,
+    OnProgress,
+    Stopped,
+    check_function,
+    check_loop_options,
+)
+from agentspec.client.messages import Content, as_messages, encodable, shown
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import ResponseFormat
 from agentspec.client.steps import Apply, Steps, Together, check_count, run_loop, run_loop_async
@@ -31,6 +42,7 @@ class Stage:
     name: what its attempts are called. prompt: text that is put before the stage's input, or a function that makes the
     message of it. system: the stage's system message. critic, attempts: refine the stage's answer, as
     `Session.refine` does. options: options of its calls, above those of the pipeline.
+    Raises InvalidInputError for fields that cannot be used.
     """
 
     name: str
@@ -39,6 +51,17 @@ class Stage:
     critic: Callable[[Reply[Any]], Any] | None = None
     attempts: int = 4
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str) and not callable(self.prompt):
+            raise InvalidInputError(
+                f"prompt: a text, or a function that makes a message, is needed, not {self.prompt!r}"
+            )
+        check_function("critic", self.critic)
+        check_count("attempts", self.attempts)
+        if not isinstance(self.options, Mapping):
+            raise InvalidInputError(f"options: a dict is needed, not {shown(self.options)}")
+        check_loop_options(self.options)
 
     def content(self, given: str) -> Content:
         """Return the stage's message for this input."""
@@ -200,10 +223,17 @@ class AsyncLoops:
 
 
 def _refine(
-    session: Any, account: Account, task: Content, critic: Any, attempts: int, stage: str | None = None, **options: Any
+    session: Any,
+    account: Account,
+    task: Content,
+    critic: Any,
+    attempts: int,
+    stage: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Steps[Stopped]:
     """Refine an answer. Returns why that ended."""
     check_count("attempts", attempts)
+    check_function("critic", critic)
     content = task
     for number in range(1, attempts + 1):
         attempt = yield from _ask(account, session.chat, content, stage or f"attempt {number}", options)
@@ -222,6 +252,9 @@ def _refine(
 def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any, at_once: int) -> Steps[Stopped]:
     """Add the best of n answers to the session. Returns why that ended."""
     check_count("n", n)
+    check_count("at_once", at_once)
+    if not callable(reward):
+        raise InvalidInputError(f"reward: a function is needed, not {shown(reward)}")
     yield Apply(session.load)
     with session._conversation.turn(as_messages(task)) as turn:
         yield Apply(session._conversation.check)
@@ -258,6 +291,7 @@ def _run_tools(
 ) -> Steps[Stopped]:
     """Answer the model's tool calls until it makes none. Returns why that ended."""
     check_count("attempts", attempts)
+    check_count("at_once", at_once)
     content, tools = task, {"tools": box.described()}
     for number in range(1, attempts + 1):
         attempt = yield from _ask(account, session.chat, content, f"answer {number}", tools)
@@ -289,8 +323,8 @@ def _run_tools(
 
 def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]) -> Steps[Stopped]:
     """Pass the task through the stages. Returns why that ended."""
-    if not stages:
-        raise InvalidInputError("stages: at least one is needed")
+    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, Stage) for stage in stages):
+        raise InvalidInputError(f"stages: a list of Stage, one at least, is needed, not {shown(stages)}")
     yield Apply(session.load)
     with session._conversation.turn(as_messages(task)) as turn:
         yield Apply(session._conversation.check)
@@ -303,7 +337,7 @@ def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]
                 child.add({"role": "system", "content": stage.system})
             attempts = stage.attempts if stage.critic is not None else 1
             stopped = yield from _refine(
-                child, account, stage.content(text), stage.critic, attempts, stage.name, **stage.options
+                child, account, stage.content(text), stage.critic, attempts, stage.name, stage.options
             )
             if stopped != "done" or account.best is None:
                 return stopped

@@ -32,7 +32,7 @@ def as_messages(content: Content) -> list[dict[str, Any]]:
     if isinstance(content, Sequence) and content:
         return [as_message(item) for item in content]
     raise InvalidInputError(
-        f"content: a string, a message or a non-empty list of messages is needed, not {_shown(content)}"
+        f"content: a string, a message or a non-empty list of messages is needed, not {shown(content)}"
     )
 
 
@@ -45,7 +45,7 @@ def as_message(message: object) -> dict[str, Any]:
         return assistant_message(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidInputError(
-            f"message: a dict with a 'role' is needed, not {_shown(message)};"
+            f"message: a dict with a 'role' is needed, not {shown(message)};"
             ' content parts go inside one: {"role": "user", "content": [...]}'
         )
     return {str(key): _plain(value) for key, value in message.items()}
@@ -76,9 +76,7 @@ def tool_message(tool_call_id: str, content: str) -> dict[str, Any]:
     if not isinstance(tool_call_id, str) or not tool_call_id:
         raise InvalidInputError("tool_call_id: the id of one of the reply's tool_calls is needed")
     if not isinstance(content, str | list):  # a list holds content parts
-        raise InvalidInputError(
-            f"content: the tool's answer is needed as text, not {_shown(content)}; use json.dumps()"
-        )
+        raise InvalidInputError(f"content: the tool's answer is needed as text, not {shown(content)}; use json.dumps()")
     return {
         "role": "tool",
         "tool_call_id": tool_call_id,
@@ -120,7 +118,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, pydantic.BaseModel):
         return _plain(value.model_dump(mode="json", exclude_unset=True))
     raise InvalidInputError(
-        f"message: {_shown(value)} has no form in JSON; give text, numbers, lists and dicts (an image as a data: URL)"
+        f"message: {shown(value)} has no form in JSON; give text, numbers, lists and dicts (an image as a data: URL)"
     )
 
 
@@ -130,7 +128,7 @@ def _check_text(value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            f"message: U+{ord(value[error.start]):04X} at position {error.start} of {_shown(value)} is half of a"
+            f"message: U+{ord(value[error.start]):04X} at position {error.start} of {shown(value)} is half of a"
             " surrogate pair, which UTF-8 cannot carry: read the text with errors='replace'"
         ) from None
 
@@ -143,6 +141,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": kind, kind: body}
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return how an error quotes a value."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentspec.client.messages import encodable
-from agentspec.client.request import SALT_HEADER, TIMEOUT_S
+from agentspec.client.messages import encodable, shown
+from agentspec.client.request import TIMEOUT_S, salt_headers
 from agentspec.errors import InvalidInputError
-from agentspec.identifiers import to_header
 
 _BODY_BYTES = 4 << 20  # most bytes of texts in one request; servers take 8 MiB
 
@@ -27,7 +26,7 @@ def prime_texts(texts: Sequence[str | Path], cache_salt: str | None) -> Iterator
 
     Raises InvalidInputError for a file that cannot be read as UTF-8.
     """
-    if isinstance(texts, str | Path):
+    if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
         raise InvalidInputError("texts: give a list, whose strings are texts and whose Path objects name files")
     part: list[str] = []
     size = 0
@@ -62,13 +61,15 @@ def added_by(answer: object) -> int:
 
 
 def _request(content: dict[str, Any], cache_salt: str | None) -> Priming:
-    options = {} if cache_salt is None else {"headers": {SALT_HEADER: to_header(cache_salt)}}
+    options = {} if cache_salt is None else {"headers": salt_headers(cache_salt)}
     return Priming({"version": 1, **content}, options)
 
 
 def _read(text: str | Path) -> str:
     if isinstance(text, str):
         return encodable(text)
+    if not isinstance(text, Path):
+        raise InvalidInputError(f"texts: strings, and Path objects that name files, are needed, not {shown(text)}")
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.client.reply import Reply
+from agentspec.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -17,10 +18,12 @@ logger = logging.getLogger(__name__)
 class ReplyRecord:
     """Append replies to a file. It holds what was said, so only its owner may read a new one.
 
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened, and ConfigurationError for what names none.
     """
 
     def __init__(self, path: str | Path) -> None:
+        if not path or not isinstance(path, str | Path):
+            raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
         path = Path(path).expanduser()
         path.touch(0o600)
         self._file = path.open("a", encoding="utf-8")

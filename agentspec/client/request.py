@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import openai
 
 from agentspec.client.conversation import Conversation
-from agentspec.client.messages import Content, as_messages
+from agentspec.client.messages import Content, as_messages, shown
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
@@ -90,7 +90,14 @@ class Call:
         self.session = conversation.id or None
         self.group = conversation.group
         self.parent = conversation.parent
-        salt = (options.get("extra_body") or {}).get("cache_salt")
+        for name in ("extra_body", "extra_headers", "extra_query"):
+            _check_mapping(name, options.get(name))
+        body: Mapping[str, Any] = options.get("extra_body") or {}
+        _check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
+        check_timeout(options.get("timeout"))
+        if isinstance(tools := options.get("tools"), list | tuple) and any(map(callable, tools)):
+            raise InvalidInputError("tools: chat() takes tools in the API's form; run_tools() takes functions")
+        salt = body.get("cache_salt")
         self.cache_salt = salt if isinstance(salt, str) else None
         if self.cache_salt is not None:
             conversation.cache_salts.add(self.cache_salt)
@@ -179,13 +186,15 @@ class RequestBuilder:
         salts that other processes have sent. Yields nothing if the server keeps no sessions. Call it after a probe; a
         server that could not be probed is asked, so that its error shows.
         """
+        if isinstance(more, str) or not isinstance(more, Iterable):
+            raise InvalidInputError(f"cache_salts: a list of texts is needed, not {shown(more)}")
         if self._session_tags == "off" or not (self.extension or self._ask_at < float("inf")):
             return
-        salts = sorted({*conversation.cache_salts, *more})
+        salts = [salt_headers(salt) for salt in sorted({*conversation.cache_salts, *more}, key=str)]
         for session in (conversation.id, *conversation.helpers):
             yield self._path_of(session), {}
-            for salt in salts:
-                yield self._path_of(session), {"headers": {SALT_HEADER: to_header(salt)}}
+            for headers in salts:
+                yield self._path_of(session), {"headers": headers}
 
     def learn(self, answer: object) -> None:
         """Note the result of GET PROBE_PATH: its JSON, or the exception that it raised."""
@@ -244,6 +253,26 @@ class RequestBuilder:
             request.pop("prediction", None)
         elif not self.extension and "max_completion_tokens" in request:  # OpenAI refuses it beside a prediction
             request.setdefault("max_tokens", request.pop("max_completion_tokens"))
+
+
+def salt_headers(cache_salt: str) -> dict[str, str]:
+    """Return the header that gives a cache salt to the extension. Raises InvalidInputError for what is no text."""
+    if not isinstance(cache_salt, str):
+        raise InvalidInputError(f"cache_salt: a text is needed, not {shown(cache_salt)}")
+    return {SALT_HEADER: to_header(cache_salt)}
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise InvalidInputError for a timeout that the HTTP client would refuse in words of its own."""
+    if isinstance(timeout, str) or (isinstance(timeout, int | float) and not timeout > 0):
+        raise InvalidInputError(
+            f"timeout: a positive number of seconds or an openai.Timeout is needed, not {timeout!r}"
+        )
+
+
+def _check_mapping(name: str, given: object) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInputError(f"{name}: a dict is needed, not {shown(given)}")
 
 
 def has_no_such_session(error: openai.APIStatusError) -> bool:

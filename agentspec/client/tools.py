@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import pydantic
 import pydantic_core
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
-from agentspec.client.messages import encodable
+from agentspec.client.messages import encodable, shown
 from agentspec.errors import InvalidInputError
 
 Tool: TypeAlias = Callable[..., object]
@@ -36,6 +36,8 @@ class ToolBox:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools: dict[str, Tool] = {}
         self._models: dict[str, type[pydantic.BaseModel]] = {}
+        if not isinstance(tools, Iterable):
+            raise InvalidInputError(f"tools: a list of functions is needed, not {shown(tools)}")
         for tool in tools:
             name = getattr(tool, "__name__", None)
             if not callable(tool) or not name or name == "<lambda>" or name in self._tools:
@@ -94,7 +96,11 @@ def answer_text(value: object) -> str:
 def _parameters(name: str, tool: Tool) -> type[pydantic.BaseModel]:
     """Return a model of a function's parameters. Raises InvalidInputError if they cannot be given by name."""
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(tool, eval_str=True).parameters.values():
+    try:
+        signature = inspect.signature(tool, eval_str=True)
+    except (NameError, TypeError, ValueError) as error:  # some of C have none; annotations may name what is not there
+        raise InvalidInputError(f"tools: {name}: its parameters cannot be described: {error}") from error
+    for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise InvalidInputError(f"tools: {name}({parameter}): each parameter needs a name of its own")
         kind = Any if parameter.annotation is parameter.empty else parameter.annotation

@@ -102,6 +102,8 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
         (("list",), None, "AGENTSPEC_API_KEY"),
         (("list",), "wrong", "AGENTSPEC_API_KEY"),
         (("show", "bobs"), ADA, "no session 'bobs'"),
+        (("show", "caf\udce9"), ADA, "U+DCE9 at position 3"),
+        (("delete", "a\nb"), ADA, "U+000A at position 1"),
         (("export", "none", "file"), ADA, "no session 'none'"),
         (("import", "x", __file__), ADA, "body: "),
         (("export", "fix-42", "no-such-folder/file"), ADA, "no-such-folder/file: No such file"),

@@ -1,0 +1,141 @@
+"""Arguments of a wrong type: the error names the argument and what is needed, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec import (
+    AgentClient,
+    AgentSpecError,
+    Budget,
+    ConfigurationError,
+    InvalidInputError,
+    Reply,
+    Session,
+    Stage,
+)
+
+from .fake_server import FakeServer
+
+
+def content(reply: Reply[Any]) -> None:
+    return None
+
+
+@pytest.fixture
+def session(server: FakeServer) -> Session:
+    """A session with one turn."""
+    session = AgentClient(base_url=server.url, model="small", store=None).session("s")
+    session.chat("one")
+    return session
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", Path("sessions.db")),
+        ("store", True),
+        ("tokenizer", 5),
+        ("record", 5),
+        ("record", ""),
+        ("base_url", "localhost:8000"),
+        ("base_url", "127.0.0.1:8000/v1"),
+        ("base_url", "http://"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{field}: .* needed, not"):
+        AgentClient(**{"base_url": "http://localhost:8000/v1", "model": "small", field: value})
+
+
+@pytest.mark.parametrize("value", ["5", -1, 0])
+def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
+        session.chat("two", timeout=value)
+    with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
+        AgentClient(base_url="http://localhost:8000/v1", model="small", timeout=value)
+
+
+@pytest.mark.parametrize("texts", [5, [5], [None], [b"x"], [["x"]], "text", Path("x.py")])
+def test_texts_to_prime_with_are_checked(server: FakeServer, session: Session, texts: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^texts: "):
+        session.prime(texts)
+    assert not [request for request in server.received if request.method == "PUT"]
+
+
+def test_cache_salts_are_checked(server: FakeServer, session: Session) -> None:
+    wrong: Any
+    for wrong in (5, []):
+        with pytest.raises(InvalidInputError, match=r"^cache_salt: a text"):
+            session.prime(["text"], cache_salt=wrong)
+    for wrong, match in (("abc", "^cache_salts: a list"), (None, "^cache_salts: a list"), ([5], "^cache_salt: a text")):
+        with pytest.raises(InvalidInputError, match=match):
+            session.clear(cache_salts=wrong)
+    assert server.erased == [] and len(session.messages) == 2
+
+
+@pytest.mark.parametrize("at", ["1", [1], 1.0])
+def test_a_fork_begins_at_a_number_of_turns(session: Session, at: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^at: "):
+        session.fork(at=at)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("extra_body", 5),
+        ("extra_body", [("a", 1)]),
+        ("extra_body: vllm_xargs", {"vllm_xargs": 5}),
+        ("extra_headers", "X-A: b"),
+        ("extra_query", ["a"]),
+        ("tools", [print]),
+    ],
+)
+def test_options_of_a_call_are_checked(server: FakeServer, session: Session, field: str, value: Any) -> None:
+    option = field.partition(":")[0]
+    for call in (session.chat, session.stream):
+        with pytest.raises(InvalidInputError, match=f"^{field}: "):
+            call("two", **{option: value})
+    assert len(server.chats) == 1
+
+
+def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> None:
+    wrong: Any = 5
+    stage = Stage("plan", "Plan.")
+    calls: dict[str, Callable[[], object]] = {
+        "budget": lambda: session.refine("two", content, budget=wrong),
+        "on_progress": lambda: session.refine("two", content, on_progress=wrong),
+        "critic": lambda: session.refine("two", wrong),
+        "reward": lambda: session.best_of("two", 2, wrong),
+        "at_once": lambda: session.run_tools("two", [print_it], at_once=0),
+        "tools": lambda: session.run_tools("two", wrong),
+        "tools: max": lambda: session.run_tools("two", [max]),
+        "stages": lambda: session.pipeline("two", wrong),
+        "stages: a list": lambda: session.pipeline("two", [stage, wrong]),
+        "prompt": lambda: Stage("plan", wrong),
+        "attempts": lambda: Stage("plan", "Plan.", attempts=0),
+        "options": lambda: Stage("plan", "Plan.", options=wrong),
+        "session": lambda: Stage("plan", "Plan.", options={"session": "other"}),
+        "budget.seconds": lambda: Budget(seconds=float("inf")),
+    }
+    for field, call in calls.items():
+        with pytest.raises(InvalidInputError, match=f"^{field}"):
+            call()
+    assert len(server.chats) == 1 and session.chat("two").text == "answer 2"
+
+
+def test_a_function_that_returns_no_token_ids_is_named(server: FakeServer) -> None:
+    wrong: Any
+    for wrong in (lambda text: text, lambda text: 5, lambda text: [2**40]):
+        session = AgentClient(base_url=server.url, model="small", store=None, tokenizer=wrong).session()
+        session.chat("one")
+        with pytest.raises(AgentSpecError, match=r"^tokenizer: its token ids"):
+            session.forecast()
+
+
+def print_it(text: str) -> None:
+    """Print a text."""
