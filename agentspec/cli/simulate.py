@@ -69,7 +69,8 @@ def simulate(
     if tenant is not None:
         check_session_id(tenant, "tenant")
     encode = None if tokenizer is None else open_tokenizer(tokenizer)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(file.name, total=file.stat().st_size if file.is_file() else None)
         calls = read_calls(
             file,

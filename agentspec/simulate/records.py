@@ -116,7 +116,7 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]
         with path.open("rb") as raw:
             lines: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
             for number, text in enumerate(lines, 1):
-                if progress is not None:
+                if progress is not None and raw.seekable():  # a pipe has no position
                     progress(raw.tell())
                 if text.strip():
                     yield number, text

@@ -1,6 +1,7 @@
 """`agentspec simulate` as users call it: a table or one JSON object on stdout, everything else on stderr."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def conversations(tmp_path: Path) -> Path:
             prompt = random.integers(0, 32_000, 40).tolist()
             out.write(json.dumps({**turn, "prompt_token_ids": prompt, "response_token_ids": answer}) + "\n")
     return file
+
+
+def test_conversations_come_through_a_pipe(simulate: Program, conversations: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, conversations.read_bytes())
+    os.close(writing)
+    status, out, errors = simulate(f"/dev/fd/{reading}", "--json")
+    os.close(reading)
+    assert (status, errors) == (0, "") and json.loads(out)["tokens"] == 240
 
 
 def test_json_is_one_object_and_nothing_else(simulate: Program, conversations: Path) -> None:
