@@ -268,6 +268,7 @@ def plot_replicas() -> Figure:
                     axis.annotate(f"{ratio:.2f}", (place, ratio), (0, 5), textcoords="offset points", ha="center")
             axis.set_xticks(range(len(found)), [str(count) for count in found])
         axis.axhspan(0.97, 1.0, color="#eeeeee", lw=0, zorder=0)
+        axis.set_xlim(-0.2, len(found) - 0.6)
         axis.set_ylim(None, 1.05)
         axis.set_title(WORKLOADS[name].replace("\n", " "))
         axis.set_xlabel("replicas")
