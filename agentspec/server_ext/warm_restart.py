@@ -56,6 +56,8 @@ class SnapshotKeeper:
         catch_up: Callable[[Mapping[str, str]], bool] = lambda places: False,
     ) -> None:
         self._path, self._cache, self._identity = path, cache, identity
+        # as `snapshot_path` names it: store, log and the engine's number
+        self._store, self._log = (*path.name.rsplit("-", 2), "")[:2]
         self._note, self._interval = note, interval
         self._places, self._catch_up = places, catch_up
         self._max_bytes, self._max_age = max_bytes, max_age
@@ -89,19 +91,20 @@ class SnapshotKeeper:
     def erased(self) -> None:
         """Delete the file, because a session was erased from the cache; the next save writes one without it.
 
-        A save that runs meanwhile is thrown away.
+        A save that runs meanwhile is thrown away. The model's snapshots of other tenants and engines go too, because
+        those that do not run any more may hold the session; the others save again.
         """
-        with self._wake:
-            self._erasures += 1
-            self._saved_state = None
-            self._path.unlink(missing_ok=True)
+        self._discard()
+        for path in self._of_this_store(self._log.partition(".")[0] + "."):
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink()
 
     def save(self) -> bool:
         """Save now, in the calling thread, if anything changed. Return whether the file is up to date."""
         held = self._cache.stats()
         state = (held.tokens, held.bytes, held.sessions)
         with self._wake:
-            if state == self._saved_state:
+            if state == self._saved_state and self._path.exists():
                 return True
             erasures = self._erasures
         try:
@@ -174,17 +177,26 @@ class SnapshotKeeper:
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
             erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
         if erased:
-            self.erased()
+            self._discard()  # and not those of other engines, which read them just now
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
 
+    def _discard(self) -> None:
+        with self._wake:
+            self._erasures += 1
+            self._saved_state = None
+            self._path.unlink(missing_ok=True)
+
     def _delete_outdated(self) -> None:
         """Delete what models, secrets or engines that are not served any more have left beside this store."""
-        store = self._path.name.rsplit("-", 2)[0]  # followed by a log's name and an engine's number: `snapshot_path`
-        for other in self._path.parent.glob(f"{glob.escape(store)}-*.snapshot"):
+        for other in self._of_this_store():
             with contextlib.suppress(OSError):
                 if self._is_outdated(other):
                     other.unlink()
+
+    def _of_this_store(self, log: str = "") -> list[Path]:
+        """Return the snapshots beside the same store, of the logs whose names begin so."""
+        return [*self._path.parent.glob(f"{glob.escape(f'{self._store}-{log}')}*.snapshot")]
 
     def _is_outdated(self, path: Path) -> bool:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age

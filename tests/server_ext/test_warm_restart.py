@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache.store import snapshot_path
 from agentspec.cache.types import Int32Array
 from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 from tests.timing import assert_fast, cpu
@@ -189,6 +190,30 @@ def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
     assert not path.exists()
     assert keeper.save() and secret[6:7].tobytes() not in path.read_bytes()
     assert SuffixCache(vocab_size=2**31).load_snapshot(path, identity=snapshot_identity("model", cache)) == b"{}\n"
+
+
+def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_model(tmp_path: Path) -> None:
+    """Those may not run any more. A model has logs of its own, and keeps its file."""
+
+    def snapshot(log: str, number: int) -> Path:
+        path = snapshot_path(f"sqlite:///{tmp_path}/server.db", log, number)
+        assert path is not None
+        return path
+
+    others = [snapshot("1.b", 0), snapshot("1.a", 1)]
+    another_model = snapshot("2.a", 0)
+    for file in (*others, another_model):
+        file.write_bytes(b"text")
+    cache = make()
+    keeper = keep(snapshot("1.a", 0), cache)
+    converse([cache], 1)
+    assert keeper.save()
+    keeper.erased()
+    assert not any(file.exists() for file in (snapshot("1.a", 0), *others)) and another_model.exists()
+    assert keeper.save() and snapshot("1.a", 0).exists()
+    snapshot("1.a", 0).unlink()  # by an erasure in another process
+    assert keeper.save() and snapshot("1.a", 0).exists()
+    keeper.close()
 
 
 def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
