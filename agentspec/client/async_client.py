@@ -42,7 +42,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     """Chat as AgentClient does, with asyncio: await each method that talks to the server or the store.
 
     `session()` and `stream()` are not awaited, because they only prepare: `session = client.session("fix-42")`, then
-    `await session.chat(...)` or `async for text in session.stream(...)`.
+    `await session.chat(...)` or `async for text in session.stream(...)`. A client belongs to the event loop
+    that uses it first, so each `asyncio.run()` makes its own.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was used first
 
     def session(
         self,
@@ -120,6 +122,16 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _refuse_in_another_loop(self) -> None:
+        """Note the event loop that uses the client; connections belong to it. Raises AgentSpecError in another one."""
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise AgentSpecError(
+                "the client was used in another event loop, to which its connections belong: make a client in each"
+                " asyncio.run()"
+            )
 
     async def _probe(self, call: Call) -> None:
         if self._requests.needs_probe(call):
@@ -192,6 +204,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def load(self) -> None:
         """Read the stored messages now instead of at the first use."""
         self._client._refuse_if_forked()
+        self._client._refuse_in_another_loop()
         if not self._conversation.loaded:
             await asyncio.to_thread(self._conversation.load, self._on_unavailable)
 

@@ -157,6 +157,17 @@ async def test_failures_leave_the_history_and_retries_are_openais(server: FakeSe
         assert len(session.messages) == 2
 
 
+def test_a_client_is_refused_in_another_event_loop(server: FakeServer) -> None:
+    """Every second call ended in "Event loop is closed", by a connection of the loop before."""
+    client = connect(server)
+    session = client.session("s")
+    assert asyncio.run(session.chat("one")).text == "answer 1"
+    for _ in range(2):
+        with pytest.raises(AgentSpecError, match=r"make a client in each asyncio\.run"):
+            asyncio.run(session.chat("two"))
+    assert len(session.messages) == 2
+
+
 async def test_a_cancelled_call_frees_the_session(server: FakeServer) -> None:
     server.hold = threading.Event()
     async with connect(server) as client:
