@@ -4,6 +4,7 @@
 for its answer. All names here are keys (`Identity.session`), so whoever asks must have made the key for itself.
 """
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -30,7 +31,7 @@ class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
     states: returns those of its requests. traces: of requests that asked for one. recorder: its step record, if one is
-    written. erased: called when a session has left the cache.
+    written. erased: called when a session has left the cache. It may raise StoreError.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class SessionAdmin:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
         self._blank(session)
         self._cache.remove_session(tenant, session)
-        self._erased()
+        with contextlib.suppress(StoreError):  # the next start asks the store what was erased
+            self._erased()
 
     def _submit(self, what: str, *args: Any) -> tuple[Future[Any], ...]:
         if what == "erase":
@@ -120,16 +122,25 @@ class SessionAdmin:
         return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
 
     def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
+        left: list[StoreError] = []  # what could not be deleted, which is told when the store has erased the session
+
         def forget() -> set[str | None]:
             known = self._cache.tenants()  # the cache may hold what the store never got, or has no more
             held = {tenant for tenant in known if self._cache.has_session(tenant, session)}
             for tenant in {*tenants, *known}:
                 self._cache.remove_session(tenant, session)
-            self._erased()
+            try:
+                self._erased()
+            except StoreError as error:
+                left.append(error)
             return held
 
+        def tell(store: Store) -> None:
+            for error in left:
+                raise error
+
         blanked = self._blank(session)
-        return self._persistence.erase(session, tenants, forget), *blanked
+        return self._persistence.erase(session, tenants, forget), self._persistence.submit(tell), *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
         """Remove a session from traces and the step record, whose further lines of its requests do not name it."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import agentspec
 from agentspec.cache import SuffixCache
-from agentspec.errors import SnapshotError
+from agentspec.errors import SnapshotError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,14 @@ class SnapshotKeeper:
         """Delete the file, because a session was erased from the cache; the next save writes one without it.
 
         A save that runs meanwhile is thrown away. The model's snapshots of other tenants and engines go too, because
-        those that do not run any more may hold the session; the others save again.
+        those that do not run any more may hold the session; the others save again. Raises StoreError if the file cannot
+        be deleted.
         """
-        self._discard()
+        try:
+            self._discard()
+        except OSError as error:
+            why = f"{self._path}: cannot be deleted, and holds what was erased: {error.strerror}"
+            raise StoreError(why) from None
         for path in self._of_this_store(self._log.partition(".")[0] + "."):
             with contextlib.suppress(OSError):  # another user's
                 path.unlink()
@@ -177,7 +182,8 @@ class SnapshotKeeper:
             logger.warning("agentspec: the saved suffix indexes are not used: %s", error)
             erased = sum(self._cache.forget_tenant(tenant) for tenant in self._cache.tenants()) > 0
         if erased:
-            self._discard()  # and not those of other engines, which read them just now
+            with contextlib.suppress(OSError):  # a read-only file system; the next start catches up again
+                self._discard()  # and not the files of other engines, which read them just now
         tokens = self._counts["loaded_tokens"] = self._cache.stats().tokens
         logger.info("agentspec: loaded suffix indexes of %d tokens in %.2f s", tokens, time.monotonic() - begin)
 

@@ -1,5 +1,6 @@
 """Several engines on one store: what one says the others draft from, and what one erases none drafts from."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -660,6 +661,36 @@ while True:
     replica.cache.catch_up()
     time.sleep(0.002)
 """
+
+
+def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file system may have become read-only. Whoever erases is told, and a start on it is not held back."""
+    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    here.say([1, 2, 3], text(300), "stays")
+    assert here.persistence._writer.flush(60)
+    wait_until(lambda: here.persistence.places()[NS] == here.store.newest(NS))
+    assert here.engine._keeper is not None and here.engine._keeper.save()
+    unlink = Path.unlink
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        if path == tmp_path / "trees":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(AssertionError, match="trees: cannot be deleted, and holds what was erased: Read-only"):
+        here.erase("s")
+    assert [record.session for record in stored(here)] == ["stays"]
+    wait_until(lambda: not elsewhere.cache.has_session(TENANT, "s"))
+    elsewhere.erase("other")
+    wait_until(lambda: here.follower("erased") == 1)
+    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert again.engine._keeper is not None and again.engine._keeper.is_loaded()
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
 
 
 def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_erasure(
