@@ -47,6 +47,9 @@ _LEARNED_TOKENS = 2048
 _FORGET_SECONDS = 0.05
 """Pause between two looks at whether a tenant has requests."""
 
+_WARM_UP_SECONDS = 0.1
+"""How long turns are applied before serving until another thread may erase one."""
+
 Result = TypeVar("Result")
 
 
@@ -81,7 +84,7 @@ class Persistence:
         self._arrived: Loaded | None = None  # what the loader delivered,
         self._applied = 0  # and how many of its records the cache has
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
-        self._applying = threading.Lock()  # held while a record is checked and restored
+        self._applying = threading.Lock()  # held while records are taken from the loader, checked and restored
         self._restored = self._followed = self._adopted = 0
         self._refused: Counter[str] = Counter()
 
@@ -200,15 +203,24 @@ class Persistence:
 
     def has_loaded(self) -> bool:
         """Return whether there may be something to do for ``apply_loaded``."""
-        return self._arrived is not None or self._loader.has_ready() or bool(self._erasures)
+        return self._has_ready() or bool(self._erasures)
 
     def apply_loaded(self, cache: SuffixCache, seconds: float = DEFAULT_WORK_SECONDS) -> int:
         """Put loaded turns into the cache until that took so much CPU time of this thread. Return their number.
 
-        At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget.
+        At least one turn is applied if any are ready, so a turn that takes longer alone exceeds the budget. None is
+        while another thread applies or erases one: this call never waits for it.
         """
         if self._erasures:
             self._erasures = {session: job for session, job in self._erasures.items() if not job.done()}
+        if not self._applying.acquire(blocking=False):
+            return 0
+        try:
+            return self._apply_loaded(cache, seconds)
+        finally:
+            self._applying.release()
+
+    def _apply_loaded(self, cache: SuffixCache, seconds: float) -> int:
         count, until = 0, None
         while loaded := self._next_loaded():
             if until is None:
@@ -217,11 +229,10 @@ class Persistence:
                 self._adopt(cache, loaded, loaded.prepared)
             while self._applied < len(loaded.records):
                 record = loaded.records[self._applied]
-                with self._applying:
-                    if record.session not in self._erasures and record.session not in loaded.forgotten:
-                        restored = self._restore(cache, record)
-                        self._restored += restored
-                        count += restored
+                if record.session not in self._erasures and record.session not in loaded.forgotten:
+                    restored = self._restore(cache, record)
+                    self._restored += restored
+                    count += restored
                 self._applied += 1
                 if time.thread_time() >= until:
                     return count
@@ -237,10 +248,10 @@ class Persistence:
         self._loader.request(corpus, self._preload)
         deadline = time.monotonic() + timeout
         count, pending = 0, True
-        while pending and time.monotonic() < deadline:
+        while (pending or self._has_ready()) and time.monotonic() < deadline:
             time.sleep(0.002)
-            pending = self._loader.is_pending(corpus)  # look before applying, so that this gets all of it
-            count += self.apply_loaded(cache, max(0.0, deadline - time.monotonic()))
+            pending = self._loader.is_pending(corpus)  # look before applying, so that nothing stays behind
+            count += self.apply_loaded(cache, _WARM_UP_SECONDS)
         if pending:
             logger.warning("agentspec: the store is slow or away; what it holds arrives while serving")
         cache.catch_up()
@@ -310,10 +321,12 @@ class Persistence:
     def _needs(self, cache: SuffixCache, tenant: str | None, session: str) -> bool:
         return session not in self._erasures and cache.needs_load(tenant, session)
 
+    def _has_ready(self) -> bool:
+        return self._arrived is not None or self._loader.has_ready()
+
     def _next_loaded(self) -> Loaded | None:
         if self._arrived is None and self._loader.has_ready():
-            with self._applying:  # of whatever is taken, `_is_loading` knows at once
-                self._arrived, self._applied = self._loader.take(), 0
+            self._arrived, self._applied = self._loader.take(), 0
         return self._arrived
 
     def _begin_following(self, log: str, tenant: str | None) -> None:
@@ -394,9 +407,8 @@ class Persistence:
     def _adopt(self, cache: SuffixCache, loaded: Loaded, prepared: PreparedSession) -> None:
         loaded.prepared = None
         session = loaded.records[0].session
-        with self._applying:
-            if session not in self._erasures and session not in loaded.forgotten:
-                self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
+        if session not in self._erasures and session not in loaded.forgotten:
+            self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
 
 
 def _forget(cache: SuffixCache, tenant: str | None) -> None:

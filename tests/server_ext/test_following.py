@@ -174,6 +174,35 @@ def test_a_turn_that_comes_while_its_session_waits_to_be_applied_is_in_it(start:
     assert b.step()["alone"] == text(205, 4)
 
 
+def test_a_step_does_not_wait_while_a_turn_of_another_process_is_put_into_the_cache(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start(), start()
+    meet(a, b)
+    begun, go_on = threading.Event(), threading.Event()
+    restore = b.cache.restore
+
+    def slow(turn: FinishedTurn, *, held_only: bool = False) -> None:
+        if held_only:
+            begun.set()
+            assert go_on.wait(60)
+        restore(turn, held_only=held_only)
+
+    monkeypatch.setattr(b.cache, "restore", slow)
+    a.say([1, 2, 3], text(500), "large")
+    assert a.persistence._writer.flush(60) and begun.wait(60)
+    held = b.begin([1, 2, 3], "large")
+    wait_until(lambda: b.persistence.has_loaded(), 60)
+    begin = time.monotonic()
+    b.step()
+    assert time.monotonic() - begin < 30  # a step that waits goes on when the thread does, after a minute
+    assert b.cache.needs_load(TENANT, "large")
+    go_on.set()
+    b.wait(lambda: not b.cache.needs_load(TENANT, "large"))
+    b.end(held, text(600))
+    assert b.drafts(text(500, 5), "large") == text(505, 4)
+
+
 def test_a_group_that_is_held_is_followed(start: Start) -> None:
     a, b = start(), start()
     meet(a, b, session="x", group="g")
