@@ -135,7 +135,9 @@ def _check_text(value: str) -> None:
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     kind = call.get("type") or "function"
-    body = {key: encodable(value) for key, value in call[kind].items() if key in ("name", "arguments", "input")}
+    body = {
+        key: encodable(value) for key, value in (call.get(kind) or {}).items() if key in ("name", "arguments", "input")
+    }
     if kind == "function":
         body.setdefault("arguments", "{}")  # some servers send none, and none takes a call without
     return {"id": call["id"], "type": kind, kind: body}

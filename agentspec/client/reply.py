@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
@@ -160,6 +161,9 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         raise AgentSpecError(f"the server's answer {raw.id!r} has no choices{why}")
     choice = raw.choices[0]
     message = choice.message
+    for call in message.tool_calls or ():
+        if not getattr(call, "id", None):  # some servers send none; the tool's answer needs one
+            call.id = f"call-{uuid.uuid4().hex}"
     parsed = getattr(message, "parsed", None)  # a streamed message has none
     if parsed is None and model_class is not None and message.content and not message.refusal:
         parsed = pydantic.TypeAdapter(model_class).validate_json(message.content)

@@ -65,6 +65,31 @@ def test_a_tool_call_without_type_or_arguments_is_run(
     assert session.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", [{"id": ""}, {"id": None}, {}])
+def test_a_tool_call_without_an_id_gets_one(
+    client: AgentClient, plain_server: FakeServer, name: dict[str, Any], streamed: bool
+) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": "{}"}, **name}
+    plain_server.answers = [{"content": None, "tool_calls": [call, call]}]
+    session = client.session()
+    reply = session.stream("one").until_done() if streamed else session.chat("one")
+    first, second = (call.id for call in reply.tool_calls)
+    assert first and second and first != second
+    session.tool_result(first, "noon")
+    session.tool_result(second, "noon")
+    assert session.chat().text == "answer 2"
+
+
+def test_a_tool_call_of_nothing_is_told_to_the_model(client: AgentClient, plain_server: FakeServer) -> None:
+    def now() -> str:
+        return "noon"
+
+    plain_server.answers = [{"content": None, "tool_calls": [{"id": "c", "type": "function"}]}]
+    result = client.session().run_tools("What time is it?", [now])
+    assert result.done and "no tool" in result.attempts[0].tools[0].answer
+
+
 def test_content_in_parts_and_arguments_as_an_object_stay_as_they_are(
     client: AgentClient, plain_server: FakeServer
 ) -> None:
