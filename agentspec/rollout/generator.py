@@ -53,6 +53,8 @@ class Plan:
         for name in ("samples", "epochs", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}: at least 1 expected, got {getattr(self, name)}")
+        if isinstance(self.stop, str):  # each of its characters would end a response
+            raise ConfigurationError(f"stop: a list of texts expected, got the text {self.stop!r}")
         if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # also refuses nan
             raise ConfigurationError(
                 f"temperature={self.temperature}, top_p={self.top_p}: a temperature of at least 0 and a top_p above 0 "

@@ -313,6 +313,7 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path) -> None:
         {"temperature": -1},
         {"top_p": 0},
         {"temperature": float("nan")},
+        {"stop": "\n\n"},
     ],
 )
 def test_a_wrong_plan_names_the_field(wrong: dict[str, Any]) -> None:
