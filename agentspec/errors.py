@@ -94,7 +94,7 @@ class SnapshotError(AgentSpecError):
 
 
 class RolloutError(AgentSpecError, RuntimeError):
-    """Raised for a rollout whose workers don't start, or die again and again. Run it again to go on."""
+    """Raised for a rollout whose engine died, or whose workers don't start or die again and again. Run it again."""
 
 
 class RecordError(AgentSpecError):

@@ -106,6 +106,19 @@ def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> N
     assert len(keys) == len(set(keys)) == 3 * PROBLEMS * SAMPLES
 
 
+@pytest.mark.rl
+def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
+    """As where memory is short. vLLM's client waits for ever for the next step's output."""
+    out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
+    while run.poll() is None and (not out.exists() or not lines(out)):
+        time.sleep(0.01)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (core,) = (pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(int(core), signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 2 and "the engine's process died" in errors and "Traceback" not in errors
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

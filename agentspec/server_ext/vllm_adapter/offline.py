@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 
@@ -48,6 +48,7 @@ class OfflineEngine:
         model = self._engine.vllm_config.model_config
         self._max_model_len: int = model.max_model_len
         self._vocabulary: int = model.get_vocab_size()
+        _end_waiting_at_death(self._engine.engine_core)
 
     @classmethod
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
@@ -107,8 +108,13 @@ class OfflineEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[Answer]:
-        """Run one engine step. Return the answers that it finished."""
-        outputs = self._engine.step()  # of each request that got tokens
+        """Run one engine step. Return the answers that it finished. Raises RolloutError if the engine died."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            outputs = self._engine.step()  # of each request that got tokens
+        except EngineDeadError as error:
+            raise RolloutError("the engine's process died; its log may say why. Run it again to go on") from error
         self._steps.update(output.request_id for output in outputs)
         return [_answer(output, self._steps.pop(output.request_id)) for output in outputs if output.finished]
 
@@ -137,6 +143,22 @@ class OfflineEngine:
     def close(self) -> None:
         """End the engine, once the store has every finished turn."""
         self._engine.engine_core.shutdown()
+
+
+def _end_waiting_at_death(core: Any) -> None:
+    """Let the step end that waits for an engine core of its own process while that is killed.
+
+    core: vLLM's client. It notices and shuts itself down, but ``get_output`` would wait for ever.
+    """
+    if not hasattr(core, "outputs_queue"):  # an engine core in this process
+        return
+    shut_down = core.shutdown
+
+    def shut_down_and_tell(*given: Any, **named: Any) -> None:
+        shut_down(*given, **named)
+        core.outputs_queue.put_nowait(RuntimeError("the engine was shut down"))
+
+    core.shutdown = shut_down_and_tell
 
 
 def _answer(output: Any, steps: int) -> Answer:
