@@ -7,6 +7,7 @@ fails.
 import logging
 import threading
 import time
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,9 @@ class DraftingEngine:
         if loading or step.started or self._turnover:
             self._prepare(step, lookup)
             lookup = self._lookup
+        if outdated := self._persistence.outdated():
+            self._make_way(outdated)
+            lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             self._leave_batch()
             lookup = self._lookup = BatchLookup.of(step.batch, self._requests, self.cache)
@@ -389,6 +393,18 @@ class DraftingEngine:
         """Drop the lookup, because the next step has other requests."""
         self._accounts.settle(self._lookup)
         self._lookup = None
+
+    def _make_way(self, outdated: Set[str | None]) -> None:
+        """Let tenants be forgotten: their running requests get no more drafts, and their turns are not kept."""
+        running = [state for state in self._requests.values() if not state.failed and state.identity.tenant in outdated]
+        for state in running:
+            self._fail(state.request_id)
+        if running:
+            logger.warning(
+                "agentspec: erasures may have been missed, so what was said is forgotten and read from the store again;"
+                " %d running requests go on without drafts",
+                len(running),
+            )
 
     def _fail(self, request_id: str) -> None:
         """Stop drafting for a request."""

@@ -84,6 +84,7 @@ class Persistence:
         self._arrived: Loaded | None = None  # what the loader delivered,
         self._applied = 0  # and how many of its records the cache has
         self._erasures: dict[str, Future[Erasure]] = {}  # by session
+        self._outdated: frozenset[str | None] = frozenset()  # the tenant of a snapshot that is forgotten
         self._applying = threading.Lock()  # held while records are taken from the loader, checked and restored
         self._restored = self._followed = self._adopted = 0
         self._refused: Counter[str] = Counter()
@@ -124,19 +125,19 @@ class Persistence:
         before = self._follower.stats().erased
         tenants = cache.tenants()
         for tenant in tenants[:-MAX_LOGS]:
-            _forget(cache, tenant)
+            self._forget(cache, tenant)
         known, whole = True, len(tenants) <= MAX_LOGS
         for tenant in reversed(tenants[-MAX_LOGS:]):
             log, all_told = self.logs.of(tenant), False
             try:
                 if known:
                     self._follower.begin(log, tenant, used_too=True)
-                    all_told = log in places and self._store.has_all(log, places[log])
+                    all_told = log in places and self._store.history(log, places[log]) == "whole"
             except StoreError as error:
                 known = False
                 logger.warning("agentspec: saved suffix indexes are not used, what was erased is unknown: %s", error)
             if not all_told:
-                _forget(cache, tenant)
+                self._forget(cache, tenant)
                 whole = False
         return not whole or self._follower.stats().erased > before
 
@@ -146,6 +147,10 @@ class Persistence:
         That is not so where this process was frozen, until it has asked the store. While the store is away it is so.
         """
         return self._follower is None or self._follower.is_current()
+
+    def outdated(self) -> frozenset[str | None]:
+        """Return the tenants that will be forgotten, and nothing drafted before, when no request of theirs runs."""
+        return self._outdated if self._follower is None else self._outdated | self._follower.outdated
 
     def next_name(self) -> tuple[str, int]:
         """Return writer and number for the next turn, for ``SuffixCache.finish``."""
@@ -404,17 +409,18 @@ class Persistence:
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
 
+    def _forget(self, cache: SuffixCache, tenant: str | None) -> None:
+        """Forget a tenant that may hold erased text. Where the start did not wait, its requests make way first."""
+        while not cache.forget_tenant(tenant):
+            self._outdated = frozenset([tenant])
+            time.sleep(_FORGET_SECONDS)
+        self._outdated = frozenset()
+
     def _adopt(self, cache: SuffixCache, loaded: Loaded, prepared: PreparedSession) -> None:
         loaded.prepared = None
         session = loaded.records[0].session
         if session not in self._erasures and session not in loaded.forgotten:
             self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
-
-
-def _forget(cache: SuffixCache, tenant: str | None) -> None:
-    """Forget a tenant that may hold erased text. Where the start did not wait, its requests have to end first."""
-    while not cache.forget_tenant(tenant):
-        time.sleep(_FORGET_SECONDS)
 
 
 def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:

@@ -350,6 +350,27 @@ def test_a_turn_that_was_on_its_way_is_erased_again(start: Start, monkeypatch: p
     assert a.drafts(text(100, 5)) == [] and b.drafts(text(100, 5)) == []
 
 
+def test_an_erasure_is_known_as_this_processs_own_also_where_it_is_read_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for another's, and what was said in the session just then was erased again."""
+    a = start()
+    a.say([1, 2, 3], text(100))
+    assert a.persistence._writer.flush(60)
+    wait_until(lambda: a.persistence.places().get(NS) == a.store.newest(NS))
+    erase_session = a.store.erase_session
+
+    def slow(*args: Any, **options: Any) -> Any:
+        erased = erase_session(*args, **options)
+        time.sleep(0.3)
+        return erased
+
+    monkeypatch.setattr(a.store, "erase_session", slow)
+    a.erase("s")
+    wait_until(lambda: a.persistence.places()[NS] == a.store.newest(NS))
+    assert a.follower("erased") == 0
+
+
 def test_a_turn_that_ends_just_before_its_session_is_erased_is_not_stored_behind_that(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,8 +631,8 @@ def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start:
     assert again.drafts(text(100, 5), "stays") == text(105, 4)
 
 
-def test_a_tenant_that_has_requests_is_forgotten_when_they_end(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
     from agentspec.server_ext.warm_restart import SnapshotKeeper
@@ -621,21 +642,24 @@ def test_a_tenant_that_has_requests_is_forgotten_when_they_end(
     first.stop()
     asked, answers = threading.Event(), threading.Event()
 
-    def unknown(store: Any, namespace: str, after: str) -> bool:
+    def unknown(store: Any, namespace: str, after: str) -> str:
         asked.set()
-        return not answers.wait(60)
+        assert answers.wait(60)
+        return "trimmed"
 
-    monkeypatch.setattr("agentspec.cache.store.SQLiteStore.has_all", unknown)
+    monkeypatch.setattr("agentspec.cache.store.SQLiteStore.history", unknown)
     monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
     monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
     again = start(snapshot=tmp_path / "trees", preload=0)
     running = again.begin(text(100, 5), "other")
-    answers.set()
-    time.sleep(0.2)
     assert again.step()[running] == [] and not again.engine._keeper.is_loaded()  # type: ignore[union-attr]
-    again.end(running, [7, 8])
+    answers.set()
     again.wait(lambda: again.engine._keeper.is_loaded())  # type: ignore[union-attr]
-    assert not again.cache.has_session(TENANT, "s")
+    assert not again.cache.has_session(TENANT, "s") and again.drafts(text(100, 5)) == []
+    assert "1 running requests go on without drafts" in caplog.text
+    again.end(running, [7, 8])
+    again.say([1, 2, 3], text(400), "next")
+    assert again.drafts(text(400, 5)) == text(405, 4)
 
 
 def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
@@ -745,13 +769,13 @@ def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_
     while elsewhere.store.trim(Retention(records=1)).more:
         pass
     assert not elsewhere.store.tombstones(NS)
-    running = here.begin([4, 5], "other")
+    here.begin([4, 5], "other")
     time.sleep(1.1)
     away.set()
     wait_until(lambda: not here.persistence.is_current())
-    assert here.drafts(text(100, 5)) == []
-    here.end(running, [7, 8])
-    here.wait(here.persistence.is_current)
+    while not here.persistence.is_current():  # requests come all the time
+        assert here.drafts(text(100, 5)) == []
+        here.begin([4, 5], "other")
     assert not here.cache.has_session(TENANT, "s") and here.drafts(text(100, 5), "s") == []
     here.wait(lambda: here.drafts(text(300, 5)) == text(305, 4))
 

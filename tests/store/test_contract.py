@@ -460,20 +460,19 @@ def test_tombstones_are_listed_in_order_and_behind_a_cursor(store: Store) -> Non
 
 
 def test_it_knows_whether_retention_took_something_behind_a_cursor(store: Store) -> None:
-    assert store.has_all(NS, "")
+    assert store.history(NS, "") == "whole"
     cursors = store.append(NS, [NewEntry("s", b"0"), NewEntry("s", b"1"), NewEntry("t", b"2")])
-    assert store.has_all(NS, "") or store.newest(NS)  # a store may not know what came before its first entry
-    assert all(store.has_all(NS, cursor) for cursor in cursors)
+    assert all(store.history(NS, cursor) == "whole" for cursor in ("", *cursors))
     store.erase_session(NS, "t")
-    assert all(store.has_all(NS, cursor) for cursor in cursors)
+    assert all(store.history(NS, cursor) == "whole" for cursor in cursors)
     assert store.trim(Retention(records=2)).records == 1
-    assert all(store.has_all(NS, cursor) for cursor in cursors[1:])
+    assert all(store.history(NS, cursor) == "whole" for cursor in cursors[1:])
     assert store.trim(Retention(records=1)).records == 1
-    assert not store.has_all(NS, cursors[0])
+    assert store.history(NS, cursors[0]) == store.history(NS, "") == "trimmed"
     end = store.newest(NS)
     while store.trim(Retention(records=0)).more:
         pass
-    assert store.has_all(NS, end) and not store.has_all(NS, cursors[2])
+    assert store.history(NS, end) == "whole" and store.history(NS, cursors[2]) == "trimmed"
 
 
 def test_logs_are_listed_by_prefix(store: Store) -> None:

@@ -116,6 +116,14 @@ def test_logs_are_known_again_after_the_server_lost_everything(server: RedisServ
             assert another.trim(Retention(records=0)).records == 2
 
 
+def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
+    (before,) = store.append(NS, [NewEntry("s", b"0")])
+    raw(store).flushall()
+    assert store.history(NS, before) == "lost"
+    store.append(NS, [NewEntry("s", b"1")])
+    assert store.history(NS, before) == "lost"
+
+
 def test_trimming_gives_the_servers_memory_back(store: RedisStore) -> None:
     store.append(NS, [NewEntry("first", b"")])  # scripts and connections take some .4 MB that do not grow
 

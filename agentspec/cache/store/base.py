@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from agentspec.errors import InvalidInputError, SessionConflictError
 
@@ -14,6 +14,10 @@ NEW_SESSION = ""
 
 QUEUE_BYTES = 64 << 20
 """Most bytes of records that wait between a store and the program, unless told otherwise."""
+
+History = Literal["whole", "trimmed", "lost"]
+"""What a log has of what came behind a cursor: all; not what retention took; or not what a store lost that was emptied
+or replaced."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -177,8 +181,8 @@ class Store(Protocol):
         """
         ...
 
-    def has_all(self, namespace: str, after: str) -> bool:
-        """Return whether the log still has all that came behind a cursor. False where retention may have taken some."""
+    def history(self, namespace: str, after: str) -> History:
+        """Return what the log still has of all that came behind a cursor, and so whether it tells of every erasure."""
         ...
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:

@@ -112,6 +112,7 @@ class Follower:
         self._erasing: dict[tuple[str, str], bool] = {}  # logs and sessions that it erases; true: it has
         self._counts = FollowerStats()
         self._alive = self._asked = time.monotonic()
+        self.outdated: frozenset[str | None] = frozenset()  # tenants to forget as soon as no request of theirs runs
         self._closed = False
         self._wake = threading.Condition(threading.Lock())  # never held during a call to the store
         self._thread = threading.Thread(target=self._run, name="agentspec-store-follower", daemon=True)
@@ -137,8 +138,7 @@ class Follower:
         begun = time.monotonic()
         end = self._store.newest(namespace)
         marks = self._store.tombstones(namespace)
-        with self._wake:
-            erased = [session for session, cursor in marks.items() if entry_name(cursor) not in self._own]
+        erased = [session for session, cursor in marks.items() if not self._is_own(namespace, session, cursor)]
         stay = {usage.session for usage in self._store.sessions(namespace)} if erased and not used_too else set[str]()
         for session in erased:
             if session not in stay:
@@ -167,6 +167,7 @@ class Follower:
                     self._erasing.pop((namespace, session), None)
                 elif (namespace, session) in self._erasing:
                     self._erasing[namespace, session] = True
+                self._wake.notify_all()
 
     def is_erasing(self, namespace: str, session: str) -> bool:
         """Return whether records of a session that were read may be older than its erasure by this process."""
@@ -244,17 +245,20 @@ class Follower:
     def _leave_gaps(self) -> bool:
         """Forget what came from logs that retention has cut further than they were read: an erasure may be gone.
 
-        Returns whether none has a gap any more. A tenant with running requests cannot be forgotten.
+        Returns whether none has a gap any more. A tenant with running requests cannot be forgotten, and is `outdated`.
         """
         with self._wake:
             logs = dict(self._logs)
+        outdated = set()
         for name, log in logs.items():
-            if not self._store.has_all(name, log.erased):
+            if self._store.history(name, log.erased) == "trimmed":
                 end = self._store.newest(name)
-                if not self._forget(log.tenant):
-                    return False
-                log.cursor = log.erased = end
-        return True
+                if self._forget(log.tenant):
+                    log.cursor = log.erased = end
+                else:
+                    outdated.add(log.tenant)
+        self.outdated = frozenset(outdated)
+        return not outdated
 
     def _follow(self) -> None:
         """Wait for new entries once, and deal with them."""
@@ -317,14 +321,20 @@ class Follower:
         if tombstone in log.applied:
             return
         log.applied[tombstone] = None
-        with self._wake:
-            if tombstone in self._own:
+        if self._is_own(namespace, session, cursor):
+            with self._wake:
                 self._erasing.pop((namespace, session), None)  # further records of it came after the erasure
-                return
+            return
         log.numbers[session] = self._erase(log.tenant, session)
         log.numbers.move_to_end(session)
         with self._wake:
             self._counts.erased += 1
+
+    def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
+        """Return whether a tombstone is this process's. It may be read before `erase_session` has returned."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed or self._erasing.get((namespace, session)) is not False)
+            return entry_name(cursor) in self._own
 
     def _skip(self, log: _Log, record: TurnRecord) -> None:
         """Skip a record of this process. If it was on its way when its session was erased, that is erased again."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from agentspec.cache.store import redis_scripts
-from agentspec.cache.store.base import Entry, NewEntry, SessionUsage, bad_cursor
+from agentspec.cache.store.base import Entry, History, NewEntry, SessionUsage, bad_cursor
 from agentspec.cache.store.redis_client import RedisClient
 
 ENTRY_BYTES = 90
@@ -132,12 +132,16 @@ class RedisShard:
         found: dict[bytes, bytes] = self._client.command("HGETALL", f"{self.tag}tombstones")
         return [(parsed(number), session.decode()) for session, number in found.items() if parsed(number) > low]
 
-    def has_all(self, low: Id) -> bool:
-        """Return whether no entry behind ``low`` has been trimmed, and the server has lost none before it."""
-        commands = [("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1), ("HGET", f"{self.tag}usage", "last")]
-        rows, held = self._client.commands(commands)
-        last = parsed(held) if held else START
-        return low == last or (bool(rows) and parsed(rows[0][0]) <= low < last)
+    def history(self, low: Id) -> History:
+        """Return what the shard still has of all that came behind ``low``. A log that began later was lost before."""
+        commands = [("XRANGE", f"{self.tag}log", "-", "+", "COUNT", 1), ("HMGET", f"{self.tag}usage", "born", "last")]
+        rows, (began, ended) = self._client.commands(commands)
+        born, last = (parsed(each) if each else START for each in (began, ended))
+        if low == last:
+            return "whole"
+        if low != START and not born <= low < last:
+            return "lost"
+        return "whole" if rows and parsed(rows[0][0]) <= max(low, born) else "trimmed"
 
     def session(self, session: str, low: Id, newest: int | None) -> Iterator[tuple[Id, Entry]]:
         """Yield the entries of a session behind ``low``, up to its last one now; of these the newest so many."""

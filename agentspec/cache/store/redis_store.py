@@ -43,6 +43,7 @@ from typing import Any
 from agentspec.cache.store.base import (
     Entry,
     Erasure,
+    History,
     Losses,
     NewEntry,
     Retention,
@@ -180,9 +181,10 @@ class RedisStore:
         marks = [(*mark, place) for place, (shard, low) in enumerate(shards) for mark in shard.tombstones(low)]
         return {session: self._layout.name(place, number) for number, session, place in sorted(marks)}
 
-    def has_all(self, namespace: str, after: str) -> bool:
+    def history(self, namespace: str, after: str) -> History:
         shards = zip(self._shards(namespace), self._layout.read_cursor("after", after), strict=True)
-        return all(shard.has_all(low) for shard, low in shards)
+        found = {shard.history(low) for shard, low in shards}
+        return "trimmed" if "trimmed" in found else "lost" if "lost" in found else "whole"
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         names = self._index.names(prefix)

@@ -20,6 +20,7 @@ from pathlib import Path
 from agentspec.cache.store.base import (
     Entry,
     Erasure,
+    History,
     Losses,
     NewEntry,
     Retention,
@@ -146,14 +147,17 @@ class _Database:
             rows = connection.execute(query, (check_namespace(namespace), _parse_cursor("after", after)))
             return {session: _cursor(sequence) for session, sequence in rows}
 
-    def has_all(self, namespace: str, after: str) -> bool:
+    def history(self, namespace: str, after: str) -> History:
         check_namespace(namespace)
         query = "SELECT (SELECT min(sequence) FROM entries), (SELECT seq FROM sqlite_sequence WHERE name = 'entries')"
         with self._read() as connection:
             oldest, last = connection.execute(query).fetchone()
-        last = last or 0
-        # Retention takes the oldest of all logs. A cursor beyond the last entry is of a file that was here before.
-        return bool((last if oldest is None else oldest - 1) <= _parse_cursor("after", after) <= last)
+        cursor, last = _parse_cursor("after", after), last or 0
+        if cursor > last:  # of a file that was here before
+            return "lost"
+        return (
+            "whole" if cursor >= (last if oldest is None else oldest - 1) else "trimmed"
+        )  # the oldest of all logs goes
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
