@@ -37,6 +37,7 @@ from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.settings import MemoryShares
+from agentspec.server_ext.turn_records import record_of, turn_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,29 +160,7 @@ class Persistence:
 
     def save(self, turn: FinishedTurn, identity: Identity) -> None:
         """Queue a finished turn for the store. turn: finished under a name from ``next_name``."""
-        self._writer.put(
-            self.logs.of(turn.tenant),
-            TurnRecord(
-                writer=turn.writer,
-                number=turn.number,
-                session=turn.session or "",
-                kept=turn.kept,
-                parent=turn.parent,
-                block=turn.block,
-                prompt_tail=turn.prompt_tail,
-                response=turn.response,
-                created=time.time(),
-                tenant=turn.tenant,
-                principal=identity.principal,
-                parent_session=identity.parent_session,
-                group=turn.group,
-                session_name=identity.session_name,
-                group_name=identity.group_name,
-                scope=turn.scope,
-                weights=identity.weight_version,
-                family=turn.family,
-            ),
-        )
+        self._writer.put(self.logs.of(turn.tenant), record_of(turn, identity))
 
     def request_load(self, cache: SuffixCache, identity: Identity, *, group: str | None, family: str | None) -> None:
         """Request what the store holds of a request's session, group and tenant, unless the cache has it all.
@@ -391,7 +370,7 @@ class Persistence:
     def _restore(self, cache: SuffixCache, record: TurnRecord, *, held_only: bool = False) -> bool:
         """Put a turn into the cache. Returns whether it can be used."""
         try:
-            cache.restore(_turn_of(record), held_only=held_only)
+            cache.restore(turn_of(record), held_only=held_only)
         except Exception as error:  # e.g. a token that this model does not have
             self._refused[type(error).__name__] += 1
             if self._refused.total() == 1:
@@ -404,7 +383,7 @@ class Persistence:
         if self._cache is None:
             return None
         try:
-            return self._cache.prepare([_turn_of(record) for record in records])
+            return self._cache.prepare([turn_of(record) for record in records])
         except Exception as error:  # each is tried alone when it is applied, and counted there
             logger.debug("agentspec: a stored session cannot be indexed as a whole: %s", error)
             return None
@@ -420,28 +399,9 @@ class Persistence:
         loaded.prepared = None
         session = loaded.records[0].session
         if session not in self._erasures and session not in loaded.forgotten:
-            self._adopted += cache.adopt(prepared, _turn_of(loaded.records[0]))
+            self._adopted += cache.adopt(prepared, turn_of(loaded.records[0]))
 
 
 def _learn_from(cache: SuffixCache, record: TurnRecord) -> None:
     with contextlib.suppress(AgentSpecError):  # restoring it will count that it cannot be used
-        cache.learn_from(_turn_of(record, _LEARNED_TOKENS))
-
-
-def _turn_of(record: TurnRecord, most: int | None = None) -> FinishedTurn:
-    """Return the turn of a record, or of the first ``most`` tokens of its response."""
-    return FinishedTurn(
-        tenant=record.tenant,
-        session=record.session or None,
-        kept=record.kept,
-        prompt_tail=record.prompt_tail,
-        response=record.response[:most],
-        group=record.group,
-        scope=record.scope,
-        parent=record.parent,
-        block=record.block,
-        writer=record.writer,
-        number=record.number,
-        owner=record.principal,
-        family=record.family,
-    )
+        cache.learn_from(turn_of(record, _LEARNED_TOKENS))

@@ -333,7 +333,10 @@ class Follower:
     def _is_own(self, namespace: str, session: str, cursor: str) -> bool:
         """Return whether a tombstone is this process's. It may be read before `erase_session` has returned."""
         with self._wake:
-            self._wake.wait_for(lambda: self._closed or self._erasing.get((namespace, session)) is not False)
+            self._wake.wait_for(
+                lambda: self._closed or self._erasing.get((namespace, session)) is not False,
+                LIFE_SECONDS / 2,  # longer, and nothing would be drafted meanwhile
+            )
             return entry_name(cursor) in self._own
 
     def _skip(self, log: _Log, record: TurnRecord) -> None:
