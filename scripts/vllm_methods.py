@@ -40,6 +40,8 @@ READ = (
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+    "vllm.v1.engine.core_client:MPClient.shutdown",
+    "vllm.v1.engine.exceptions:EngineDeadError",
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request",
     "vllm.v1.engine.llm_engine:LLMEngine.step",
