@@ -399,7 +399,8 @@ class DraftingEngine:
         running = [state for state in self._requests.values() if not state.failed and state.identity.tenant in outdated]
         for state in running:
             self._fail(state.request_id)
-        if running:
+        if running and "outdated" not in self._logged:
+            self._logged.add("outdated")
             logger.warning(
                 "agentspec: erasures may have been missed, so what was said is forgotten and read from the store again;"
                 " %d running requests go on without drafts",
