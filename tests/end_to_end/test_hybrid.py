@@ -22,7 +22,7 @@ ARCTIC = {"method": "arctic", "model": str(DRAFTER), "num_speculative_tokens": 3
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """``agentspec serve`` with the speculative config as ArcticInference's users write it. Verification is declared
     cheap, so that much is drafted, and wrong."""
-    with speculating(ARCTIC, tmp_path_factory.mktemp("logs") / "hybrid.log", "--verify-cost", "0.02") as server:
+    with speculating(ARCTIC, tmp_path_factory.mktemp("logs") / "hybrid.log", "--verify-cost", "0.005") as server:
         yield server
 
 
