@@ -177,7 +177,7 @@ class ApiKeysFile:
 
     def _parse(self, number: int, line: str) -> tuple[str, str]:
         # Never quote the line: whoever mistakes the format may have put a key into it.
-        digest, _, tenant = line.strip().partition(" ")
+        digest, tenant = [*line.split(maxsplit=1), ""][:2]  # a tab divides as a space does
         if not _DIGEST.fullmatch(digest):
             how = "printf %s KEY | sha256sum"
             raise self._wrong(number, f"begin with the SHA-256 of an API key, 64 hexadecimal digits ({how})")

@@ -156,6 +156,10 @@ class TestApiKeysFile:
             ApiKeysFile(path)
         assert "secret" not in str(error.value)
 
+    def test_a_tab_divides_key_and_tenant_as_a_space_does(self, path: Path) -> None:
+        path.write_text(f"{hashlib.sha256(b'tabbed').hexdigest()}\tacme\n")
+        assert ApiKeysFile(path).tenant_of("tabbed") == "acme"
+
     def test_a_missing_file_and_one_of_bytes_are_clear_errors(self, tmp_path: Path) -> None:
         (tmp_path / "bytes").write_bytes(b"\xff\xfe")
         for name, why in (("none", "No such file"), ("bytes", "not UTF-8")):
