@@ -117,16 +117,23 @@ def test_requests_begin_before_others_end_unless_their_session_waits_for_that(ro
     assert (rows.started, rows.finished) == (4, 2)
 
 
-@pytest.mark.parametrize(("step_seconds", "several"), [(0.001, False), (1.0, True)])
-def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, several: bool) -> None:
+def started_after(step_seconds: float) -> int:
+    """Return how many of four requests have started one step after a step that took so long."""
     rows = Rows(seconds=5e-5)
     rows.begin("first0")
     assert rows.engine._lookup is not None
     rows.engine._lookup.work = 1e-5  # 2 % of a step of .5 ms
     rows.engine._called = time.perf_counter() - step_seconds
     rows.begin("r1", "r2", "r3")
-    assert (rows.started == ROWS) == several
+    started = rows.started
     rows.engine.close()
+    return started
+
+
+@pytest.mark.parametrize(("step_seconds", "several"), [(0.001, False), (1.0, True)])
+def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, several: bool) -> None:
+    # A busy machine makes starts slower now and then, so they may have three tries to fit into a step.
+    assert any(started_after(step_seconds) == ROWS for _ in range(3)) == several
 
 
 def test_a_step_finishes_one_request_and_the_last_finishes_the_rest(rows: Rows) -> None:
