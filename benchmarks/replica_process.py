@@ -1,6 +1,7 @@
 """Run replicas for store.py: each an engine's drafting and persistence in a process of its own, without vLLM."""
 
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -108,6 +109,10 @@ class Game:
                 for engine, _ in engines:
                     engine.drafts[number] = []
 
+    def rows(self) -> list["Row"]:
+        """Return the rows that are being played."""
+        return [row for row in self._rows if row is not None]
+
     def _begin(self, number: int) -> NewRequest:
         request = next(self._requests)
         self._count += 1
@@ -157,18 +162,33 @@ class Replica:
         self._places = iter(range(number * 977 % len(text), 1 << 62, PROMPT + TURNS * RESPONSE))
 
     def serve(self, begin: float, seconds: float) -> dict[str, Any]:
-        """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost, shared and apart.
+        """Serve in real time for so long, from `begin` (time.monotonic()) on. Return what it cost.
 
         Two engines do the same steps in turns, so that they see the same machine: one on the shared store, whose drafts
-        decide how far a step gets, and one on a store of its own in memory.
+        decide how far a step gets, and one on a store of its own in memory. For the first half of the time that one
+        knows what it said itself (`first`, `own`). For the second (`second`, `copy`) it begins with a copy of the first
+        one's suffix cache, so that it drafts from the same text, and only lacks persistence and following.
         """
-        served = {"shared": Served(), "apart": Served()}
+        served = {name: Served() for name in ("first", "own", "second", "copy")}
         game = Game(self._requests(next(self._places)), self._batch)
-        before = self._shared.persistence.stats()["restored"]
-        for turn in _steps(begin, seconds):
-            engines = [(self._shared, served["shared"]), (self._apart, served["apart"])]
-            game.step(engines, reverse=turn % 2 == 0)
-        served["shared"].restored = self._shared.persistence.stats()["restored"] - before
+        stats = self._shared.persistence.stats
+        before = stats()["restored"]
+        for turn in _steps(begin, seconds / 2):
+            game.step([(self._shared, served["first"]), (self._apart, served["own"])], reverse=turn % 2 == 0)
+        served["first"].restored = stats()["restored"] - before
+        copy = Engine("memory://", self._batch)
+        with tempfile.TemporaryDirectory() as folder:
+            self._shared.engine.cache.save(f"{folder}/cache")
+            copy.engine.cache.load_snapshot(f"{folder}/cache")
+        # Requests that run belong to the first engine alone, so both begin with new ones.
+        for row in game.rows():
+            self._shared.engine.finish(row.name, row.length - row.prompt)
+        game, before = Game(self._requests(next(self._places)), self._batch), stats()["restored"]
+        self._shared.drafts = [[] for _ in range(self._batch)]
+        for turn in _steps(max(begin + seconds / 2, time.monotonic()), seconds / 2):
+            game.step([(self._shared, served["second"]), (copy, served["copy"])], reverse=turn % 2 == 0)
+        served["second"].restored = stats()["restored"] - before
+        copy.engine.close()
         return {name: asdict(found) for name, found in served.items()}
 
     def load_beside(self, session: str, begin: float, seconds: float) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class DraftingEngine:
         self._put_off = False  # the latest step had no time to apply stored turns
         self._model_seconds = 0.0  # time that the draft model took after the latest step
         self._called = self._elapsed = 0.0  # when propose was last called, and the seconds between its last two calls
+        self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
         self._logged: set[str] = set()
 
     def warm_up(self) -> int:
@@ -159,8 +160,7 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return [[] for _ in step.batch.request_ids]
-        now = time.perf_counter()
-        self._called, self._elapsed = now, now - self._called
+        self._look_at_clock()
         try:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
@@ -293,6 +293,15 @@ class DraftingEngine:
             return [[] for _ in step.batch.request_ids]
         return lookup.spread(self.budget.cut(drafts, budget))
 
+    def _look_at_clock(self) -> None:
+        """Note the time of a call, and how long a step lasts."""
+        now = time.perf_counter()
+        if self._called:
+            self._elapsed = now - self._called
+            usual = self._usual or self._elapsed
+            self._usual = usual + 0.1 * (min(self._elapsed, 2.0 * usual) - usual)
+        self._called = now
+
     def _knows_erasures(self) -> bool:
         """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
         return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
@@ -335,8 +344,9 @@ class DraftingEngine:
         """Set the price, the budget and the work of the batch's steps."""
         count = len(lookup.batch)
         prices = self.step_cost.at(count)
-        if prices.row_seconds is not None:
-            lookup.work = min(_WORK_SHARE * count * prices.row_seconds, DEFAULT_WORK_SECONDS)
+        seconds = self._usual if prices.row_seconds is None else count * prices.row_seconds
+        if seconds:
+            lookup.work = min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS)
         lookup.cost = prices.cost
         affordable = self.step_cost.affordable_tokens(count, lookup.lowest_acceptance_length(step, self._steps))
         lookup.budget = self.budget.tokens(count, affordable)

@@ -182,6 +182,31 @@ def test_the_budget_of_a_step_is_kept_and_may_be_none() -> None:
     assert cache.stats().pending > 100_000
 
 
+def test_a_step_helps_a_late_indexing_thread_with_half_of_its_time() -> None:
+    texts = Texts()
+    followed = [texts.make(400_000) for _ in range(3)]
+
+    def measure() -> dict[str, float]:
+        cache = SuffixCache(vocab_size=60_000)
+        cache.start("r", texts.make(20), tenant="t")
+        for number, text in enumerate(followed):
+            cache.restore(FinishedTurn("t", f"s{number}", 0, text[:0], text), held_only=True)
+        thread = threading.Thread(target=cache.index_until_closed)
+        thread.start()
+        works = []
+        while len(works) < 40 and cache.stats().pending > 200_000:
+            time.sleep(0.001)
+            before = cache.worked_ns()
+            cache.propose(["r"], 8)
+            works.append((cache.worked_ns() - before) / 1e6)
+        cache.close()
+        thread.join()
+        assert len(works) > 10
+        return {"work": float(np.median(works))}
+
+    assert_fast(measure, work=0.4)  # .25 ms of .5; all of it where the step takes no account of the thread
+
+
 def test_the_work_beside_drafting_is_counted() -> None:
     texts, cache = Texts(), SuffixCache(vocab_size=60_000)
     cache.start("r", texts.make(20_000), session="s", tenant="t")

@@ -37,10 +37,11 @@ def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 class Rows:
     """Rows of one token array, each of which gets a token in each step. The cache takes longer than any step has."""
 
-    def __init__(self, seconds: float = 3e-3) -> None:
+    def __init__(self, seconds: float = 3e-3, verify_cost: float | None = None) -> None:
         self.store = open_store("memory://")
         self.persistence = Persistence(self.store, LOGS, 0)
-        self.engine = DraftingEngine(Settings(store="memory://"), self.persistence, 1000, 16)
+        settings = Settings(store="memory://", verify_cost=verify_cost)
+        self.engine = DraftingEngine(settings, self.persistence, 1000, 16)
         self.engine.cache.start = slow(self.engine.cache.start, seconds)  # type: ignore[method-assign]
         self.engine.cache.finish = slow(self.engine.cache.finish, seconds)  # type: ignore[method-assign]
         self.tokens = np.arange(ROWS * 200, dtype=np.int32).reshape(ROWS, 200)
@@ -134,6 +135,21 @@ def started_after(step_seconds: float) -> int:
 def test_a_step_whose_prompts_took_long_starts_more_requests(step_seconds: float, several: bool) -> None:
     # A busy machine makes starts slower now and then, so they may have three tries to fit into a step.
     assert any(started_after(step_seconds) == ROWS for _ in range(3)) == several
+
+
+@pytest.mark.parametrize("verify_cost", [None, 0.03])
+def test_a_step_whose_duration_nobody_tells_works_for_two_percent_of_the_time_between_calls(
+    verify_cost: float | None,
+) -> None:
+    rows = Rows(0.0, verify_cost)
+    rows.begin("r0")
+    for _ in range(20):
+        time.sleep(0.002)
+        rows.step()
+    rows.begin("r1")  # a batch of its own
+    assert rows.engine._lookup is not None
+    assert 0.02 * 0.0015 < rows.engine._lookup.work < 0.02 * 0.02  # half a millisecond at most, where it is not known
+    rows.engine.close()
 
 
 def test_a_step_finishes_one_request_and_the_last_finishes_the_rest(rows: Rows) -> None:
