@@ -193,7 +193,7 @@ def test_a_step_helps_a_late_indexing_thread_with_half_of_its_time() -> None:
             cache.restore(FinishedTurn("t", f"s{number}", 0, text[:0], text), held_only=True)
         thread = threading.Thread(target=cache.index_until_closed)
         thread.start()
-        works = []
+        works: list[float] = []
         while len(works) < 40 and cache.stats().pending > 200_000:
             time.sleep(0.001)
             before = cache.worked_ns()
