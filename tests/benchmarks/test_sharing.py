@@ -36,7 +36,10 @@ def test_a_replica_plays_whole_requests(tmp_path: Path) -> None:
     text = np.tile(np.random.default_rng(0).integers(5, 90, 50), 400).astype(np.int32)  # drafts are long and right
     replica = replica_process.Replica(f"sqlite:///{tmp_path}/log.db", 0, text, 2)
     served = replica.serve(time.monotonic(), 3.0)
-    assert served["apart"]["finished"] > 0 < served["shared"]["finished"]
+    assert list(served) == ["first", "own", "second", "copy"]
+    assert all(found["finished"] > 0 for found in served.values())
+    assert served["first"]["tokens"] == served["own"]["tokens"]
+    assert served["second"]["tokens"] == served["copy"]["tokens"]
     for found in served.values():
         assert found["steps"] == len(found["calls"]) < found["tokens"] / 4
     replica.close()
