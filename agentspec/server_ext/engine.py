@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _WORK_SHARE = 0.02
 """Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
+_JOIN_SECONDS = 1.0
+"""How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 _PRICED_STEPS = 16
 """Most steps until a batch's budget follows what its rows accept."""
 
@@ -119,6 +121,7 @@ class DraftingEngine:
         self._called = self._elapsed = 0.0  # when propose was last called, and the seconds between its last two calls
         self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
         self._logged: set[str] = set()
+        self._indexing: threading.Thread | None = None  # runs from warm_up to close
 
     def warm_up(self) -> int:
         """Wait for the snapshot, then read stored turns into the cache. Return the number of turns.
@@ -133,7 +136,9 @@ class DraftingEngine:
             self._keeper.start()
         if self._public is not None:
             self._public.start()
-        threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True).start()
+        indexing = threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True)
+        indexing.start()
+        self._indexing = indexing
         self._worked_ns = self.cache.worked_ns()  # no step waited for this
         return restored
 
@@ -244,6 +249,8 @@ class DraftingEngine:
             self._keeper.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._indexing is not None:
+            self._indexing.join(_JOIN_SECONDS)
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
         # Requests that ended before have finished by now: vLLM says so with the step.

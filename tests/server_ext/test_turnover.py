@@ -275,6 +275,19 @@ def test_requests_that_end_do_not_pile_up_while_others_begin(rows: Rows) -> None
     assert not [name for name in rows.engine.metrics.counters if name.startswith("errors")]
 
 
+def test_closing_waits_for_the_indexing_thread(rows: Rows) -> None:
+    index = rows.engine.cache.index_until_closed
+
+    def slowly() -> None:
+        index()
+        time.sleep(0.2)
+
+    rows.engine.cache.index_until_closed = slowly  # type: ignore[method-assign]
+    rows.engine.warm_up()
+    rows.engine.close()
+    assert rows.engine._indexing is not None and not rows.engine._indexing.is_alive()
+
+
 def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     rows.begin("a0", "b1")
     rows.step()
