@@ -109,9 +109,13 @@ class Game:
                 for engine, _ in engines:
                     engine.drafts[number] = []
 
-    def rows(self) -> list["Row"]:
-        """Return the rows that are being played."""
-        return [row for row in self._rows if row is not None]
+    def end(self, engines: Sequence[Engine]) -> None:
+        """Finish the requests that still run, so that another game can begin on these engines."""
+        for engine in engines:
+            for row in self._rows:
+                if row is not None:
+                    engine.engine.finish(row.name, row.length - row.prompt)
+            engine.drafts = [[] for _ in self._rows]
 
     def _begin(self, number: int) -> NewRequest:
         request = next(self._requests)
@@ -169,27 +173,27 @@ class Replica:
         knows what it said itself (`first`, `own`). For the second (`second`, `copy`) it begins with a copy of the first
         one's suffix cache, so that it drafts from the same text, and only lacks persistence and following.
         """
-        served = {name: Served() for name in ("first", "own", "second", "copy")}
-        game = Game(self._requests(next(self._places)), self._batch)
-        stats = self._shared.persistence.stats
-        before = stats()["restored"]
-        for turn in _steps(begin, seconds / 2):
-            game.step([(self._shared, served["first"]), (self._apart, served["own"])], reverse=turn % 2 == 0)
-        served["first"].restored = stats()["restored"] - before
+        first, own = self._take_turns(self._apart, begin, seconds / 2)
         copy = Engine("memory://", self._batch)
         with tempfile.TemporaryDirectory() as folder:
             self._shared.engine.cache.save(f"{folder}/cache")
             copy.engine.cache.load_snapshot(f"{folder}/cache")
-        # Requests that run belong to the first engine alone, so both begin with new ones.
-        for row in game.rows():
-            self._shared.engine.finish(row.name, row.length - row.prompt)
-        game, before = Game(self._requests(next(self._places)), self._batch), stats()["restored"]
-        self._shared.drafts = [[] for _ in range(self._batch)]
-        for turn in _steps(max(begin + seconds / 2, time.monotonic()), seconds / 2):
-            game.step([(self._shared, served["second"]), (copy, served["copy"])], reverse=turn % 2 == 0)
-        served["second"].restored = stats()["restored"] - before
+        second, copied = self._take_turns(copy, max(begin + seconds / 2, time.monotonic()), seconds / 2)
         copy.engine.close()
+        served = {"first": first, "own": own, "second": second, "copy": copied}
         return {name: asdict(found) for name, found in served.items()}
+
+    def _take_turns(self, other: Engine, begin: float, seconds: float) -> tuple[Served, Served]:
+        """Serve new requests on the shared engine and on another one in turns. Return what each cost."""
+        shared, beside = Served(), Served()
+        engines = [(self._shared, shared), (other, beside)]
+        game = Game(self._requests(next(self._places)), self._batch)
+        before = self._shared.persistence.stats()["restored"]
+        for turn in _steps(begin, seconds):
+            game.step(engines, reverse=turn % 2 == 0)
+        shared.restored = self._shared.persistence.stats()["restored"] - before
+        game.end([self._shared, other])
+        return shared, beside
 
     def load_beside(self, session: str, begin: float, seconds: float) -> dict[str, Any]:
         """Serve, and after a third of the time load a session that only the store has. Return what it cost.

@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 _WORK_SHARE = 0.02
 """Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 
-_JOIN_SECONDS = 1.0
-"""How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 _PRICED_STEPS = 16
 """Most steps until a batch's budget follows what its rows accept."""
+
+_JOIN_SECONDS = 1.0
+"""How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 
 
 class DraftingEngine:
