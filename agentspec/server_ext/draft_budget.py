@@ -49,6 +49,11 @@ class EngineLimits:
     provided_tokens: int = 0
     scheduled_tokens: int | None = None
 
+    @property
+    def draft_bytes(self) -> int | None:
+        """Most memory that the draft tokens of a step may take, beyond what the engine has reserved."""
+        return None if self.free_bytes is None else int(MEMORY_SHARE * self.free_bytes)
+
 
 class DraftBudget:
     """Set the budget of draft tokens of each step, and cut drafts to it. setting: the operator's limit, in tokens."""
@@ -56,9 +61,8 @@ class DraftBudget:
     def __init__(self, setting: int, limits: EngineLimits | None = None) -> None:
         self._limits = limits or EngineLimits()
         self._fixed, self._fixed_by = setting, "setting"
-        if self._limits.free_bytes is not None:
-            memory = int(MEMORY_SHARE * self._limits.free_bytes / self._limits.position_bytes)
-            memory += self._limits.provided_tokens
+        if self._limits.draft_bytes is not None:
+            memory = self._limits.draft_bytes // self._limits.position_bytes + self._limits.provided_tokens
             if memory < setting:
                 self._fixed, self._fixed_by = max(memory, 1), "memory"
         self._rows = 1

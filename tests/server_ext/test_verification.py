@@ -1,7 +1,11 @@
 """Corrected and cheap verification gives what vLLM's own gives, and stays out of the way where it could not."""
 
 import functools
+import os
+import platform
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -211,3 +215,41 @@ def test_a_draft_counts_towards_min_tokens_at_the_token_behind_it() -> None:
     found = verification.min_tokens_behind_drafts(forward, None, metadata, None, None, wanted)
     assert found == ([False, True], [True] * 5)
     assert processor.apply(torch.zeros((2, VOCABULARY)))[:, end].isinf().tolist() == [True, True]
+
+
+PAGE_FAULTS = """
+import random, resource, sys, torch
+from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
+
+kept = len(sys.argv) > 1 and keep_freed_memory(int(sys.argv[1]))
+numbers = random.Random(1)
+def step():
+    torch.empty(numbers.randint(8, 200), 100_000).fill_(1.0).argmax(-1)
+for _ in range(20):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*arguments: str, **environment: str) -> tuple[bool, int]:
+    """Return whether memory is kept, and how many pages 20 steps asked for. Their logits take up to 80 MB."""
+    run = [sys.executable, "-c", PAGE_FAULTS, *arguments]
+    told = subprocess.run(run, capture_output=True, text=True, check=True, env=os.environ | environment)
+    kept, faults = told.stdout.split()
+    return kept == "True", int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone can be told what to keep")
+def test_the_memory_of_logits_is_not_asked_for_in_every_step() -> None:
+    kept, with_it = page_faults(str(200 << 20))
+    assert kept
+    _, without = page_faults()
+    assert with_it * 10 < without
+
+
+def test_what_the_environment_says_of_freed_memory_stays() -> None:
+    kept, _ = page_faults(str(200 << 20), MALLOC_TRIM_THRESHOLD_="131072")
+    assert not kept

@@ -25,11 +25,13 @@ from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_draft_model
+from agentspec.server_ext.vllm_adapter.engine_arguments import on_cpu
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.shutdown import note_saved
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens, text_of
+from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -56,7 +58,9 @@ class RunnerExtension:
     def __init__(self, vllm_config: Any, native: ModelDrafter | None = None) -> None:
         self.settings = load_settings(vllm_config.additional_config)
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
-        self.engine = _build_engine(vllm_config, self.settings, self.max_draft) if _is_first_rank() else None
+        limits = engine_limits(vllm_config)
+        self._draft_bytes = limits.draft_bytes
+        self.engine = _build_engine(vllm_config, self.settings, self.max_draft, limits) if _is_first_rank() else None
         self.draft_model = build_draft_model(self.settings, vllm_config) if native is None else native
         self.drafted_nothing = True
         self.waiting: ForwardPass | None = None
@@ -69,6 +73,8 @@ class RunnerExtension:
         """Read the draft model's weights and the store, before vLLM serves. target: the served model."""
         if self.draft_model is not None:
             self.draft_model.load(target)
+        if self._draft_bytes is not None and on_cpu():
+            keep_freed_memory(self._draft_bytes)
         if self.engine is not None:
             watch_weights(target, self.engine.note_new_weights)
             restored = self.engine.warm_up()
@@ -286,7 +292,7 @@ def _is_first_rank() -> bool:
     return int(get_tensor_model_parallel_rank()) == 0
 
 
-def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> DraftingEngine:
+def _build_engine(vllm_config: Any, settings: Settings, max_draft: int, limits: EngineLimits) -> DraftingEngine:
     """Return the engine of this model, on the store of the settings."""
     logs = LogNames(served_model_key(vllm_config), server_secret(settings))
     shares = MemoryShares.of(settings.max_bytes, settings.store)
@@ -295,7 +301,7 @@ def _build_engine(vllm_config: Any, settings: Settings, max_draft: int) -> Draft
     number = vllm_config.parallel_config.data_parallel_index
     snapshot = snapshot_path(settings.store, logs.of(settings.tenant), number)
     vocabulary = vllm_config.model_config.get_vocab_size()
-    limits, tokenize = engine_limits(vllm_config), _tokenizer(vllm_config.model_config)
+    tokenize = _tokenizer(vllm_config.model_config)
     return DraftingEngine(settings, persistence, vocabulary, max_draft, limits, snapshot, tokenize)
 
 

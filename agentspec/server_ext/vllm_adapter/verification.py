@@ -1,12 +1,23 @@
-"""Correct faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits."""
+"""Correct faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits.
+
+On CPUs, what a step has freed is kept for the next one, too.
+"""
 
 import copy
+import ctypes
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
 _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``: the most free bytes at the end of the heap, the least bytes of an array outside."""
+_OLD_GLIBC_LIMIT = 32 << 20
+"""Largest threshold that old versions of glibc take for arrays outside the heap."""
+_USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Environment variables by which a user decides what freed memory is kept."""
 
 
 # --- Log probabilities of tokens that a request names (logprob_token_ids). vLLM's rejection sampler returns none for
@@ -165,3 +176,20 @@ def verified(choices: Any, metadata: Any) -> Any:
     kept = at <= accepted[:, None]
     result[kept] = choices[(begins[:, None] + at)[kept]].to(torch.int32)
     return result
+
+
+# --- Memory of the logits, on CPUs. glibc returns large arrays to the operating system as soon as they are freed. So in
+# --- every step with drafts each page of the logits is asked for again, which takes as long as computing them.
+
+
+def keep_freed_memory(num_bytes: int) -> bool:
+    """Let this process keep up to ``num_bytes`` of freed memory for what it allocates next. Return whether it does.
+
+    It does not with another C library than glibc, or where the environment says how freed memory is kept.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None or any(name in os.environ for name in _USERS_CHOICE):
+        return False
+    most = min(num_bytes, 2**31 - 1)  # mallopt takes an int
+    heaped = any(set_option(_MMAP_THRESHOLD, min(most, limit)) for limit in (most, _OLD_GLIBC_LIMIT))
+    return heaped and bool(set_option(_TRIM_THRESHOLD, most))
