@@ -13,7 +13,7 @@ from typing import Any
 _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``: the most free bytes at the end of the heap, the least bytes of an array outside."""
+"""Parameters of glibc's ``mallopt``: most free bytes at the end of the heap, least bytes of an array outside it."""
 _OLD_GLIBC_LIMIT = 32 << 20
 """Largest threshold that old versions of glibc take for arrays outside the heap."""
 _USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
