@@ -179,11 +179,15 @@ def verified(choices: Any, metadata: Any) -> Any:
 
 
 # --- Memory of the logits, on CPUs. glibc returns large arrays to the operating system as soon as they are freed. So in
-# --- every step with drafts each page of the logits is asked for again, which takes as long as computing them.
+# --- every step with drafts each page of the logits is asked for again. That took about as long as to fill and search
+# --- them.
 
 
 def keep_freed_memory(num_bytes: int) -> bool:
-    """Let this process keep up to ``num_bytes`` of freed memory for what it allocates next. Return whether it does.
+    """Let this process keep freed memory for what it allocates next. Return whether it does.
+
+    num_bytes: most free bytes at the end of the heap, and about the largest array that is kept. Freed memory between
+    arrays that are in use is kept beyond that.
 
     It does not with another C library than glibc, or where the environment says how freed memory is kept.
     """
