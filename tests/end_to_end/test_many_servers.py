@@ -184,18 +184,22 @@ def first_steps(server: ModelServer, session: str) -> list[dict[str, Any]]:
 
 
 def test_a_session_that_moved_drafts_from_its_first_steps(pair: tuple[ModelServer, ModelServer]) -> None:
-    """A step takes some ms here, so a busy machine may be late with one session, but not with most of them."""
+    """The scope keeps away the tenant's corpus, which drafts the same text and comes to the other server as soon.
+
+    A step takes some 3 ms here, in which the loader's thread often waits for the interpreter's lock, so some sessions
+    are late: about a quarter of them, on an idle machine. Without loading, all would be.
+    """
     one, other = pair
-    sessions = [f"moving-{number}" for number in range(5)]
+    sessions = [f"moving-{number}" for number in range(8)]
     for number, session in enumerate(sessions):
         text = complete_and_store(one, question(10 + number), session)
-        again, _ = complete(other, question(10 + number), session)
+        again, _ = complete(other, question(10 + number), session, scope="session")
         assert again == text
 
     def in_time(session: str) -> bool:
         return any(step["source"] == "session" and step["accepted"] > 0 for step in first_steps(other, session))
 
-    wait_for(lambda: sum(map(in_time, sessions)) > len(sessions) / 2)
+    wait_for(lambda: sum(map(in_time, sessions)) >= 3)
 
 
 def test_what_one_server_says_the_other_drafts_at_once(pair: tuple[ModelServer, ModelServer]) -> None:
