@@ -32,9 +32,9 @@ from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
+from agentspec.server_ext.acceptance_length import AcceptanceLength, AcceptanceLengths
 from agentspec.server_ext.draft_budget import DraftBudget
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import AcceptanceLength, lowest_acceptance_length
 from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)
@@ -137,6 +137,7 @@ class IndexDrafter:
         self._step = step
         self._price = StepCost()
         self._budget = DraftBudget(Settings().step_draft_tokens)
+        self._measure = AcceptanceLengths()
         self._lengths: dict[str, AcceptanceLength] = {}
         self._steps = 0
         self._slots: dict[str, int] = {}
@@ -180,9 +181,10 @@ class IndexDrafter:
     def _lowest_acceptance_length(self, rows: Sequence[Row]) -> float:
         self._steps += 1
         for row in rows:
-            known = self._lengths.setdefault(row.turn.name, AcceptanceLength(row.done, self._steps))
-            known.note(row.done, self._steps)
-        return lowest_acceptance_length((self._lengths[row.turn.name] for row in rows), len(self._table))
+            if row.turn.name not in self._lengths:
+                self._lengths[row.turn.name] = self._measure.begin(row.done, self._steps)
+        lengths = ((self._lengths[row.turn.name], row.done) for row in rows)
+        return self._measure.lowest(lengths, self._steps, len(self._table))
 
     def finish(self, row: Row) -> None:
         name = row.turn.name

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from agentspec.cache import SuffixCache
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.step import Batch, Int32, RequestState, Step, lowest_acceptance_length, spread_drafts
+from agentspec.server_ext.step import Batch, Int32, RequestState, spread_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +53,3 @@ class BatchLookup:
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
         return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))
-
-    def lowest_acceptance_length(self, step: Step, number: int) -> float:
-        """Note how long the rows' texts are, and return their lowest mean acceptance length.
-
-        number: of this step, among all.
-        """
-        for state, length in zip(self.states, self.pick(step.lengths).tolist(), strict=True):
-            state.acceptance_length.note(length, number)
-        return lowest_acceptance_length((state.acceptance_length for state in self.states), len(step.batch))

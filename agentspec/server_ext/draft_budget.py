@@ -12,7 +12,8 @@ latency    A row whose draft is long delays the rows beside it. With more than o
            drafts; ``StepCost.affordable_tokens`` says how many tokens fit.
 
 If the drafts exceed the budget, the tokens that are most likely to be accepted stay. That probability is the product
-of the probabilities along the draft. It falls along the draft, so the tokens that stay are its beginning.
+of the probabilities along the draft. It falls along the draft, so the tokens that stay are its beginning. A part of the
+budget, EVEN_SHARE, is for all rows alike, so that rows with surer drafts leave the others more than long steps.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ MEMORY_SHARE = 0.25
 """vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `limit` bounds
 that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
+EVEN_SHARE = 0.5
 _ROOM_FACTOR = 4
 _TINY = 1e-30
 """Replacement for a probability of 0, which has no finite logarithm."""
@@ -125,8 +127,9 @@ class DraftBudget:
 
 
 def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) -> Int64:
-    """Return [n] how many tokens of each draft stay if the ``budget`` most probable of all tokens stay.
+    """Return [n] how many tokens of each draft stay if ``budget`` of all tokens stay.
 
+    The first tokens of each draft, together EVEN_SHARE of the budget, go before the others, then the most probable.
     offsets: [n + 1]; draft i is tokens offsets[i] to offsets[i + 1]. probabilities: [total], the probability that each
     token is accepted if those before it in its draft are. Among equally probable tokens, those earlier in their drafts
     stay, then those of earlier rows.
@@ -140,5 +143,6 @@ def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) 
     # Rounding makes numbers equal that differ by such errors alone.
     worth = np.round(logs - before, 9)
     depth = np.arange(len(rows)) - begins
-    stay = np.lexsort((depth, -worth))[:budget]
+    even = int(EVEN_SHARE * budget) // max(int(np.count_nonzero(counts)), 1)
+    stay = np.lexsort((depth, -worth, depth >= even))[:budget]
     return np.bincount(rows[stay], minlength=len(counts))

@@ -16,6 +16,7 @@ import numpy as np
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.accounts import Accounts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
@@ -27,7 +28,7 @@ from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import AcceptanceLength, DraftRows, NewRequest, RequestState, Step
+from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
 from agentspec.server_ext.step_cost import StepCost
 from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.turnover import Text, Turnover
@@ -75,6 +76,7 @@ class DraftingEngine:
             history=settings.history_window,
         )
         self.step_cost = StepCost(settings.verify_cost)
+        self._acceptance_lengths = AcceptanceLengths()
         self.budget = DraftBudget(settings.step_draft_tokens, limits)
         self.fusion = DraftFusion(
             self.cache,
@@ -356,7 +358,11 @@ class DraftingEngine:
         if seconds:
             lookup.work = min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS)
         lookup.cost = prices.cost
-        affordable = self.step_cost.affordable_tokens(count, lookup.lowest_acceptance_length(step, self._steps))
+        lengths = zip(
+            (state.acceptance_length for state in lookup.states), lookup.pick(step.lengths).tolist(), strict=True
+        )
+        lowest = self._acceptance_lengths.lowest(lengths, self._steps, count)
+        affordable = self.step_cost.affordable_tokens(count, lowest)
         lookup.budget = self.budget.tokens(count, affordable)
         lookup.most = self.budget.most(len(lookup.states), lookup.budget)
         lookup.as_of, lookup.until = self.step_cost.version, self._steps + _PRICED_STEPS
@@ -390,7 +396,7 @@ class DraftingEngine:
         """Let a request wait for its start."""
         identity, length = new.identity, len(new.prompt)
         figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
-        accepted = AcceptanceLength(length + 1, self._steps)  # prefill gives a token, too
+        accepted = self._acceptance_lengths.begin(length + 1, self._steps)  # prefill gives a token, too
         state = RequestState(new.request_id, identity, figures, accepted, length=length, prompt_length=length)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal

@@ -1,6 +1,6 @@
 """Define the data that passes between vLLM's adapter, the drafting engine and fusion."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.acceptance_length import AcceptanceLength
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.traces import Trace
 
 Int32 = NDArray[np.int32]
-
-_FEWEST_STEPS, _MEAN_STEPS = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,33 +103,6 @@ class RunningMean:
         """Add a value. memory: number of latest values that the mean covers."""
         self.count = min(self.count + 1.0, memory)
         self.value += (value - self.value) / self.count
-
-
-@dataclass(slots=True)
-class AcceptanceLength:
-    """Measure the tokens that a request gets a step, over about its latest _MEAN_STEPS steps.
-
-    length: tokens of its text at step ``step``. mean: None until its first _FEWEST_STEPS steps are over.
-    """
-
-    length: int
-    step: int
-    mean: float | None = None
-
-    def note(self, length: int, step: int) -> None:
-        """Note how long the text is at a step. Steps are taken in once there are _FEWEST_STEPS more."""
-        steps = step - self.step
-        if steps < _FEWEST_STEPS:
-            return
-        latest = (length - self.length) / steps
-        self.mean = latest if self.mean is None else self.mean + min(steps / _MEAN_STEPS, 1.0) * (latest - self.mean)
-        self.length, self.step = length, step
-
-
-def lowest_acceptance_length(lengths: Iterable[AcceptanceLength], rows: int) -> float:
-    """Return the lowest mean of some of ``rows`` rows; 1 while half of the rows or more are too new to tell."""
-    means = [length.mean for length in lengths if length.mean is not None]
-    return min(means) if 2 * len(means) > rows else 1.0
 
 
 @dataclass(slots=True, eq=False)

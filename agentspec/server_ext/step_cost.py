@@ -42,9 +42,11 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 STEP_MULTIPLE = 2.0
 """Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more."""
-AIMED_MULTIPLE = 1.5
-"""Multiple that a measured estimate aims at, so that most steps stay within STEP_MULTIPLE, not half of them. If every
-step has drafts, the time of one without drafts is extrapolated, and contains what any draft costs a step by itself."""
+AIMED_SHARE = 0.75
+"""Share of the longest duration that a measured estimate aims at, so that most steps stay within it, not half."""
+_EXTRAPOLATED = 0.92
+"""Share that is the time of a step without drafts, where every step has drafts, of their time less their draft tokens.
+The rest is what any draft costs a step by itself."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
@@ -220,30 +222,32 @@ class StepCost:
     def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
         """Return how many draft tokens a step of ``rows`` rows can afford.
 
-        acceptance_length: the lowest mean acceptance length of a row. A step may take AIMED_MULTIPLE times as long as
-        one without drafts, or longer if even that row accepts enough (`_earned_multiple`).
+        acceptance_length: the lowest mean acceptance length of a row. `_longest_multiple` says how long a step may
+        take, in multiples of one without drafts. A measured estimate aims at AIMED_SHARE of that.
 
         Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
         those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
-        by which a draft token costs as much as a row, plus its standard deviation. A line says little about steps far
-        beyond the measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft
-        tokens measured. Means are compared: on a busy machine steps without drafts vary as much.
+        by which a draft token costs as much as a row, plus its standard deviation. Unless the mean alone is more, it is
+        at most the time of a usual step divided by all its tokens. A line says little about steps far beyond the
+        measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft tokens
+        measured. Means are compared: on a busy machine steps without drafts vary as much.
 
         If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
-        those of a draft token, the price is b * rows / a, and the multiple is STEP_MULTIPLE or more.
+        those of a draft token, and the price is b * rows / a.
         """
+        multiple = _longest_multiple(acceptance_length)
         if self.given is not None:
-            return (max(STEP_MULTIPLE, _earned_multiple(acceptance_length)) - 1.0) * rows / self.given
+            return (multiple - 1.0) * rows / self.given
         tokens = 0.0
         batch = self._nearest(rows)
         if batch is not None:
-            multiple = max(AIMED_MULTIPLE, _earned_multiple(acceptance_length))
             usual, unit = batch.usual, batch.usual.seconds / batch.rows
             base = usual.base(self._slope(batch)[0])
-            plain = min(batch.levels[False].seconds, base) if False in batch.levels else base
+            plain = min(batch.levels[False].seconds, base) if False in batch.levels else _EXTRAPOLATED * base
             mean, _, deviation = self._posterior(batch, unit, unit)
-            slope = max(mean, 0.0) + deviation
-            tokens = (usual.drafted + (multiple * plain - usual.seconds) / slope) * rows / batch.rows
+            at_most = usual.seconds / (batch.rows + usual.drafted)  # if a row takes no less than a draft token
+            slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
+            tokens = (usual.drafted + (AIMED_SHARE * multiple * plain - usual.seconds) / slope) * rows / batch.rows
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
         return max(tokens, (STEP_MULTIPLE - 1.0) * rows)
@@ -364,13 +368,13 @@ class StepCost:
         return min(settled, key=lambda batch: abs(batch.rows - rows)) if settled else None
 
 
-def _earned_multiple(acceptance_length: float) -> float:
+def _longest_multiple(acceptance_length: float) -> float:
     """Return how many times as long as one without drafts a step may take, if every row accepts so much of its drafts.
 
-    A row's mean time for a token stays within STEP_MULTIPLE times that without drafts. A row that gets little more than
-    a token a step notices long steps as pauses, so each accepted draft token earns three times a step's duration.
+    A row that gets little more than a token a step notices long steps as pauses: they stay within STEP_MULTIPLE. From
+    there on each token that it accepts earns as much again, so its mean time for a token stays within that, too.
     """
-    return min(1.0 + 3.0 * (acceptance_length - 1.0), STEP_MULTIPLE * acceptance_length)
+    return STEP_MULTIPLE * max(1.0, acceptance_length - 0.5)
 
 
 def _alike(rows: int, other: int) -> float:

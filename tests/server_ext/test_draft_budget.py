@@ -31,11 +31,14 @@ def lengths_of(chances: list[list[float]], budget: int) -> list[int]:
 
 
 def by_hand(chances: list[list[float]], budget: int) -> list[int]:
-    """Take the likeliest next token again and again."""
+    """Take the likeliest next token again and again, at first from rows that have less than their even share."""
     lengths, worth = [0] * len(chances), [1.0] * len(chances)
+    even = budget // 2 // max(sum(map(bool, chances)), 1)
     for _ in range(budget):
-        value, _, row = max(
-            (worth[i] * row[lengths[i]], -lengths[i], -i) for i, row in enumerate(chances) if lengths[i] < len(row)
+        _, value, _, row = max(
+            (lengths[i] < even, worth[i] * row[lengths[i]], -lengths[i], -i)
+            for i, row in enumerate(chances)
+            if lengths[i] < len(row)
         )
         worth[-row] = value
         lengths[-row] += 1
@@ -58,6 +61,11 @@ def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts
 class TestWhatStays:
     def test_the_likeliest_tokens_of_all_rows(self) -> None:
         assert lengths_of([[0.9, 0.5, 0.9], [0.6], [0.8, 0.9]], 4) == [1, 1, 2]
+
+    def test_surer_rows_leave_the_others_an_even_part_of_half_the_budget(self) -> None:
+        sure, unsure = [0.99] * 60, [0.5] * 3
+        assert lengths_of([sure, unsure, sure, []], 30) == [14, 3, 13, 0]
+        assert lengths_of([sure, [0.5] * 60, sure], 30) == [13, 5, 12]
 
     def test_as_if_taken_one_by_one(self) -> None:
         random = np.random.default_rng(1)

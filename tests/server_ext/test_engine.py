@@ -356,7 +356,7 @@ class Rows:
     def __init__(self, **settings: object) -> None:
         given = Settings(store="memory://", **settings)  # type: ignore[arg-type]
         self.proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 16)
-        self.tokens = np.zeros((4, 400), dtype=np.int32)
+        self.tokens = np.zeros((4, 500), dtype=np.int32)
         self.lengths = np.zeros(4, dtype=np.int32)
         self.costs: list[float | None] = []
         self.batch = Batch((), np.zeros(0, np.int32))
@@ -532,17 +532,21 @@ def test_the_price_is_measured_where_none_is_given() -> None:
     assert figures["ms_per_draft_token"] == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize(("slowest", "budget"), [(1, 20), (2, 60), (5, 180)])
+@pytest.mark.parametrize(("slowest", "budget"), [(1, 20), (2, 40), (5, 160)])
 def test_a_batch_whose_rows_all_accept_much_may_draft_more(slowest: int, budget: int) -> None:
     """The budget of two rows at a price of .1: one gets 5 tokens a step, the other ``slowest``."""
     batch = Rows(verify_cost=0.1)
-    for _ in range(24):
+    budgets = []
+    for _ in range(80):
         batch.lengths[:2] += (4, slowest - 1)  # step() adds one
         batch.step(("0", "1"))
-    assert batch.proposer.stats()["step_budget"]["tokens"] == budget
+        budgets.append(batch.proposer.stats()["step_budget"]["tokens"])
+    assert budgets[0] == 20 and budgets == sorted(budgets)
+    assert budgets[-1] == pytest.approx(budget, rel=0.12)
     batch.lengths[0] += 4
-    batch.step(("0", "2", "3"))  # most rows are new
-    assert batch.proposer.stats()["step_budget"]["tokens"] == 30
+    batch.step(("0", "2", "3"))  # new rows count with the start of those before
+    start = (8 * 1 + 8 * 5 + 8 * slowest) / 24
+    assert batch.proposer.stats()["step_budget"]["tokens"] == pytest.approx(30 * (2 * (start - 0.5) - 1), rel=0.1)
 
 
 def test_steps_of_unknown_duration_are_not_measured() -> None:
