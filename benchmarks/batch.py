@@ -174,7 +174,12 @@ class IndexDrafter:
             np.array([len(row.draft) for row in rows], np.int32),
             cost=cost,
         )
-        lists = drafts.lists() if budget is None else self._budget.cut(drafts, budget)
+        if budget is None:
+            lists = drafts.lists()
+        elif len(drafts.token_ids) > budget and self._price.should_measure_plain(len(self._table)):
+            lists = [[] for _ in rows]
+        else:
+            lists = self._budget.cut(drafts, budget)
         for row, draft in zip(rows, lists, strict=True):
             row.draft = draft
 

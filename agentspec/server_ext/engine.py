@@ -283,7 +283,6 @@ class DraftingEngine:
             self.step_cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
         if lookup.as_of != self.step_cost.version or self._steps >= lookup.until:
             self._price(lookup, step)
-        cost, budget = lookup.cost, lookup.budget
         most, largest = lookup.most, self.settings.disable_by_batch_size
         if largest is not None and count > largest:
             most, model = 0, None
@@ -291,17 +290,22 @@ class DraftingEngine:
         # Starting and finishing took their part of the time. Some is left in any case, or nothing would be indexed.
         work = lookup.work / 2 if loading else lookup.work
         work = max(work / 4, work - 1e-9 * self._beside_ns)
-        drafts = self._draft(step, lookup, most, model, cost, work)
+        drafts = self._draft(step, lookup, most, model, lookup.cost, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
         self._accounts.note(self._steps, lookup, step, drafts, took // count)
-        if not len(drafts.token_ids):
-            return [[] for _ in step.batch.request_ids]
-        if not self._knows_erasures():
+        if self._may_use(drafts, lookup.budget, count):
+            return lookup.spread(self.budget.cut(drafts, lookup.budget))
+        return [[] for _ in step.batch.request_ids]
+
+    def _may_use(self, drafts: StepDrafts, budget: int, rows: int) -> bool:
+        """Return whether a step should verify drafts: there are any, and nothing forbids it."""
+        count = len(drafts.token_ids)
+        if count and not self._knows_erasures():
             self._held_back += 1
-            return [[] for _ in step.batch.request_ids]
-        return lookup.spread(self.budget.cut(drafts, budget))
+            return False
+        return count > 0 and not (count > budget and self.step_cost.should_measure_plain(rows))
 
     def _look_at_clock(self) -> None:
         """Note the time of a call, and how long a step lasts."""

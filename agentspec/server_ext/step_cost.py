@@ -42,11 +42,17 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 STEP_MULTIPLE = 2.0
 """Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more."""
-AIMED_SHARE = 0.75
-"""Share of the longest duration that a measured estimate aims at, so that most steps stay within it, not half."""
-_EXTRAPOLATED = 0.92
-"""Share that is the time of a step without drafts, where every step has drafts, of their time less their draft tokens.
-The rest is what any draft costs a step by itself."""
+LEAST_AIMED_SHARE = 0.75
+AIMED_DEVIATIONS = 4.0
+"""A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not
+half. But at no less than that share: on a busy machine steps without drafts vary as much."""
+_PLAIN_SHARE, _PLAIN_TRUST = 0.8, 1.0
+"""Guess at how long a step without drafts takes, as a share of one with drafts less its draft tokens; it counts as so
+many measured steps. Any draft costs something by itself."""
+_FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
+"""A step without drafts is measured once in so many steps, at first and once _SETTLING were."""
+_PLAIN_STEPS = 16
+"""Number of latest steps without drafts that their share covers."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
@@ -122,9 +128,44 @@ class _Level:
         self.dd += (1.0 - weight) * d * d
         self.dt += (1.0 - weight) * d * t
 
+    @property
+    def aimed_share(self) -> float:
+        """Return the share of the longest duration at which to aim."""
+        return max(LEAST_AIMED_SHARE, 1.0 / (1.0 + AIMED_DEVIATIONS * _DEVIATIONS * self.noise / self.seconds))
+
     def base(self, slope: float) -> float:
         """Return the seconds of a step without its draft tokens."""
         return max(self.seconds - slope * self.drafted, 0.05 * self.seconds)
+
+
+@dataclass(slots=True)
+class _Plain:
+    """Compare the steps of a batch without drafts to those with drafts at that time. All are means."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """of the steps without drafts"""
+    beside: float = 0.0
+    """seconds of those with drafts"""
+    drafted: float = 0.0
+    """draft tokens of those"""
+
+    def learn(self, seconds: float, drafts: _Level, steps: int = 1) -> None:
+        """Learn from steps without drafts, of so many seconds each. drafts: the level of those with drafts."""
+        self.steps += steps
+        weight = steps / min(self.steps, _PLAIN_STEPS)
+        self.seconds += weight * (seconds - self.seconds)
+        self.beside += weight * (drafts.seconds - self.beside)
+        self.drafted += weight * (drafts.drafted - self.drafted)
+
+    def share(self, slope: float) -> float:
+        """Return how long a step without drafts takes, as a share of one with drafts less its draft tokens."""
+        known = min(self.steps, _PLAIN_STEPS)
+        base = max(self.beside - slope * self.drafted, 0.05 * self.beside)
+        return min(
+            (_PLAIN_TRUST * _PLAIN_SHARE + (known * self.seconds / base if known else 0.0)) / (_PLAIN_TRUST + known),
+            1.0,
+        )
 
 
 class _Batch:
@@ -139,6 +180,9 @@ class _Batch:
         self.count = 0
         self.share = 0.0
         """share of the latest steps that had drafts"""
+        self.plain = _Plain()
+        self.since_plain = 0
+        """steps with drafts since one without"""
 
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
         """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
@@ -146,15 +190,20 @@ class _Batch:
         self.count += 1
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
         self.most = max(self.most, d)
+        self.since_plain = self.since_plain + 1 if drafts else 0
         level = self.levels.get(drafts)
         if level is not None:
             level.forget(step)
+            if not drafts and True in self.levels:
+                self.plain.learn(level.believed(0.0, t, slope), self.levels[True])
             level.learn(d, t, slope)
             return
         first = self._settling[drafts]
         first.append((d, t))
         if len(first) >= _SETTLING:
             self.levels[drafts] = _Level.settled(first, slope, step)
+            if len(self.levels) == 2:
+                self.plain.learn(self.levels[False].seconds, self.levels[True], _SETTLING)
             first.clear()
 
     @property
@@ -219,11 +268,25 @@ class StepCost:
             prices = self._prices[rows] = self._prices_at(rows)
         return prices
 
+    def should_measure_plain(self, rows: int) -> bool:
+        """Return whether the next step of ``rows`` rows should have no drafts, so that the duration of such is known.
+
+        Ask only where drafts are cut. If nearly all steps have drafts, one in each 128 should have none.
+        """
+        batch = self._batches.get(_bucket(rows))
+        if self.given is not None or rows < 2 or batch is None or True not in batch.levels:
+            return False
+        every = _PLAIN_EVERY if batch.plain.steps else _FIRST_PLAIN_EVERY
+        if batch.since_plain < every:
+            return False
+        batch.since_plain = 0  # its measurement comes later
+        return True
+
     def affordable_tokens(self, rows: int, acceptance_length: float = 1.0) -> float:
         """Return how many draft tokens a step of ``rows`` rows can afford.
 
         acceptance_length: the lowest mean acceptance length of a row. `_longest_multiple` says how long a step may
-        take, in multiples of one without drafts. A measured estimate aims at AIMED_SHARE of that.
+        take, in multiples of one without drafts. A measured estimate aims below that (`_Level.aimed_share`).
 
         Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
         those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
@@ -242,12 +305,14 @@ class StepCost:
         batch = self._nearest(rows)
         if batch is not None:
             usual, unit = batch.usual, batch.usual.seconds / batch.rows
-            base = usual.base(self._slope(batch)[0])
-            plain = min(batch.levels[False].seconds, base) if False in batch.levels else _EXTRAPOLATED * base
+            expected = self._slope(batch)[0]
+            plain = usual.base(expected) * (batch.plain.share(expected) if True in batch.levels else 1.0)
             mean, _, deviation = self._posterior(batch, unit, unit)
             at_most = usual.seconds / (batch.rows + usual.drafted)  # if a row takes no less than a draft token
             slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
-            tokens = (usual.drafted + (AIMED_SHARE * multiple * plain - usual.seconds) / slope) * rows / batch.rows
+            tokens = (
+                (usual.drafted + (usual.aimed_share * multiple * plain - usual.seconds) / slope) * rows / batch.rows
+            )
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
         return max(tokens, (STEP_MULTIPLE - 1.0) * rows)
@@ -280,6 +345,7 @@ class StepCost:
                 "most": batch.most,
                 "count": batch.count,
                 "share": batch.share,
+                "plain": asdict(batch.plain),
             }
             for rows, batch in dict(self._batches).items()
         }
@@ -294,6 +360,7 @@ class StepCost:
                 batch = batches[int(rows)] = _Batch(int(rows))
                 batch.levels = {bool(int(drafts)): _Level(**level) for drafts, level in kept["levels"].items()}
                 batch.most, batch.count, batch.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
+                batch.plain = _Plain(**kept["plain"])
             steps, largest = int(found.get("steps", 0)), int(found.get("largest", 0))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("agentspec: the saved prices of verification are not used: %s", error)

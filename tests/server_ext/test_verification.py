@@ -254,11 +254,31 @@ def test_the_memory_of_logits_is_not_asked_for_in_every_step() -> None:
 
 @of_glibc
 @pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="no huge pages here")
-def test_the_first_logits_of_a_size_come_in_huge_pages() -> None:
+def test_the_first_logits_come_in_huge_pages() -> None:
     _, small, _ = page_faults()
-    kept, first, _ = page_faults(str(400 << 20))
+    kept, huge, _ = page_faults(str(400 << 20))
     assert kept
-    assert first * 10 < small
+    assert huge * 10 < small
+
+
+@of_glibc
+def test_memory_can_be_made_ready_for_the_first_logits() -> None:
+    code = """
+from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
+def resident():
+    return 4 * int(open("/proc/self/statm").read().split()[1])
+before = resident()
+keep_freed_memory(400 << 20)
+between = resident()
+keep_freed_memory(400 << 20, 128 << 20)
+print(between - before, resident() - between)
+"""
+    ours = {name: value for name, value in os.environ.items() if name not in verification.USERS_CHOICE}
+    run = [sys.executable, "-c", code]
+    told = subprocess.run(run, capture_output=True, text=True, check=True, env=ours).stdout
+    unused, ready = map(int, told.split())
+    assert unused < 8 << 10
+    assert 100 << 10 < ready < 136 << 10
 
 
 def test_what_the_environment_says_of_freed_memory_stays() -> None:

@@ -40,6 +40,8 @@ _LOGITS_COPIES = 4
 kept for logprobs, and the softmax under random sampling."""
 _LOGITS_COPIES_SORTED = 8
 """Copies without Triton, where top-p sorts the logits too: values, 64-bit indices (two) and the values' softmax."""
+_READY_TOKENS = 64
+"""Draft tokens of a step for which memory is made ready on CPUs, at their first step."""
 _FREE_ON_HOST = 0.25
 _SAMPLED = 3
 """Place of the sampled tokens, one list a row, in what the runner's ``_bookkeeping_sync`` returns."""
@@ -59,7 +61,7 @@ class RunnerExtension:
         self.settings = load_settings(vllm_config.additional_config)
         self.max_draft = check_draft_limit(vllm_config.speculative_config.num_speculative_tokens)
         limits = engine_limits(vllm_config)
-        self._draft_bytes = limits.draft_bytes
+        self._cpu_limits = limits if on_cpu() else None  # until the first step
         self.engine = _build_engine(vllm_config, self.settings, self.max_draft, limits) if _is_first_rank() else None
         self.draft_model = build_draft_model(self.settings, vllm_config) if native is None else native
         self.drafted_nothing = True
@@ -73,8 +75,6 @@ class RunnerExtension:
         """Read the draft model's weights and the store, before vLLM serves. target: the served model."""
         if self.draft_model is not None:
             self.draft_model.load(target)
-        if self._draft_bytes is not None and on_cpu():
-            keep_freed_memory(self._draft_bytes)
         if self.engine is not None:
             watch_weights(target, self.engine.note_new_weights)
             restored = self.engine.warm_up()
@@ -103,6 +103,10 @@ class RunnerExtension:
         """
         self.drafted_nothing = True
         drafts: list[list[int]] | None = None
+        if self._cpu_limits is not None and self._cpu_limits.draft_bytes is not None:
+            # Not before, or vLLM's KV cache would take the pages that are ready.
+            keep_freed_memory(self._cpu_limits.draft_bytes, _READY_TOKENS * self._cpu_limits.position_bytes)
+            self._cpu_limits = None
         if self.settings.enabled:
             try:
                 if self.engine is not None:

@@ -14,8 +14,8 @@ _PLACEHOLDER = -1
 """Token id with which vLLM's sampler fills a row behind its last accepted token."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``: most free bytes at the end of the heap, least bytes of an array outside it."""
-_HUGE_PAGE_BYTES, _USE_HUGE_PAGES = 2 << 20, 14
-"""Size of a huge page, and the advice of Linux's ``madvise`` to use them."""
+_HUGE_PAGE_BYTES, _USE_HUGE_PAGES, _FILL_PAGES = 2 << 20, 14, 23
+"""Size of a huge page, and what Linux's ``madvise`` calls to use them, and to get pages at once."""
 _OLD_GLIBC_LIMIT = 32 << 20
 """Largest threshold that old versions of glibc take for arrays outside the heap."""
 USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -182,15 +182,15 @@ def verified(choices: Any, metadata: Any) -> Any:
 
 # --- Memory of the logits, on CPUs. glibc returns large arrays to the operating system as soon as they are freed. So in
 # --- every step with drafts each page of the logits is asked for again. That took about as long as filling and
-# --- searching them. The first step of a size asks for its pages in any case. In pages of 4 KiB such steps took 27 to
-# --- 100 ms where others took 8 to 15, so they come in huge pages.
+# --- searching them. A step with more tokens than any before asks for pages in any case: such steps took 20 to 100 ms
+# --- where others took 8 to 15. So some are there from the start.
 
 
-def keep_freed_memory(num_bytes: int) -> bool:
+def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:
     """Let this process keep freed memory for what it allocates next. Return whether it does.
 
     num_bytes: most free bytes at the end of the heap, and about the largest array that is kept. Freed memory between
-    arrays that are in use is kept beyond that.
+    arrays that are in use is kept beyond that. ready_bytes: of the heap's next bytes, so many get their pages now.
 
     It does not with another C library than glibc, or where the environment says how freed memory is kept.
     """
@@ -201,12 +201,12 @@ def keep_freed_memory(num_bytes: int) -> bool:
     heaped = any(set_option(_MMAP_THRESHOLD, min(most, limit)) for limit in (most, _OLD_GLIBC_LIMIT))
     kept = heaped and bool(set_option(_TRIM_THRESHOLD, most))
     if kept:
-        _use_huge_pages(most // 2)
+        _prepare_heap(most // 2, ready_bytes)
     return kept
 
 
-def _use_huge_pages(num_bytes: int) -> None:
-    """Let the heap's next bytes come in huge pages, where the system has them. They take no memory until used."""
+def _prepare_heap(num_bytes: int, ready_bytes: int) -> None:
+    """Let the heap's next bytes come in huge pages, the first of them at once. Systems that cannot do it refuse."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
@@ -216,5 +216,6 @@ def _use_huge_pages(num_bytes: int) -> None:
         begin = -(-block // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         end = (block + num_bytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if begin < end:
-            libc.madvise(begin, end - begin, _USE_HUGE_PAGES)  # a system that has none refuses
+            libc.madvise(begin, end - begin, _USE_HUGE_PAGES)
+            libc.madvise(begin, min(ready_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, end - begin), _FILL_PAGES)
         libc.free(block)
