@@ -30,11 +30,11 @@ A more cautious estimate limits the duration of a step: see ``affordable_tokens`
 
 import json
 import logging
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 from agentspec.cache.policy import DEFAULT_COST
+from agentspec.server_ext.step_times import RowTimes, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -46,181 +46,16 @@ LEAST_AIMED_SHARE = 0.75
 AIMED_DEVIATIONS = 4.0
 """A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not
 half. But at no less than that share: on a busy machine steps without drafts vary as much."""
-_PLAIN_SHARE, _PLAIN_TRUST = 0.8, 1.0
-"""Guess at how long a step without drafts takes, as a share of one with drafts less its draft tokens; it counts as so
-many measured steps. Any draft costs something by itself."""
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
-"""A step without drafts is measured once in so many steps, at first and once _SETTLING were."""
-_PLAIN_STEPS = 16
-"""Number of latest steps without drafts that their share covers."""
+"""A step without drafts is measured once in so many steps: until some are known, and from then on."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
 first steps are learned sooner."""
-_SETTLING = 5
-"""Number of first steps with some number of rows whose median is the initial duration."""
-_MEAN_STEPS = 64
-"""Number of latest steps that the running means cover."""
-_SLOPE_STEPS = 512
-"""Number of latest steps that the slope covers."""
-_OUTLIER = 4.0
-"""Largest deviation from the expected duration that counts, in usual deviations. Pauses say nothing about the price of
-a token. A lasting change of pace widens the usual deviation, so the estimate follows it."""
-_FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
-"""Smallest usual deviation of a step, as a share of its duration: later, and at first, when the slope is a guess."""
-_DEVIATIONS = 1.25
-"""Standard deviation of normal noise, in mean absolute deviations."""
 _FIXED_ROWS = 100
 """Guess at a step's fixed time, in the time of a row."""
 _GROWTH = 2.0
 """Most draft tokens that the latency limit allows, in multiples of the most that a measured step had."""
-
-
-@dataclass(slots=True)
-class _Level:
-    """Keep running means and least-squares sums of the steps with some number of rows, with or without drafts."""
-
-    seconds: float
-    drafted: float
-    noise: float
-    """mean absolute deviation from the expected duration, in seconds"""
-    count: int
-    dd: float = 0.0
-    """sum of (d - mean d)^2, forgotten exponentially"""
-    dt: float = 0.0
-    """sum of (d - mean d) * (seconds - mean seconds), forgotten exponentially"""
-    as_of: int = 0
-    """number of the step at which both sums were last reduced"""
-
-    @classmethod
-    def settled(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "_Level":
-        """Return a level that starts with these steps, given as (draft tokens, seconds)."""
-        middle = median(seconds for _, seconds in steps)
-        drafted = sum(d for d, _ in steps) / len(steps)
-        noise = median(abs(seconds - middle) for _, seconds in steps)
-        level = cls(middle, drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
-        for d, seconds in steps:
-            off = d - drafted
-            level.dd += off * off
-            level.dt += off * (level.believed(off, seconds, slope) - middle)
-        return level
-
-    def forget(self, step: int) -> None:
-        """Reduce the sums by the steps since they were last reduced."""
-        kept = (1.0 - 1.0 / _SLOPE_STEPS) ** (step - self.as_of)
-        self.dd, self.dt, self.as_of = self.dd * kept, self.dt * kept, step
-
-    def believed(self, off: float, t: float, slope: float) -> float:
-        """Return t, clipped to near the expected time of a step with ``off`` more draft tokens than usual."""
-        expected = self.seconds + slope * off
-        limit = _OUTLIER * self.noise
-        return min(max(t, expected - limit), expected + limit)
-
-    def learn(self, d: float, t: float, slope: float) -> None:
-        """Learn from a step of d draft tokens and t seconds."""
-        self.count += 1
-        weight = max(1.0 / self.count, 1.0 / _MEAN_STEPS)
-        d -= self.drafted
-        t = self.believed(d, t, slope) - self.seconds
-        self.noise = max(self.noise + weight * (abs(t - slope * d) - self.noise), _FINEST_NOISE * self.seconds)
-        self.drafted += weight * d
-        self.seconds += weight * t
-        self.dd += (1.0 - weight) * d * d
-        self.dt += (1.0 - weight) * d * t
-
-    @property
-    def aimed_share(self) -> float:
-        """Return the share of the longest duration at which to aim."""
-        return max(LEAST_AIMED_SHARE, 1.0 / (1.0 + AIMED_DEVIATIONS * _DEVIATIONS * self.noise / self.seconds))
-
-    def base(self, slope: float) -> float:
-        """Return the seconds of a step without its draft tokens."""
-        return max(self.seconds - slope * self.drafted, 0.05 * self.seconds)
-
-
-@dataclass(slots=True)
-class _Plain:
-    """Compare the steps of a batch without drafts to those with drafts at that time. All are means."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    """of the steps without drafts"""
-    beside: float = 0.0
-    """seconds of those with drafts"""
-    drafted: float = 0.0
-    """draft tokens of those"""
-
-    def learn(self, seconds: float, drafts: _Level, steps: int = 1) -> None:
-        """Learn from steps without drafts, of so many seconds each. drafts: the level of those with drafts."""
-        self.steps += steps
-        weight = steps / min(self.steps, _PLAIN_STEPS)
-        self.seconds += weight * (seconds - self.seconds)
-        self.beside += weight * (drafts.seconds - self.beside)
-        self.drafted += weight * (drafts.drafted - self.drafted)
-
-    def share(self, slope: float) -> float:
-        """Return how long a step without drafts takes, as a share of one with drafts less its draft tokens."""
-        known = min(self.steps, _PLAIN_STEPS)
-        base = max(self.beside - slope * self.drafted, 0.05 * self.beside)
-        return min(
-            (_PLAIN_TRUST * _PLAIN_SHARE + (known * self.seconds / base if known else 0.0)) / (_PLAIN_TRUST + known),
-            1.0,
-        )
-
-
-class _Batch:
-    """Keep the measurements of steps with some number of rows."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.levels: dict[bool, _Level] = {}  # with drafts (True) and without
-        self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-        self.most = 0
-        """most draft tokens that a step had"""
-        self.count = 0
-        self.share = 0.0
-        """share of the latest steps that had drafts"""
-        self.plain = _Plain()
-        self.since_plain = 0
-        """steps with drafts since one without"""
-
-    def learn(self, d: int, t: float, slope: float, step: int) -> None:
-        """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
-        drafts = d > 0
-        self.count += 1
-        self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
-        self.most = max(self.most, d)
-        self.since_plain = self.since_plain + 1 if drafts else 0
-        level = self.levels.get(drafts)
-        if level is not None:
-            level.forget(step)
-            if not drafts and True in self.levels:
-                self.plain.learn(level.believed(0.0, t, slope), self.levels[True])
-            level.learn(d, t, slope)
-            return
-        first = self._settling[drafts]
-        first.append((d, t))
-        if len(first) >= _SETTLING:
-            self.levels[drafts] = _Level.settled(first, slope, step)
-            if len(self.levels) == 2:
-                self.plain.learn(self.levels[False].seconds, self.levels[True], _SETTLING)
-            first.clear()
-
-    @property
-    def usual(self) -> _Level:
-        """Return the level of the steps with drafts, or of those without if no other is settled."""
-        return self.levels.get(True) or self.levels[False]
-
-    @property
-    def seconds(self) -> float:
-        """Return the mean duration of a step, with or without drafts."""
-        return self.base(0.0)
-
-    def base(self, slope: float) -> float:
-        """Return the seconds of a step without its draft tokens, averaged over steps with and without drafts."""
-        if True not in self.levels or False not in self.levels:
-            return self.usual.base(slope)
-        return self.share * self.levels[True].base(slope) + (1.0 - self.share) * self.levels[False].seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +80,7 @@ class StepCost:
         self.version = 0
         """number that changes whenever the prices may have changed"""
         self._default = default
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, RowTimes] = {}
         self._waiting: list[tuple[int, int, float]] = []
         self._prices: dict[int, Prices] = {}  # by number of rows, until more is known
         self._rows = 1
@@ -286,7 +121,7 @@ class StepCost:
         """Return how many draft tokens a step of ``rows`` rows can afford.
 
         acceptance_length: the lowest mean acceptance length of a row. `_longest_multiple` says how long a step may
-        take, in multiples of one without drafts. A measured estimate aims below that (`_Level.aimed_share`).
+        take, in multiples of one without drafts. A measured estimate aims below that (`_aimed_share`).
 
         Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
         those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
@@ -311,7 +146,7 @@ class StepCost:
             at_most = usual.seconds / (batch.rows + usual.drafted)  # if a row takes no less than a draft token
             slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
             tokens = (
-                (usual.drafted + (usual.aimed_share * multiple * plain - usual.seconds) / slope) * rows / batch.rows
+                (usual.drafted + (_aimed_share(usual) * multiple * plain - usual.seconds) / slope) * rows / batch.rows
             )
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
@@ -339,28 +174,14 @@ class StepCost:
 
     def dump(self) -> bytes:
         """Return what was measured, for ``restore`` in another process on the same machine. Any thread may call it."""
-        batches = {
-            rows: {
-                "levels": {int(drafts): asdict(level) for drafts, level in dict(batch.levels).items()},
-                "most": batch.most,
-                "count": batch.count,
-                "share": batch.share,
-                "plain": asdict(batch.plain),
-            }
-            for rows, batch in dict(self._batches).items()
-        }
+        batches = {rows: batch.dump() for rows, batch in dict(self._batches).items()}
         return json.dumps({"steps": self._steps, "largest": self._largest, "batches": batches}).encode()
 
     def restore(self, dumped: bytes) -> None:
         """Take over what another process measured. Ignores anything that is not from ``dump``."""
         try:
             found = json.loads(dumped or b"{}")
-            batches = {}
-            for rows, kept in found.get("batches", {}).items():
-                batch = batches[int(rows)] = _Batch(int(rows))
-                batch.levels = {bool(int(drafts)): _Level(**level) for drafts, level in kept["levels"].items()}
-                batch.most, batch.count, batch.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
-                batch.plain = _Plain(**kept["plain"])
+            batches = {int(rows): RowTimes.restored(int(rows), kept) for rows, kept in found.get("batches", {}).items()}
             steps, largest = int(found.get("steps", 0)), int(found.get("largest", 0))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("agentspec: the saved prices of verification are not used: %s", error)
@@ -380,7 +201,7 @@ class StepCost:
             key = _bucket(rows)
             batch = self._batches.get(key)
             if batch is None:
-                batch = self._batches[key] = _Batch(key)
+                batch = self._batches[key] = RowTimes(key)
             if rows + drafted > self._largest:
                 # The first step of a size also allocates memory and, on GPUs, loads kernels, which later steps reuse.
                 self._largest = rows + drafted
@@ -400,7 +221,7 @@ class StepCost:
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
         return Prices(cost if self.given is None else self.given, row_seconds)
 
-    def _slope(self, batch: _Batch) -> tuple[float, float]:
+    def _slope(self, batch: RowTimes) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
         cost = self._guess(batch.rows)
         drafted = batch.share * batch.levels[True].drafted if True in batch.levels else 0.0
@@ -412,7 +233,7 @@ class StepCost:
         """Return the price in a batch of ``rows`` rows before anything is measured."""
         return max(self._default, rows / (_FIXED_ROWS + rows))
 
-    def _posterior(self, batch: _Batch, guess: float, deviation: float) -> tuple[float, float, float]:
+    def _posterior(self, batch: RowTimes, guess: float, deviation: float) -> tuple[float, float, float]:
         """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""
         dd = dt = 0.0
         for other in self._batches.values():
@@ -422,12 +243,12 @@ class StepCost:
                 alike = _alike(batch.rows, other.rows) ** 3
                 dd += alike * level.dd
                 dt += alike * level.dt
-        noise = _DEVIATIONS * batch.usual.noise
+        noise = batch.usual.deviation
         # The guess weighs as much as measurements with this sum of squares of d.
         trust = (noise / deviation) ** 2
         return (dt + trust * guess) / (dd + trust), dd / (dd + trust), noise / (dd + trust) ** 0.5
 
-    def _nearest(self, rows: int) -> _Batch | None:
+    def _nearest(self, rows: int) -> RowTimes | None:
         known = self._batches.get(_bucket(rows))
         if known is not None and known.levels:
             return known
@@ -442,6 +263,11 @@ def _longest_multiple(acceptance_length: float) -> float:
     there on each token that it accepts earns as much again, so its mean time for a token stays within that, too.
     """
     return STEP_MULTIPLE * max(1.0, acceptance_length - 0.5)
+
+
+def _aimed_share(times: StepTimes) -> float:
+    """Return the share of the longest duration at which to aim."""
+    return max(LEAST_AIMED_SHARE, 1.0 / (1.0 + AIMED_DEVIATIONS * times.deviation / times.seconds))
 
 
 def _alike(rows: int, other: int) -> float:

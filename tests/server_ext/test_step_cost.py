@@ -232,6 +232,37 @@ def test_drafts_that_use_what_is_allowed_grow_until_steps_take_as_long_as_they_m
     assert most < 1.5 * fits
 
 
+def test_where_every_step_has_drafts_a_few_have_none_so_that_their_time_is_known() -> None:
+    machine, cost = Machine(0.0004, surcharge=0.006), StepCost()
+    plain: list[int] = []
+    for number in range(1000):
+        tokens = int(cost.affordable_tokens(8))
+        if cost.should_measure_plain(8):
+            tokens = 0
+            plain.append(number)
+        cost.observe(8, tokens, machine.seconds(8, tokens))
+    assert 5 <= len([number for number in plain if number < 100]) <= 8
+    assert 6 <= len([number for number in plain if number >= 100]) <= 8
+    longest = machine.base + 8 * machine.per_row
+    assert cost.affordable_tokens(8) == pytest.approx((AIMED * longest - longest - 0.006) / 0.0004, rel=0.3)
+
+
+@pytest.mark.parametrize(("given", "rows"), [(0.02, 8), (None, 1)])
+def test_no_step_goes_without_drafts_where_nothing_depends_on_it(given: float | None, rows: int) -> None:
+    machine, cost = Machine(0.0004), StepCost(given)
+    for _ in range(300):
+        assert not cost.should_measure_plain(rows)
+        cost.observe(rows, 8, machine.seconds(rows, 8))
+
+
+def test_natural_steps_without_drafts_are_enough() -> None:
+    machine, cost = Machine(0.0004), StepCost()
+    for number in range(1000):
+        assert not cost.should_measure_plain(8) or number < 100
+        tokens = 0 if number % 20 == 0 else 12
+        cost.observe(8, tokens, machine.seconds(8, tokens))
+
+
 def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
     """A few steps beyond a knee, where the time grows faster, are enough to stay before it."""
     machine, cost = Machine(0.0001, noise=0.02), StepCost()

@@ -1,0 +1,190 @@
+"""Keep how long decode steps take, by their numbers of rows and draft tokens. `step_cost` draws the conclusions."""
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+_SETTLING = 5
+"""Number of first steps with some number of rows whose median is the initial duration."""
+_MEAN_STEPS = 64
+"""Number of latest steps that the running means cover."""
+_SLOPE_STEPS = 512
+"""Number of latest steps that the slope covers."""
+_OUTLIER = 4.0
+"""Largest deviation from the expected duration that counts, in usual deviations. Pauses say nothing about the price of
+a token. A lasting change of pace widens the usual deviation, so the estimate follows it."""
+_FINEST_NOISE, _FIRST_NOISE = 0.01, 0.05
+"""Smallest usual deviation of a step, as a share of its duration: later, and at first, when the slope is a guess."""
+_DEVIATIONS = 1.25
+"""Standard deviation of normal noise, in mean absolute deviations."""
+_PLAIN_SHARE, _PLAIN_TRUST = 0.8, 1.0
+"""Guess at how long a step without drafts takes, as a share of one with drafts less its draft tokens; it counts as so
+many measured steps. Any draft costs something by itself."""
+_PLAIN_STEPS = 16
+"""Number of latest steps without drafts that their share covers."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Keep running means and least-squares sums of the steps with some number of rows, with or without drafts."""
+
+    seconds: float
+    drafted: float
+    noise: float
+    """mean absolute deviation from the expected duration, in seconds"""
+    count: int
+    dd: float = 0.0
+    """sum of (d - mean d)^2, forgotten exponentially"""
+    dt: float = 0.0
+    """sum of (d - mean d) * (seconds - mean seconds), forgotten exponentially"""
+    as_of: int = 0
+    """number of the step at which both sums were last reduced"""
+
+    @classmethod
+    def settled(cls, steps: list[tuple[int, float]], slope: float, as_of: int) -> "StepTimes":
+        """Return a level that starts with these steps, given as (draft tokens, seconds)."""
+        middle = median(seconds for _, seconds in steps)
+        drafted = sum(d for d, _ in steps) / len(steps)
+        noise = median(abs(seconds - middle) for _, seconds in steps)
+        level = cls(middle, drafted, max(_DEVIATIONS * noise, _FIRST_NOISE * middle), len(steps), as_of=as_of)
+        for d, seconds in steps:
+            off = d - drafted
+            level.dd += off * off
+            level.dt += off * (level.believed(off, seconds, slope) - middle)
+        return level
+
+    def forget(self, step: int) -> None:
+        """Reduce the sums by the steps since they were last reduced."""
+        kept = (1.0 - 1.0 / _SLOPE_STEPS) ** (step - self.as_of)
+        self.dd, self.dt, self.as_of = self.dd * kept, self.dt * kept, step
+
+    def believed(self, off: float, t: float, slope: float) -> float:
+        """Return t, clipped to near the expected time of a step with ``off`` more draft tokens than usual."""
+        expected = self.seconds + slope * off
+        limit = _OUTLIER * self.noise
+        return min(max(t, expected - limit), expected + limit)
+
+    def learn(self, d: float, t: float, slope: float) -> None:
+        """Learn from a step of d draft tokens and t seconds."""
+        self.count += 1
+        weight = max(1.0 / self.count, 1.0 / _MEAN_STEPS)
+        d -= self.drafted
+        t = self.believed(d, t, slope) - self.seconds
+        self.noise = max(self.noise + weight * (abs(t - slope * d) - self.noise), _FINEST_NOISE * self.seconds)
+        self.drafted += weight * d
+        self.seconds += weight * t
+        self.dd += (1.0 - weight) * d * d
+        self.dt += (1.0 - weight) * d * t
+
+    @property
+    def deviation(self) -> float:
+        """Return the usual deviation from the expected duration, in seconds."""
+        return _DEVIATIONS * self.noise
+
+    def base(self, slope: float) -> float:
+        """Return the seconds of a step without its draft tokens."""
+        return max(self.seconds - slope * self.drafted, 0.05 * self.seconds)
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """Compare the steps of a batch without drafts to those with drafts at that time. All are means."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """of the steps without drafts"""
+    beside: float = 0.0
+    """seconds of those with drafts"""
+    drafted: float = 0.0
+    """draft tokens of those"""
+
+    def learn(self, seconds: float, drafts: StepTimes, steps: int = 1) -> None:
+        """Learn from steps without drafts, of so many seconds each. drafts: the level of those with drafts."""
+        self.steps += steps
+        weight = steps / min(self.steps, _PLAIN_STEPS)
+        self.seconds += weight * (seconds - self.seconds)
+        self.beside += weight * (drafts.seconds - self.beside)
+        self.drafted += weight * (drafts.drafted - self.drafted)
+
+    def share(self, slope: float) -> float:
+        """Return how long a step without drafts takes, as a share of one with drafts less its draft tokens."""
+        known = min(self.steps, _PLAIN_STEPS)
+        base = max(self.beside - slope * self.drafted, 0.05 * self.beside)
+        return min(
+            (_PLAIN_TRUST * _PLAIN_SHARE + (known * self.seconds / base if known else 0.0)) / (_PLAIN_TRUST + known),
+            1.0,
+        )
+
+
+class RowTimes:
+    """Keep the measurements of steps with some number of rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.levels: dict[bool, StepTimes] = {}  # with drafts (True) and without
+        self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        self.most = 0
+        """most draft tokens that a step had"""
+        self.count = 0
+        self.share = 0.0
+        """share of the latest steps that had drafts"""
+        self.plain = PlainSteps()
+        self.since_plain = 0
+        """steps with drafts since one without"""
+
+    def learn(self, d: int, t: float, slope: float, step: int) -> None:
+        """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
+        drafts = d > 0
+        self.count += 1
+        self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
+        self.most = max(self.most, d)
+        self.since_plain = self.since_plain + 1 if drafts else 0
+        level = self.levels.get(drafts)
+        if level is not None:
+            level.forget(step)
+            if not drafts and True in self.levels:
+                self.plain.learn(level.believed(0.0, t, slope), self.levels[True])
+            level.learn(d, t, slope)
+            return
+        first = self._settling[drafts]
+        first.append((d, t))
+        if len(first) >= _SETTLING:
+            self.levels[drafts] = StepTimes.settled(first, slope, step)
+            if len(self.levels) == 2:
+                self.plain.learn(self.levels[False].seconds, self.levels[True], _SETTLING)
+            first.clear()
+
+    @property
+    def usual(self) -> StepTimes:
+        """Return the level of the steps with drafts, or of those without if no other is settled."""
+        return self.levels.get(True) or self.levels[False]
+
+    @property
+    def seconds(self) -> float:
+        """Return the mean duration of a step, with or without drafts."""
+        return self.base(0.0)
+
+    def base(self, slope: float) -> float:
+        """Return the seconds of a step without its draft tokens, averaged over steps with and without drafts."""
+        if True not in self.levels or False not in self.levels:
+            return self.usual.base(slope)
+        return self.share * self.levels[True].base(slope) + (1.0 - self.share) * self.levels[False].seconds
+
+    def dump(self) -> dict[str, Any]:
+        """Return the measurements as JSON, for `restored`. Any thread may call it."""
+        return {
+            "levels": {int(drafts): asdict(level) for drafts, level in dict(self.levels).items()},
+            "most": self.most,
+            "count": self.count,
+            "share": self.share,
+            "plain": asdict(self.plain),
+        }
+
+    @classmethod
+    def restored(cls, rows: int, kept: dict[str, Any]) -> "RowTimes":
+        """Return the measurements of ``dump``. Raises ValueError, TypeError, KeyError or AttributeError on others."""
+        times = cls(rows)
+        times.levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
+        times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
+        times.plain = PlainSteps(**kept.get("plain", {}))  # versions before have none
+        return times
