@@ -43,7 +43,7 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 STEP_MULTIPLE = 2.0
 """Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more."""
 LEAST_AIMED_SHARE = 0.75
-AIMED_DEVIATIONS = 4.0
+AIMED_DEVIATIONS = 5.0
 """A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not
 half. But at no less than that share: on a busy machine steps without drafts vary as much."""
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
