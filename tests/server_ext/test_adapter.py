@@ -319,6 +319,7 @@ class TestRunner:
             settings=SimpleNamespace(enabled=True),
             engine=SimpleNamespace(metrics=SimpleNamespace(counters=Counter())),
             draft_model=None,
+            _cpu_limits=None,
             _reported=False,
             _reader=None,
         )

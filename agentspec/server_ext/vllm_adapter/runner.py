@@ -103,12 +103,10 @@ class RunnerExtension:
         """
         self.drafted_nothing = True
         drafts: list[list[int]] | None = None
-        if self._cpu_limits is not None and self._cpu_limits.draft_bytes is not None:
-            # Not before, or vLLM's KV cache would take the pages that are ready.
-            keep_freed_memory(self._cpu_limits.draft_bytes, _READY_TOKENS * self._cpu_limits.position_bytes)
-            self._cpu_limits = None
         if self.settings.enabled:
             try:
+                if self._cpu_limits is not None:
+                    self._make_memory_ready(self._cpu_limits)
                 if self.engine is not None:
                     drafts = self._draft(self.engine, runner, forward)
                 elif self.draft_model is not None:
@@ -129,6 +127,12 @@ class RunnerExtension:
                 self.engine.finish(request_id)
             else:
                 self.engine.finish(request_id, returned_tokens(state), functools.partial(text_of, state))
+
+    def _make_memory_ready(self, limits: EngineLimits) -> None:
+        """Keep freed memory from the first step on. Before it, vLLM's KV cache would take the pages that are ready."""
+        self._cpu_limits = None
+        if limits.draft_bytes is not None:
+            keep_freed_memory(limits.draft_bytes, _READY_TOKENS * limits.position_bytes)
 
     def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
         bound = None if self.draft_model is None else self.draft_model.bind(forward)
