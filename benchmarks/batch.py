@@ -32,9 +32,10 @@ from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
-from agentspec.server_ext.acceptance_length import AcceptanceLength, AcceptanceLengths
+from agentspec.server_ext.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.draft_budget import DraftBudget
 from agentspec.server_ext.settings import Settings
+from agentspec.server_ext.step import AcceptanceLength
 from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)

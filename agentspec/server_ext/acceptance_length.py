@@ -5,7 +5,8 @@ then need not begin with short drafts each time, and short answers that repeat n
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from agentspec.server_ext.step import AcceptanceLength, RunningMean
 
 _FIRST_STEPS = 8
 """Steps that a row's start counts for in its mean, and from which other rows' start is learned."""
@@ -13,29 +14,15 @@ _MEAN_STEPS = 256
 """Most steps that a mean covers, of a row or of the first steps of all rows."""
 
 
-@dataclass(slots=True)
-class AcceptanceLength:
-    """Hold the mean acceptance length of one row, over its latest _MEAN_STEPS steps.
-
-    length: tokens of its text at step ``step``. mean: of the ``steps`` steps until then and of its start, which counts
-    as _FIRST_STEPS.
-    """
-
-    length: int
-    step: int
-    mean: float
-    steps: int = 0
-
-
 class AcceptanceLengths:
     """Measure the mean acceptance length of each row, the bonus token included. Steps are numbered by the caller."""
 
     def __init__(self) -> None:
-        self._start = AcceptanceLength(0, 0, 1.0)  # of the first steps of all rows
+        self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
 
     def begin(self, length: int, step: int) -> AcceptanceLength:
         """Return the measure of a new row. length: tokens of its text at that step."""
-        return AcceptanceLength(length, step, self._start.mean)
+        return AcceptanceLength(length, step, RunningMean(self._start.value, _FIRST_STEPS))
 
     def lowest(self, rows: Iterable[tuple[AcceptanceLength, int]], step: int, count: int) -> float:
         """Note how long the rows' texts are at a step, and return the lowest mean.
@@ -45,17 +32,12 @@ class AcceptanceLengths:
         """
         means = []
         for row, length in rows:
-            steps, gained = step - row.step, length - row.length
+            steps = step - row.step
             if steps > 0:
-                if row.steps < _FIRST_STEPS:
-                    _learn(self._start, gained, steps)
-                _learn(row, gained, steps)
+                latest = (length - row.length) / steps
+                if row.mean.count < 2 * _FIRST_STEPS:
+                    self._start.add(latest, _MEAN_STEPS, steps)
+                row.mean.add(latest, _MEAN_STEPS, steps)
                 row.length, row.step = length, step
-            means.append(row.mean)
+            means.append(row.mean.value)
         return min(means) if 2 * len(means) > count else 1.0
-
-
-def _learn(mean: AcceptanceLength, gained: int, steps: int) -> None:
-    mean.steps += steps
-    weight = min(steps / min(_FIRST_STEPS + mean.steps, _MEAN_STEPS), 1.0)
-    mean.mean += weight * (gained / steps - mean.mean)

@@ -302,10 +302,12 @@ class DraftingEngine:
     def _may_use(self, drafts: StepDrafts, budget: int, rows: int) -> bool:
         """Return whether a step should verify drafts: there are any, and nothing forbids it."""
         count = len(drafts.token_ids)
-        if count and not self._knows_erasures():
+        if count == 0:
+            return False
+        if not self._knows_erasures():
             self._held_back += 1
             return False
-        return count > 0 and not (count > budget and self.step_cost.should_measure_plain(rows))
+        return count <= budget or not self.step_cost.should_measure_plain(rows)
 
     def _look_at_clock(self) -> None:
         """Note the time of a call, and how long a step lasts."""

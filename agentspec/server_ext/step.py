@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.acceptance_length import AcceptanceLength
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.traces import Trace
@@ -99,10 +98,19 @@ class RunningMean:
     value: float = 0.0
     count: float = 0.0
 
-    def add(self, value: float, memory: float) -> None:
-        """Add a value. memory: number of latest values that the mean covers."""
-        self.count = min(self.count + 1.0, memory)
-        self.value += (value - self.value) / self.count
+    def add(self, value: float, memory: float, times: float = 1.0) -> None:
+        """Add a value, or the mean of so many. memory: number of latest values that the mean covers."""
+        self.count = min(self.count + times, memory)
+        self.value += min(times / self.count, 1.0) * (value - self.value)
+
+
+@dataclass(slots=True)
+class AcceptanceLength:
+    """Hold the mean acceptance length of a row: ``mean``, until step ``step``, when its text had ``length`` tokens."""
+
+    length: int
+    step: int
+    mean: RunningMean = field(default_factory=RunningMean)
 
 
 @dataclass(slots=True, eq=False)

@@ -83,7 +83,7 @@ class StepTimes:
 
     def base(self, slope: float) -> float:
         """Return the seconds of a step without its draft tokens."""
-        return max(self.seconds - slope * self.drafted, 0.05 * self.seconds)
+        return _base(self.seconds, self.drafted, slope)
 
 
 @dataclass(slots=True)
@@ -108,12 +108,11 @@ class PlainSteps:
 
     def share(self, slope: float) -> float:
         """Return how long a step without drafts takes, as a share of one with drafts less its draft tokens."""
+        if self.steps == 0:
+            return _PLAIN_SHARE
         known = min(self.steps, _PLAIN_STEPS)
-        base = max(self.beside - slope * self.drafted, 0.05 * self.beside)
-        return min(
-            (_PLAIN_TRUST * _PLAIN_SHARE + (known * self.seconds / base if known else 0.0)) / (_PLAIN_TRUST + known),
-            1.0,
-        )
+        measured = self.seconds / _base(self.beside, self.drafted, slope)
+        return min((_PLAIN_TRUST * _PLAIN_SHARE + known * measured) / (_PLAIN_TRUST + known), 1.0)
 
 
 class RowTimes:
@@ -188,3 +187,7 @@ class RowTimes:
         times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
         times.plain = PlainSteps(**kept.get("plain", {}))  # versions before have none
         return times
+
+
+def _base(seconds: float, drafted: float, slope: float) -> float:
+    return max(seconds - slope * drafted, 0.05 * seconds)

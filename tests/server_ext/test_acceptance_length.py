@@ -2,7 +2,8 @@
 
 import pytest
 
-from agentspec.server_ext.acceptance_length import AcceptanceLength, AcceptanceLengths
+from agentspec.server_ext.acceptance_length import AcceptanceLengths
+from agentspec.server_ext.step import AcceptanceLength
 
 
 class Rows:

@@ -8,7 +8,6 @@ import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.server_ext import FREE
-from agentspec.server_ext.acceptance_length import AcceptanceLength
 from agentspec.server_ext.fusion import DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, pack
 from agentspec.server_ext.fusion.calibrator import (
@@ -22,13 +21,13 @@ from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
-from agentspec.server_ext.step import DraftRows, RequestState
+from agentspec.server_ext.step import AcceptanceLength, DraftRows, RequestState
 
 VOCABULARY = 1000
 
 
 def request(name: str = "r") -> RequestState:
-    return RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0, 1.0), 0)
+    return RequestState(name, Identity(), RequestFigures(), AcceptanceLength(0, 0), 0)
 
 
 def weigh(

@@ -9,13 +9,12 @@ import pytest
 
 from agentspec.cache.store import open_store
 from agentspec.cache.store.records import TurnRecord, decode
-from agentspec.server_ext.acceptance_length import AcceptanceLength
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.step import Batch, NewRequest, RequestState, Step
+from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
 from agentspec.server_ext.turnover import Turnover
 from tests.store.helpers import LOGS
 
@@ -314,7 +313,7 @@ def test_nothing_is_finished_before_it_is_started_whatever_the_order(seconds: fl
             name = f"{number}.{part}"
             session_of[name] = (None, "s", "t")[int(random_.integers(3))]
             identity = Identity(session=session_of[name])
-            state = running[name] = RequestState(name, identity, RequestFigures(), AcceptanceLength(0, 0, 1.0), 0)
+            state = running[name] = RequestState(name, identity, RequestFigures(), AcceptanceLength(0, 0), 0)
             turnover.begin(state, NewRequest(name, [1, 2], identity))
         for name in list(running):
             if random_.random() < 0.3:
@@ -333,7 +332,7 @@ def test_a_step_finishes_an_eighth_of_what_ends() -> None:
     done: list[str] = []
     turnover = Turnover(lambda *_: None, lambda state, _: done.append(state.request_id))
     for number in range(20):
-        turnover.end(RequestState(str(number), Identity(), RequestFigures(), AcceptanceLength(0, 0, 1.0), 0), 8, None)
+        turnover.end(RequestState(str(number), Identity(), RequestFigures(), AcceptanceLength(0, 0), 0), 8, None)
     none = np.zeros(0, np.int32)
     step = Step(Batch((), none), (), none.reshape(0, 0), none, none, none, num_draft_tokens=0)
     counts = []

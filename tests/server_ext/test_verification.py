@@ -231,6 +231,8 @@ def faults(steps):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(kept, faults(20), faults(20))
 """
+NOT_CHOSEN = {name: value for name, value in os.environ.items() if name not in verification.USERS_CHOICE}
+"""The environment, without what a user may say of freed memory."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone can be told what to keep")
 
@@ -238,8 +240,7 @@ of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc a
 def page_faults(*arguments: str, **environment: str) -> tuple[bool, int, int]:
     """Return whether memory is kept, and how many pages 20 steps asked for, and 20 more. Logits take up to 80 MB."""
     run = [sys.executable, "-c", PAGE_FAULTS, *arguments]
-    ours = {name: value for name, value in os.environ.items() if name not in verification.USERS_CHOICE}
-    told = subprocess.run(run, capture_output=True, text=True, check=True, env=ours | environment)
+    told = subprocess.run(run, capture_output=True, text=True, check=True, env=NOT_CHOSEN | environment)
     kept, first, later = told.stdout.split()
     return kept == "True", int(first), int(later)
 
@@ -273,9 +274,8 @@ between = resident()
 keep_freed_memory(400 << 20, 128 << 20)
 print(between - before, resident() - between)
 """
-    ours = {name: value for name, value in os.environ.items() if name not in verification.USERS_CHOICE}
     run = [sys.executable, "-c", code]
-    told = subprocess.run(run, capture_output=True, text=True, check=True, env=ours).stdout
+    told = subprocess.run(run, capture_output=True, text=True, check=True, env=NOT_CHOSEN).stdout
     unused, ready = map(int, told.split())
     assert unused < 8 << 10
     assert 100 << 10 < ready < 136 << 10

@@ -194,20 +194,20 @@ def keep_freed_memory(num_bytes: int, ready_bytes: int = 0) -> bool:
 
     It does not with another C library than glibc, or where the environment says how freed memory is kept.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    libc = ctypes.CDLL(None)
+    set_option = getattr(libc, "mallopt", None)
     if set_option is None or any(name in os.environ for name in USERS_CHOICE):
         return False
     most = min(num_bytes, 2**31 - 1)  # mallopt takes an int
     heaped = any(set_option(_MMAP_THRESHOLD, min(most, limit)) for limit in (most, _OLD_GLIBC_LIMIT))
     kept = heaped and bool(set_option(_TRIM_THRESHOLD, most))
     if kept:
-        _prepare_heap(most // 2, ready_bytes)
+        _prepare_heap(libc, most // 2, ready_bytes)
     return kept
 
 
-def _prepare_heap(num_bytes: int, ready_bytes: int) -> None:
+def _prepare_heap(libc: ctypes.CDLL, num_bytes: int, ready_bytes: int) -> None:
     """Let the heap's next bytes come in huge pages, the first of them at once. Systems that cannot do it refuse."""
-    libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
