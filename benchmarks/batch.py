@@ -32,11 +32,9 @@ from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
-from agentspec.server_ext.acceptance_length import AcceptanceLengths
-from agentspec.server_ext.draft_budget import DraftBudget
+from agentspec.server_ext.pricing import StepPricing
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength
-from agentspec.server_ext.step_cost import StepCost
 
 SESSIONS = (1, 8, 32, 128)
 LEAST_TOKENS, TOKENS_A_SESSION = 20_000, 600
@@ -136,10 +134,8 @@ class IndexDrafter:
         self._cache = SuffixCache(policy=policy)
         self._table: Tokens = np.zeros((slots, width), np.int32)
         self._step = step
-        self._price = StepCost()
-        self._budget = DraftBudget(Settings().step_draft_tokens)
-        self._measure = AcceptanceLengths()
-        self._lengths: dict[str, AcceptanceLength] = {}
+        self._pricing = StepPricing(None, Settings().step_draft_tokens)
+        self._measures: dict[str, AcceptanceLength] = {}
         self._steps = 0
         self._slots: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
@@ -155,46 +151,37 @@ class IndexDrafter:
         names = tuple(row.turn.name for row in rows)
         self._names = self._names if names == self._names else names
         n = len(rows)
-        max_draft = np.full(n, MAX_DRAFT, np.int32)
-        cost = budget = None
+        batch = len(self._table)  # rows without a draft start or finish in the next step
+        allowance = None
         if self._step is not None:
             a, b = self._step
-            batch = len(self._table)  # rows without a draft start or finish in the next step
-            self._price.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
-            cost = self._price.at(batch).cost
-            budget = self._budget.tokens(
-                batch, self._price.affordable_tokens(batch, self._lowest_acceptance_length(rows))
-            )
-            max_draft = self._budget.limit(max_draft, budget)
+            self._steps += 1
+            self._pricing.cost.observe(batch, drafted, 1e-3 * (a + b * (batch + drafted)))
+            allowance = self._pricing.allow([(self._measure(row), row.done) for row in rows], batch, self._steps)
         drafts = self._cache.step(
             self._names,
             self._table,
             np.array([self._slots[name] for name in names], np.int32),
             np.array([row.done for row in rows], np.int32),
-            max_draft,
+            np.full(n, MAX_DRAFT, np.int32),
             np.array([len(row.draft) for row in rows], np.int32),
-            cost=cost,
+            cost=None if allowance is None else allowance.cost,
+            most=MAX_DRAFT if allowance is None else allowance.row_tokens,
         )
-        if budget is None:
-            lists = drafts.lists()
-        elif len(drafts.token_ids) > budget and self._price.should_measure_plain(len(self._table)):
-            lists = [[] for _ in rows]
-        else:
-            lists = self._budget.cut(drafts, budget)
+        lists = drafts.lists() if allowance is None else self._pricing.cut(drafts, allowance, batch)
         for row, draft in zip(rows, lists, strict=True):
             row.draft = draft
 
-    def _lowest_acceptance_length(self, rows: Sequence[Row]) -> float:
-        self._steps += 1
-        for row in rows:
-            if row.turn.name not in self._lengths:
-                self._lengths[row.turn.name] = self._measure.begin(row.done, self._steps)
-        lengths = ((self._lengths[row.turn.name], row.done) for row in rows)
-        return self._measure.lowest(lengths, self._steps, len(self._table))
+    def _measure(self, row: Row) -> AcceptanceLength:
+        measure = self._measures.get(row.turn.name)
+        if measure is None:
+            measure = self._pricing.acceptance_lengths.begin(row.done, self._steps)
+            self._measures[row.turn.name] = measure
+        return measure
 
     def finish(self, row: Row) -> None:
         name = row.turn.name
-        self._lengths.pop(name, None)
+        self._measures.pop(name, None)
         # The index does not have the tokens of the last step yet.
         place, length, max_draft, checked = np.array(
             [[self._slots.pop(name)], [row.done], [0], [len(row.draft)]], np.int32

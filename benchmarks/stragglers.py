@@ -23,7 +23,7 @@ from trace_files import records
 
 from agentspec.cache import SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.server_ext.step_cost import HIGHEST_COST, LOWEST_COST
+from agentspec.server_ext.pricing.step_cost import HIGHEST_COST, LOWEST_COST
 
 WORKLOAD, SAMPLES, EPOCHS = "rollouts_codegen", 8, 2
 FIXED = (400, 100, 25)

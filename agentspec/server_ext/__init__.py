@@ -5,7 +5,7 @@
 ``step``          plain data that passes between the adapter, the drafting engine and fusion
 ``engine``        DraftingEngine: one step from verified tokens to drafts; needs neither vLLM nor torch
 ``fusion``        joins the suffix indexes and a draft model
-``step_cost``     measures the price of verifying one more token while serving
+``pricing``       measures steps while serving, and says what the drafts of the next may cost
 ``persistence``   moves finished turns to the store and stored turns into the cache
 ``identity``      the tenant, session and group of a request
 ``settings``      the settings, from ``--additional-config`` and the environment

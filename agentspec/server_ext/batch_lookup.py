@@ -1,15 +1,15 @@
 """Keep what is the same for all steps of a batch: which of its requests get drafts, and what they may cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.running import BatchHandle
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.step import Batch, Int32, RequestState, spread_drafts
+from agentspec.server_ext.pricing import Allowance
+from agentspec.server_ext.step import AcceptanceLength, Batch, Int32, RequestState, Step, spread_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -17,9 +17,7 @@ class BatchLookup:
     """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
-    quiet: steps without drafts that its requests' figures do not count yet. cost: price of verifying one more token, as
-    a share of a decode step. budget: most draft tokens of a step. most: of a row. work: CPU time for what waits beside
-    drafting, in seconds a step. These four hold for version ``as_of`` of the step cost, and until step ``until``.
+    quiet: steps without drafts that its requests' figures do not count yet. allowance: what its steps may draft.
     """
 
     batch: Batch
@@ -28,12 +26,7 @@ class BatchLookup:
     rows: Int32
     picked: NDArray[np.intp] | None
     quiet: int = 0
-    cost: float = 0.0
-    budget: int = 0
-    most: int = 0
-    work: float = DEFAULT_WORK_SECONDS
-    as_of: int = -1
-    until: int = 0
+    allowance: Allowance = field(default_factory=Allowance)
 
     @classmethod
     def of(cls, batch: Batch, requests: Mapping[str, RequestState], cache: SuffixCache) -> "BatchLookup":
@@ -49,6 +42,11 @@ class BatchLookup:
     def pick(self, values: Int32) -> Int32:
         """Return the values of the k rows. values: one for each row of the batch."""
         return values if self.picked is None else values[self.picked]
+
+    def text_lengths(self, step: Step) -> list[tuple[AcceptanceLength, int]]:
+        """Return of each of the k rows how its acceptance is measured, and the tokens of its text at this step."""
+        measures = (state.acceptance_length for state in self.states)
+        return list(zip(measures, self.pick(step.lengths).tolist(), strict=True))
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""

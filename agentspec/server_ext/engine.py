@@ -15,32 +15,23 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.server_ext.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.accounts import Accounts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
-from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.metrics import Metrics, Recorder
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.pricing import Allowance, EngineLimits, StepPricing
 from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
-from agentspec.server_ext.step_cost import StepCost
 from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.turnover import Text, Turnover
 from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 
 logger = logging.getLogger(__name__)
-
-_WORK_SHARE = 0.02
-"""Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
-
-_PRICED_STEPS = 16
-"""Most steps until a batch's budget follows what its rows accept."""
 
 _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
@@ -75,9 +66,7 @@ class DraftingEngine:
             vocab_size=vocab_size,
             history=settings.history_window,
         )
-        self.step_cost = StepCost(settings.verify_cost)
-        self._acceptance_lengths = AcceptanceLengths()
-        self.budget = DraftBudget(settings.step_draft_tokens, limits)
+        self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits)
         self.fusion = DraftFusion(
             self.cache,
             lambda error: self._count_error("model", error),
@@ -103,7 +92,7 @@ class DraftingEngine:
                 snapshot,
                 self.cache,
                 fits,
-                note=self.step_cost.dump,
+                note=self.pricing.cost.dump,
                 max_bytes=settings.retention_bytes,
                 max_age=None if days is None else days * 86_400,  # the store has forgotten by then what was erased
                 places=persistence.places,
@@ -121,8 +110,6 @@ class DraftingEngine:
         self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
         self._put_off = False  # the latest step had no time to apply stored turns
         self._model_seconds = 0.0  # time that the draft model took after the latest step
-        self._called = self._elapsed = 0.0  # when propose was last called, and the seconds between its last two calls
-        self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
         self._logged: set[str] = set()
         self._indexing: threading.Thread | None = None  # runs from warm_up to close
 
@@ -133,7 +120,7 @@ class DraftingEngine:
         """
         timeout = self.settings.preload_timeout
         if self._keeper is not None:
-            self.step_cost.restore(self._keeper.wait_loaded(timeout))
+            self.pricing.cost.restore(self._keeper.wait_loaded(timeout))
         restored = self._persistence.warm_up(self.cache, timeout, self.settings.tenant)
         if self._keeper is not None:
             self._keeper.start()
@@ -168,7 +155,7 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return [[] for _ in step.batch.request_ids]
-        self._look_at_clock()
+        self.pricing.tick()
         try:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
@@ -220,8 +207,8 @@ class DraftingEngine:
             "steps_held_back": self._held_back,
             "running": sum(not state.failed for state in self._requests.values()),
             **self.metrics.stats(),
-            "verify_cost": self.step_cost.stats(),
-            "step_budget": self.budget.stats(),
+            "verify_cost": self.pricing.cost.stats(),
+            "step_budget": self.pricing.budget.stats(),
             "cache": {name: getattr(held, name) for name in held.__slots__},
             "store": stored,
             "snapshot": None if self._keeper is None else self._keeper.stats(),
@@ -279,44 +266,29 @@ class DraftingEngine:
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
-        if step.seconds is not None and (model is not None or self.step_cost.given is None):
-            self.step_cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
-        if lookup.as_of != self.step_cost.version or self._steps >= lookup.until:
-            self._price(lookup, step)
-        most, largest = lookup.most, self.settings.disable_by_batch_size
+        if step.seconds is not None and (model is not None or self.pricing.cost.given is None):
+            self.pricing.cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
+        allowance = lookup.allowance
+        if not self.pricing.is_valid(allowance, self._steps):
+            allowance = lookup.allowance = self.pricing.allow(lookup.text_lengths(step), count, self._steps)
+        most, largest = allowance.row_tokens, self.settings.disable_by_batch_size
         if largest is not None and count > largest:
             most, model = 0, None
         begin = time.perf_counter_ns()
         # Starting and finishing took their part of the time. Some is left in any case, or nothing would be indexed.
-        work = lookup.work / 2 if loading else lookup.work
+        work = allowance.work / 2 if loading else allowance.work
         work = max(work / 4, work - 1e-9 * self._beside_ns)
-        drafts = self._draft(step, lookup, most, model, lookup.cost, work)
+        drafts = self._draft(step, lookup, most, model, allowance.cost, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
         self._steps += 1
         self._accounts.note(self._steps, lookup, step, drafts, took // count)
-        if self._may_use(drafts, lookup.budget, count):
-            return lookup.spread(self.budget.cut(drafts, lookup.budget))
-        return [[] for _ in step.batch.request_ids]
-
-    def _may_use(self, drafts: StepDrafts, budget: int, rows: int) -> bool:
-        """Return whether a step should verify drafts: there are any, and nothing forbids it."""
-        count = len(drafts.token_ids)
-        if count == 0:
-            return False
+        if len(drafts.token_ids) == 0:
+            return [[] for _ in step.batch.request_ids]
         if not self._knows_erasures():
             self._held_back += 1
-            return False
-        return count <= budget or not self.step_cost.should_measure_plain(rows)
-
-    def _look_at_clock(self) -> None:
-        """Note the time of a call, and how long a step lasts."""
-        now = time.perf_counter()
-        if self._called:
-            self._elapsed = now - self._called
-            usual = self._usual or self._elapsed
-            self._usual = usual + 0.1 * (min(self._elapsed, 2.0 * usual) - usual)
-        self._called = now
+            return [[] for _ in step.batch.request_ids]
+        return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
     def _knows_erasures(self) -> bool:
         """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
@@ -334,11 +306,11 @@ class DraftingEngine:
                 before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
                 self._end(new.request_id, said, partial(tuple, before))
             self._begin(new)
-        work = lookup.work if lookup else DEFAULT_WORK_SECONDS
+        work = (lookup.allowance if lookup else Allowance()).work
         if self._turnover:
             self._leave_batch()
             if step.started:  # its prompts let it take long
-                work = max(work, min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS))
+                work = max(work, self.pricing.latest_work())
             self._turnover.advance(step, 0.0 if self._put_off else work)
             if starting := self._turnover.starting():
                 self._accounts.wait(step, starting)
@@ -355,23 +327,6 @@ class DraftingEngine:
         beside, self._beside_ns = self._beside_ns + in_call, 0
         self.metrics.draft_seconds.observe(1e-9 * (took - in_call))
         self.metrics.beside_seconds.observe(1e-9 * beside)
-
-    def _price(self, lookup: BatchLookup, step: Step) -> None:
-        """Set the price, the budget and the work of the batch's steps."""
-        count = len(lookup.batch)
-        prices = self.step_cost.at(count)
-        seconds = self._usual if prices.row_seconds is None else count * prices.row_seconds
-        if seconds:
-            lookup.work = min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS)
-        lookup.cost = prices.cost
-        lengths = zip(
-            (state.acceptance_length for state in lookup.states), lookup.pick(step.lengths).tolist(), strict=True
-        )
-        lowest = self._acceptance_lengths.lowest(lengths, self._steps, count)
-        affordable = self.step_cost.affordable_tokens(count, lowest)
-        lookup.budget = self.budget.tokens(count, affordable)
-        lookup.most = self.budget.most(len(lookup.states), lookup.budget)
-        lookup.as_of, lookup.until = self.step_cost.version, self._steps + _PRICED_STEPS
 
     def _draft(
         self, step: Step, lookup: BatchLookup, most: int, model: StepModel | None, cost: float, work: float
@@ -394,7 +349,7 @@ class DraftingEngine:
             )
         max_draft = np.minimum(max_draft, most, dtype=np.int32)
         rows = DraftRows(lookup.states, lookup.handle, step.tokens, lookup.rows, lengths, max_draft, verified, work)
-        fused = self.fusion.draft(rows, model, cost, self.step_cost.at(len(step.batch)).row_seconds)
+        fused = self.fusion.draft(rows, model, cost, self.pricing.cost.at(len(step.batch)).row_seconds)
         self._model_seconds = fused.seconds
         return fused.drafts
 
@@ -402,7 +357,7 @@ class DraftingEngine:
         """Let a request wait for its start."""
         identity, length = new.identity, len(new.prompt)
         figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
-        accepted = self._acceptance_lengths.begin(length + 1, self._steps)  # prefill gives a token, too
+        accepted = self.pricing.acceptance_lengths.begin(length + 1, self._steps)  # prefill gives a token, too
         state = RequestState(new.request_id, identity, figures, accepted, length=length, prompt_length=length)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal

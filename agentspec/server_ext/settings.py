@@ -136,7 +136,7 @@ class Settings(BaseModel):
     verify_cost: float | None = Field(default=None, gt=0.0, le=1.0)
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
-    """Most draft tokens in one decode step, for all rows together; `draft_budget` says what lowers it."""
+    """Most draft tokens in one decode step, for all rows together; `pricing.draft_budget` says what lowers it."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     """Most rows of a step with drafts. None: no limit; the measured cost decides."""
     speculator: str | None = None

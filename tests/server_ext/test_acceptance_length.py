@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentspec.server_ext.acceptance_length import AcceptanceLengths
+from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.step import AcceptanceLength
 
 

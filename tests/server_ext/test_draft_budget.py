@@ -13,14 +13,14 @@ from agentspec.cache.store import open_store
 from agentspec.cache.types import SOURCES
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext import FREE
-from agentspec.server_ext.draft_budget import DraftBudget, EngineLimits, kept_lengths
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, kept_lengths
+from agentspec.server_ext.pricing.step_cost import Prices, StepCost
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.step_cost import Prices, StepCost
 from tests.store.helpers import LOGS
 
 
@@ -134,13 +134,10 @@ class TestHowMany:
 
     @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])
     def test_a_row_gets_some_times_its_share(self, rows: int, budget: int, most: int) -> None:
-        max_draft = np.full(rows, 128, np.int32)
-        limited = DraftBudget(1024).limit(max_draft, budget)
-        assert limited.tolist() == [most] * rows and limited.dtype == np.int32
-        assert max_draft.tolist() == [128] * rows
+        assert DraftBudget(1024).most(rows, budget) == most
 
     def test_without_a_budget_nothing_is_drafted(self) -> None:
-        assert DraftBudget(1024).limit(np.array([5, 0], np.int32), 0).tolist() == [0, 0]
+        assert DraftBudget(1024).most(2, 0) == 0
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
@@ -184,7 +181,7 @@ class TestProposer:
         given = Settings(store="memory://", verify_cost=0.01, **settings)
         limits = EngineLimits(scheduled_tokens=2048)
         proposer = DraftingEngine(given, Persistence(open_store("memory://"), LOGS, 0), 1000, 128, limits)
-        proposer.step_cost.at = lambda rows: Prices(0.01, 1.0)  # type: ignore[method-assign]
+        proposer.pricing.cost.at = lambda rows: Prices(0.01, 1.0)  # type: ignore[method-assign]
         text = [list(range(100 * row, 100 * row + 40)) * 30 for row in range(1, self.ROWS + 1)]
         table = np.array(text, np.int32)
         ids, length, drafts = tuple("abcd"), 100, [[0][:0]] * self.ROWS

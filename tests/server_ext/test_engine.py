@@ -18,10 +18,10 @@ from agentspec.cache.store.records import decode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.pricing import StepCost
 from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
-from agentspec.server_ext.step_cost import StepCost
 from tests.store.helpers import LOGS
 
 TEXT = list(range(100, 160))
@@ -236,12 +236,12 @@ def test_a_restart_goes_on_with_the_saved_indexes_and_prices(tmp_path: Path) -> 
     engine = Engine(snapshot=tmp_path / "saved")
     engine.run("a", [1, 2, 3], TEXT, session="s")
     for step in range(200):
-        engine.proposer.step_cost.observe(1, step % 5, 0.010 + 0.001 * (step % 5))
-    price = engine.proposer.step_cost.at(1).cost
+        engine.proposer.pricing.cost.observe(1, step % 5, 0.010 + 0.001 * (step % 5))
+    price = engine.proposer.pricing.cost.at(1).cost
     engine.proposer.close()
     again = Engine(snapshot=tmp_path / "saved")
-    assert again.proposer.step_cost.at(1).cost == pytest.approx(price)
-    assert again.proposer.step_cost.at(1).cost != Engine().proposer.step_cost.at(1).cost
+    assert again.proposer.pricing.cost.at(1).cost == pytest.approx(price)
+    assert again.proposer.pricing.cost.at(1).cost != Engine().proposer.pricing.cost.at(1).cost
     assert again.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s") < len(TEXT) / 3
     assert again.proposer.stats()["snapshot"]["loaded_tokens"] > 0
     again.proposer.close()

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.server_ext.step_cost import (
+from agentspec.server_ext.pricing.step_cost import (
     AIMED_DEVIATIONS,
     HIGHEST_COST,
     LEAST_AIMED_SHARE,

@@ -28,7 +28,7 @@ from agentspec.cache.types import Drafts, Float32Array, Int32Array
 Int64 = NDArray[np.int64]
 
 MEMORY_SHARE = 0.25
-"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `limit` bounds
+"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `most` bounds
 that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
 SCHEDULER_SHARE = 0.5
 EVEN_SHARE = 0.5
@@ -68,7 +68,7 @@ class DraftBudget:
             if memory < setting:
                 self._fixed, self._fixed_by = max(memory, 1), "memory"
         self._rows = 1
-        self._tokens, self._limited_by = self._fixed, self._fixed_by
+        self._tokens, self.limited_by = self._fixed, self._fixed_by
         self._cut_steps = self._cut_tokens = 0
 
     def tokens(self, rows: int, affordable: float) -> int:
@@ -83,7 +83,7 @@ class DraftBudget:
                 tokens, limited_by = scheduled, "scheduler"
         if rows > 1 and affordable < tokens:
             tokens, limited_by = int(affordable), "latency"
-        self._rows, self._tokens, self._limited_by = rows, tokens, limited_by
+        self._rows, self._tokens, self.limited_by = rows, tokens, limited_by
         return tokens
 
     def most(self, rows: int, budget: int) -> int:
@@ -93,11 +93,6 @@ class DraftBudget:
         not discard most of what many rows draft.
         """
         return min(max(1, _ROOM_FACTOR * budget // max(rows, 1)), MAX_DRAFT) if budget > 0 else 0
-
-    def limit(self, max_draft: Int32Array, budget: int) -> Int32Array:
-        """Return [n] how many tokens each row may draft, at most the engine's limits ``max_draft`` [n]."""
-        most = self.most(len(max_draft), budget)
-        return max_draft if most >= MAX_DRAFT else np.minimum(max_draft, most, dtype=max_draft.dtype)
 
     def cut(self, drafts: Drafts, budget: int) -> list[list[int]]:
         """Return the drafts of n rows as lists of token ids, cut to the budget."""
@@ -119,7 +114,7 @@ class DraftBudget:
         """
         return {
             "tokens": self._tokens,
-            "limited_by": self._limited_by,
+            "limited_by": self.limited_by,
             "rows": self._rows,
             "cut_steps": self._cut_steps,
             "cut_tokens": self._cut_tokens,

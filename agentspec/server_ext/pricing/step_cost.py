@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentspec.cache.policy import DEFAULT_COST
-from agentspec.server_ext.step_times import RowTimes, StepTimes
+from agentspec.server_ext.pricing.step_times import RowTimes, StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,96 @@
+"""What the engine is told that a step may draft, and what stays of its drafts."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from agentspec.cache import StepDrafts
+from agentspec.cache.types import SOURCES
+from agentspec.server_ext.pricing import Allowance, StepPricing
+from agentspec.server_ext.step import AcceptanceLength
+
+ROWS = 4
+PLAIN, TOKEN = 0.010, 0.001
+"""Seconds of a step without drafts, and of each draft token."""
+
+
+def step_drafts(tokens: list[list[int]]) -> StepDrafts:
+    counts = np.zeros((len(tokens), len(SOURCES)), np.int32)
+    total = sum(map(len, tokens))
+    return StepDrafts(
+        token_ids=np.array(list(chain(*tokens)), np.int32),
+        offsets=np.concatenate(([0], np.cumsum([len(row) for row in tokens]))).astype(np.int32),
+        sources=np.zeros(total, np.uint8),
+        probabilities=np.full(total, 0.9, np.float32),
+        match_lengths=np.zeros(len(tokens), np.int32),
+        accepted=counts,
+        drafted=counts,
+    )
+
+
+class Batch:
+    """Four rows whose texts grow by a token a step."""
+
+    def __init__(self, given: float | None = None, step_tokens: int = 1024) -> None:
+        self.pricing = StepPricing(given, step_tokens)
+        self.measures = [AcceptanceLength(0, 0) for _ in range(ROWS)]
+
+    def allow(self, step: int) -> Allowance:
+        return self.pricing.allow([(measure, step) for measure in self.measures], ROWS, step)
+
+    def observe(self, steps: int, drafted: int = 3) -> None:
+        for number in range(steps):
+            tokens = drafted + number % 3
+            self.pricing.cost.observe(ROWS, tokens, PLAIN + TOKEN * tokens)
+
+
+def test_an_allowance_holds_until_the_prices_change_or_for_sixteen_steps() -> None:
+    batch = Batch()
+    first = batch.allow(step=1)
+    assert batch.pricing.is_valid(first, 16) and not batch.pricing.is_valid(first, 17)
+    batch.observe(1)
+    assert not batch.pricing.is_valid(first, 2)
+    assert not batch.pricing.is_valid(Allowance(), 0)
+
+
+def test_work_beside_drafting_is_two_percent_of_a_measured_step_and_half_a_millisecond_at_most() -> None:
+    batch = Batch()
+    assert batch.allow(1).work == pytest.approx(0.0005)  # nothing known
+    batch.observe(200)
+    assert batch.allow(2).work == pytest.approx(0.02 * PLAIN, rel=0.1)
+
+
+def test_the_rows_that_accept_little_limit_a_step_by_its_duration() -> None:
+    batch = Batch(given=0.1)
+    allowance = batch.allow(1)
+    assert (allowance.tokens, allowance.by_latency) == (ROWS / 0.1, True)
+    assert not Batch(given=0.1, step_tokens=10).allow(1).by_latency
+
+
+def cut(batch: Batch, allowance: Allowance, tokens: list[list[int]]) -> list[list[int]]:
+    return batch.pricing.cut(step_drafts(tokens), allowance, ROWS)
+
+
+DRAFTS = [[1, 2, 3], [4, 5, 6], [7], [8]]
+
+
+def test_drafts_within_the_allowance_stay_whole() -> None:
+    batch = Batch()
+    batch.observe(20)  # steps without drafts have never been measured
+    assert cut(batch, Allowance(tokens=8, by_latency=True), DRAFTS) == DRAFTS
+
+
+def test_now_and_then_a_step_whose_duration_cuts_drafts_has_none() -> None:
+    batch = Batch()
+    batch.observe(20)
+    allowance = Allowance(tokens=4, by_latency=True)
+    assert cut(batch, allowance, DRAFTS) == [[], [], [], []]
+    assert sum(map(len, cut(batch, allowance, DRAFTS))) == 4  # not twice in a row
+
+
+def test_where_the_setting_cuts_drafts_every_step_has_some() -> None:
+    batch = Batch()
+    batch.observe(20)
+    allowance = Allowance(tokens=4, by_latency=False)
+    assert sum(map(len, cut(batch, allowance, DRAFTS))) == 4
