@@ -20,7 +20,7 @@ from trace_files import records
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.prompt_groups import PromptGroups
+from agentspec.server_ext.identity.prompt_groups import PromptGroups
 
 WORKLOAD, TARGET, COST = "rollouts_codegen", 1.02, 0.02
 Problem = list[dict[str, Any]]

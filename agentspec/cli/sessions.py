@@ -131,7 +131,7 @@ def convert(
     """
     from agentspec.cache.store.convert import OldLog, old_log_name  # need the core, as others don't
     from agentspec.cache.store.convert import convert as run
-    from agentspec.server_ext.model_key import find_model_key
+    from agentspec.server_ext.persistence.model_key import find_model_key
 
     url = store or os.environ.get("AGENTSPEC_STORE") or default_store_url("server.db")
     log = None

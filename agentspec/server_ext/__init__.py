@@ -1,17 +1,27 @@
 """Extend ``vllm serve`` with session-aware suffix drafts that vLLM verifies.
 
+In the API server's process:
+
+``api``           routes, what requests and responses carry, ``/metrics``
+``identity``      who sent a request, and its tenant, session and group
+
+In the engine's process, without vLLM and torch:
+
+``engine``        DraftingEngine: one step from verified tokens to drafts. ``step`` is the data that it takes,
+                  ``batch_lookup`` what is the same for all steps of a batch
+``turnover``      requests that begin and end; ``cached_requests`` does so in the cache
+``pricing``       measures steps, and says what the drafts of the next may cost
+``fusion``        joins the suffix indexes and a draft model
+``persistence``   turns to and from the store, and the snapshot
+``figures``       what is counted
+``session_admin`` sessions listed, exported, imported and erased
+``public_corpus`` texts that everybody drafts from
+
+``settings``      the settings, from ``--additional-config`` and the environment, or (``speculative_methods``) from
+                  ArcticInference's
+``speculator``    draft models, in torch alone
 ``vllm_adapter``  the one package that knows vLLM: its plugin and patches, its command line, its model runner -> Step
 ``vllm_launch``   ``engine_options``, for an offline ``LLM``
-``step``          plain data that passes between the adapter, the drafting engine and fusion
-``engine``        DraftingEngine: one step from verified tokens to drafts; needs neither vLLM nor torch
-``fusion``        joins the suffix indexes and a draft model
-``pricing``       measures steps while serving, and says what the drafts of the next may cost
-``persistence``   moves finished turns to the store and stored turns into the cache
-``identity``      the tenant, session and group of a request
-``settings``      the settings, from ``--additional-config`` and the environment
-``metrics``       counters, per-request figures, the step-by-step record
-``endpoints``     ``/v1/agentspec``: those figures over HTTP
-``speculator``    draft models, in torch alone
 """
 
 FREE = -1

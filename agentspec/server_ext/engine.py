@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
-from agentspec.server_ext.accounts import Accounts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
+from agentspec.server_ext.figures.accounts import Accounts
+from agentspec.server_ext.figures.metrics import Metrics, Recorder
+from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.fusion import DraftFusion, StepModel
-from agentspec.server_ext.metrics import Metrics, Recorder
+from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
 from agentspec.server_ext.pricing import Allowance, EngineLimits, StepPricing
-from agentspec.server_ext.prompt_groups import PromptGroups
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
-from agentspec.server_ext.traces import Traces
 from agentspec.server_ext.turnover import Text, Turnover
-from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
 
 logger = logging.getLogger(__name__)
 

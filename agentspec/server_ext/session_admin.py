@@ -15,10 +15,10 @@ from typing import Any
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRecord, decode
 from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, StoreError, StoreUnavailableError
-from agentspec.server_ext.metrics import Recorder
+from agentspec.server_ext.figures.metrics import Recorder
+from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.step import RequestState
-from agentspec.server_ext.traces import Traces
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from agentspec.cache.running import BatchHandle
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+from agentspec.server_ext.figures.metrics import RequestFigures
+from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.metrics import RequestFigures
-from agentspec.server_ext.traces import Trace
 
 Int32 = NDArray[np.int32]
 

@@ -26,8 +26,8 @@ from agentspec.cache.store import (
 )
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import InvalidInputError
-from agentspec.server_ext.callers import server_secret
-from agentspec.server_ext.model_key import find_model_key
+from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
 from agentspec.simulate import Call, open_tokenizer, read_calls
 from agentspec.train.config import Data, Model, PromptsSource, Source, StoreSource, TrainingConfig

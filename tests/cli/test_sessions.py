@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.cache.store.convert import old_log_name
 from agentspec.cli.sessions import _time
-from agentspec.server_ext.model_key import find_model_key
+from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
 from tests.store.test_convert import old_file

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentspec.server_ext.callers import Callers, Presented
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger
+from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS

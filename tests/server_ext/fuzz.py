@@ -18,9 +18,9 @@ from typing import Any
 from fastapi import HTTPException
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.callers import NOBODY, ApiKeysFile, Callers, Presented
+from agentspec.server_ext.api.session_routes import _import, _parse, _tokenised
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
-from agentspec.server_ext.session_routes import _import, _parse, _tokenised
+from agentspec.server_ext.identity.callers import NOBODY, ApiKeysFile, Callers, Presented
 from agentspec.server_ext.settings import Settings, load_settings
 
 SECRET = "hunter2-hunter2"

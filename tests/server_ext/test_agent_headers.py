@@ -3,8 +3,8 @@
 import pytest
 
 from agentspec.identifiers import to_header
-from agentspec.server_ext.callers import Callers, Presented
 from agentspec.server_ext.identity import Identity, RequestTagger, identify
+from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 
 CLAUDE = {"x-claude-code-session-id": "root"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from agentspec.server_ext.callers import Callers
 from agentspec.server_ext.identity import RequestTagger, identify
+from agentspec.server_ext.identity.callers import Callers
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Step
 from agentspec.server_ext.vllm_adapter.step_reader import StepReader

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.callers import (
+from agentspec.server_ext.identity.callers import (
     NOBODY,
     ApiKeysFile,
     Caller,
@@ -170,7 +170,7 @@ class TestApiKeysFile:
         self, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         now = [1000.0]
-        monkeypatch.setattr("agentspec.server_ext.callers.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.time.monotonic", lambda: now[0])
         found = ApiKeysFile(path)
         path.write_text(f"{digest('ada')} moved\n")
         now[0] += 1.1
@@ -206,7 +206,7 @@ class TestSecrets:
         first = server_secret(one, environ)
         second = server_secret(other, environ)  # an engine that this process starts later
         assert second != first == server_secret(one, environ) and len(first) == 64
-        monkeypatch.setattr("agentspec.server_ext.callers.open_store", None)
+        monkeypatch.setattr("agentspec.server_ext.identity.callers.open_store", None)
         assert server_secret(one, dict(environ)) == first  # in a process that it started
         assert str(tmp_path) not in str(environ)
 

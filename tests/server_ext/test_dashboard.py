@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.server_ext.prometheus import exposition
+from agentspec.server_ext.api.prometheus import exposition
 from tests.server_ext.test_engine import Engine
 from tests.server_ext.test_metrics import read
 

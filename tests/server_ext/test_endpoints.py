@@ -11,12 +11,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.callers import Callers, Presented
-from agentspec.server_ext.endpoints import AgentSpecEndpoints
+from agentspec.server_ext.api.endpoints import AgentSpecEndpoints
+from agentspec.server_ext.figures.metrics import Metrics
+from agentspec.server_ext.figures.traces import Trace
 from agentspec.server_ext.identity import Identity, RequestTagger
-from agentspec.server_ext.metrics import Metrics
+from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.traces import Trace
 from agentspec.server_ext.vllm_adapter import frontend
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 

@@ -548,7 +548,7 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
 ) -> None:
     """The start waits for the store for so long only; then requests come."""
     from agentspec.cache.store import SQLiteStore
-    from agentspec.server_ext.warm_restart import SnapshotKeeper
+    from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
     first, elsewhere = start(snapshot=tmp_path / "trees"), start()
     first.say([1, 2, 3], text(100))
@@ -635,7 +635,7 @@ def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
-    from agentspec.server_ext.warm_restart import SnapshotKeeper
+    from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
     first = start(snapshot=tmp_path / "trees")
     first.say([1, 2, 3], text(100))

@@ -8,6 +8,7 @@ import pytest
 
 from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.server_ext import FREE
+from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.fusion import DraftFusion, ModelDraft
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, pack
 from agentspec.server_ext.fusion.calibrator import (
@@ -20,7 +21,6 @@ from agentspec.server_ext.fusion.calibrator import (
 from agentspec.server_ext.fusion.draft_model import Int64
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.step import AcceptanceLength, DraftRows, RequestState
 
 VOCABULARY = 1000

@@ -6,8 +6,8 @@ import pytest
 
 from agentspec.cache import Scope
 from agentspec.identifiers import check_ids
-from agentspec.server_ext.callers import NOBODY, Callers, Presented
 from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger, identify
+from agentspec.server_ext.identity.callers import NOBODY, Callers, Presented
 from agentspec.server_ext.settings import Settings
 
 SECRET = b"the secret of these tests"

@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.cache import SOURCES
-from agentspec.server_ext import prometheus
-from agentspec.server_ext.metrics import Histogram, Metrics
-from agentspec.server_ext.prometheus import MetricsMiddleware, exposition
+from agentspec.server_ext.api import prometheus
+from agentspec.server_ext.api.prometheus import MetricsMiddleware, exposition
+from agentspec.server_ext.figures.metrics import Histogram, Metrics
 from tests.server_ext.test_engine import Engine
 
 VLLMS = b"# HELP vllm:steps_total Steps.\n# TYPE vllm:steps_total counter\nvllm:steps_total 3.0\n"

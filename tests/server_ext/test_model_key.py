@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.server_ext.model_key import adapter_key, find_model_key
+from agentspec.server_ext.persistence.model_key import adapter_key, find_model_key
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 

@@ -365,7 +365,7 @@ def test_a_session_asked_for_while_it_is_erased_does_not_come_back(store: FlakyS
 
 
 def test_an_erasure_that_the_store_cannot_do_says_so(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.persistence._ERASE_SECONDS", 0.05)
+    monkeypatch.setattr("agentspec.server_ext.persistence.persistence._ERASE_SECONDS", 0.05)
     engine = Engine(store)
     store.gate.clear()
     engine.say([1, 2, 3], text(100))

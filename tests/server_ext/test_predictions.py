@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache import SOURCES
 from agentspec.cache.types import MAX_PREDICTION
-from agentspec.server_ext.callers import Presented
+from agentspec.server_ext.api.predictions import read_prediction
 from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestTagger
-from agentspec.server_ext.predictions import read_prediction
+from agentspec.server_ext.identity.callers import Presented
 from agentspec.server_ext.vllm_adapter import frontend
 
 from .test_endpoints import EngineClient, Start, bearer, shown, start

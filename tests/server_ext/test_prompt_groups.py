@@ -8,7 +8,7 @@ import pytest
 
 from agentspec.cache.types import Int32Array
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.prompt_groups import PromptGroups
+from agentspec.server_ext.identity.prompt_groups import PromptGroups
 
 ANY = Identity()
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 
-from agentspec.server_ext import response_figures
+from agentspec.server_ext.api import response_figures
 from agentspec.server_ext.identity import FIGURES_HEADER
 
 from .test_endpoints import Start, bearer, shown, start

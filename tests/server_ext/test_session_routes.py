@@ -17,11 +17,12 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, open_store
 from agentspec.identifiers import to_header
-from agentspec.server_ext import session_routes, vllm_adapter
-from agentspec.server_ext.callers import Callers, Presented
-from agentspec.server_ext.endpoints import AgentSpecEndpoints, is_loopback
+from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.api import session_routes
+from agentspec.server_ext.api.endpoints import AgentSpecEndpoints, is_loopback
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity, RequestTagger
+from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import StoreError
-from agentspec.server_ext.metrics import Recorder
+from agentspec.server_ext.figures.metrics import Recorder
 
 KEY, OTHER = "a" * 32, "b" * 32
 
@@ -93,7 +93,7 @@ def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
 
 _FULL = """
 import resource, sys
-from agentspec.server_ext.metrics import Recorder
+from agentspec.server_ext.figures.metrics import Recorder
 from tests.server_ext.test_step_record import KEY, line
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 recorder = Recorder(sys.argv[1])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from agentspec.cache import SOURCES
+from agentspec.server_ext.api.response_figures import _as_text
+from agentspec.server_ext.figures.metrics import RequestFigures
+from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import DETAIL_KEY, RequestTagger
-from agentspec.server_ext.metrics import RequestFigures
-from agentspec.server_ext.response_figures import _as_text
-from agentspec.server_ext.traces import Traces
 
 from .test_engine import TEXT, Engine
 
@@ -100,7 +100,7 @@ def test_one_trace_beyond_the_limit_is_dropped() -> None:
 
 @pytest.mark.parametrize(("header", "asked"), [(b"detailed", True), (b"summary", False), (None, False)])
 def test_only_the_header_asks_for_a_trace(header: bytes | None, asked: bool) -> None:
-    from agentspec.server_ext.callers import Callers, Presented
+    from agentspec.server_ext.identity.callers import Callers, Presented
     from agentspec.server_ext.settings import Settings
 
     tagger = RequestTagger(Callers(Settings(store="memory://"), b"secret of the tests"), "tenant")

@@ -11,8 +11,8 @@ import pytest
 from agentspec.cache.store import open_store
 from agentspec.cache.store.records import TurnRecord, decode
 from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.metrics import RequestFigures
 from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step

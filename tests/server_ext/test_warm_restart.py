@@ -16,7 +16,7 @@ import pytest
 from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
 from agentspec.cache.store import snapshot_path
 from agentspec.cache.types import Int32Array
-from agentspec.server_ext.warm_restart import SnapshotKeeper, snapshot_identity
+from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
 from tests.timing import assert_fast, cpu
 
 NUMBERS = np.random.default_rng(7)

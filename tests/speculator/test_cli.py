@@ -16,7 +16,7 @@ from agentspec.cache.store import (
 )
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.model_key import find_model_key
+from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.speculator import SpeculatorConfig, build_speculator, load_speculator, save_speculator
 
 MODEL = "demo/model"

@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from agentspec.server_ext.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
 from agentspec.server_ext.identity import RequestTagger
-from agentspec.server_ext.model_key import adapter_key
+from agentspec.server_ext.identity.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
+from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
-from agentspec.server_ext.callers import ApiKeysFile, admin_key, server_secret
-from agentspec.server_ext.metrics import make_record
+from agentspec.server_ext.figures.metrics import make_record
+from agentspec.server_ext.identity.callers import ApiKeysFile, admin_key, server_secret
 from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext.batch_lookup import BatchLookup
-from agentspec.server_ext.metrics import Metrics, Recorder
+from agentspec.server_ext.figures.metrics import Metrics, Recorder
+from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.step import RequestState, Step
-from agentspec.server_ext.traces import Traces
 
 
 class Accounts:

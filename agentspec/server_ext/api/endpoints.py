@@ -18,10 +18,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
-from agentspec.server_ext.predictions import PredictionMiddleware
-from agentspec.server_ext.prometheus import MetricsMiddleware
-from agentspec.server_ext.response_figures import FiguresMiddleware, figures_of
-from agentspec.server_ext.session_routes import router as session_router
+from agentspec.server_ext.api.predictions import PredictionMiddleware
+from agentspec.server_ext.api.prometheus import MetricsMiddleware
+from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
+from agentspec.server_ext.api.session_routes import router as session_router
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import (

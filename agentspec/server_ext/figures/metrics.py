@@ -20,7 +20,7 @@ from typing import Any
 
 from agentspec.cache import SOURCES
 from agentspec.errors import ConfigurationError, StoreError
-from agentspec.server_ext.traces import Trace
+from agentspec.server_ext.figures.traces import Trace
 
 logger = logging.getLogger(__name__)
 

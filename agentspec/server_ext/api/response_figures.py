@@ -20,8 +20,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from agentspec.server_ext.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.identity import FIGURES_HEADER
+from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of, tokenizer_of
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
-from agentspec.server_ext.session_texts import encode_text
+from agentspec.server_ext.api.session_texts import encode_text
 from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import predicting, tokenizer_of
 

@@ -21,8 +21,8 @@ from typing import Any
 from agentspec.cache import SCOPES, Scope
 from agentspec.errors import InvalidSessionError
 from agentspec.identifiers import MAX_ID_LENGTH, check_session_id
-from agentspec.server_ext.agent_headers import agent_session
-from agentspec.server_ext.callers import NOBODY, Callers, Presented
+from agentspec.server_ext.identity.agent_headers import agent_session
+from agentspec.server_ext.identity.callers import NOBODY, Callers, Presented
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -29,9 +29,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
-from agentspec.server_ext.callers import NOBODY, Presented, shows_admin_key
+from agentspec.server_ext.api.session_texts import SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
-from agentspec.server_ext.session_texts import SessionTexts, turns_of
+from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.vllm_adapter import served_model_key
 from agentspec.server_ext.vllm_adapter.frontend import (
     ROUTES,

@@ -12,7 +12,7 @@ from agentspec.cache import context_hashes
 from agentspec.cache.tokens import TokenIds
 from agentspec.cache.types import UInt64Array
 from agentspec.errors import InvalidTokenError
-from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.identity.identity import Identity
 
 _MAX_LENGTHS = 256
 _LONGEST = 32_768  # tokens; hashing longer prompts would take too much of a step

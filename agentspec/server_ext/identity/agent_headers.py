@@ -6,7 +6,7 @@ A client that is not known yet needs a line in ``CLIENTS`` and nothing else.
 from dataclasses import dataclass
 
 from agentspec.identifiers import from_header
-from agentspec.server_ext.callers import Presented
+from agentspec.server_ext.identity.callers import Presented
 
 
 @dataclass(frozen=True, slots=True)

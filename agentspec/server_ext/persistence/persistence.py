@@ -36,8 +36,8 @@ from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.types import DEFAULT_MAX_BYTES
 from agentspec.errors import AgentSpecError, StoreError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.persistence.turn_records import record_of, turn_of
 from agentspec.server_ext.settings import MemoryShares
-from agentspec.server_ext.turn_records import record_of, turn_of
 
 logger = logging.getLogger(__name__)
 

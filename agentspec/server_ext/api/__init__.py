@@ -1,0 +1,11 @@
+"""Add to vLLM's API server: routes for sessions and figures, and what requests and responses carry.
+
+``endpoints``         plugs the routes into vLLM's server; the engines' figures under ``/v1/agentspec``
+``session_routes``    a caller's sessions, listed, exported, imported and erased
+``session_texts``     texts and messages that a client gives for a session, as turns
+``predictions``       OpenAI's Predicted Outputs, as tokens that a request drafts from
+``response_figures``  a request's figures in its response
+``prometheus``        the engines' figures on vLLM's ``/metrics``
+
+The engines are in other processes: ``vllm_adapter.frontend`` asks them.
+"""

@@ -1,0 +1,29 @@
+"""Find out who sent a request, and what it belongs to.
+
+``callers``        who sent it: API keys, a gateway's headers, the file of keys; the secret of all MACs
+``identity``       Identity: its principal, tenant, session, parent session, group, scope and weight version
+``agent_headers``  the session in the headers that coding agents send by themselves
+``prompt_groups``  the group of requests that have the same prompt and name none
+"""
+
+from agentspec.server_ext.identity.identity import (
+    DETAIL_KEY,
+    FIGURES_HEADER,
+    IDENTITY_KEY,
+    PREDICTION_KEY,
+    SESSION_KEY,
+    Identity,
+    RequestTagger,
+    identify,
+)
+
+__all__ = [
+    "DETAIL_KEY",
+    "FIGURES_HEADER",
+    "IDENTITY_KEY",
+    "PREDICTION_KEY",
+    "SESSION_KEY",
+    "Identity",
+    "RequestTagger",
+    "identify",
+]
