@@ -14,7 +14,7 @@ from agentspec.cache import FinishedTurn
 from agentspec.cache.store import LogNames, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 

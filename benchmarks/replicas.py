@@ -35,7 +35,7 @@ from agentspec.cache.tokens import TokenIds
 from agentspec.cache.types import Scope
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.simulate import Figures, simulate
 from agentspec.testing.redis_server import RedisServer
 

@@ -38,7 +38,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.store import mac, open_store
 from agentspec.errors import AgentSpecError
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.simulate import Call
 from agentspec.testing.redis_server import RedisServer
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from agentspec.cache import SuffixCache
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.step import Int32, NewRequest, RequestState
 
 logger = logging.getLogger(__name__)

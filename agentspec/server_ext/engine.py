@@ -22,7 +22,7 @@ from agentspec.server_ext.figures.metrics import Metrics, Recorder
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
 from agentspec.server_ext.pricing import Allowance, EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize

@@ -17,7 +17,7 @@ from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRe
 from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.metrics import Recorder
 from agentspec.server_ext.figures.traces import Traces
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.step import RequestState
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 from agentspec.cache.store import CircuitBreaker, RecordReader, RedisStore, Retention, TurnRecord, open_store
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.store.helpers import LOGS, wait_until

@@ -16,7 +16,7 @@ from agentspec.server_ext import FREE
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, kept_lengths
 from agentspec.server_ext.pricing.step_cost import Prices, StepCost
 from agentspec.server_ext.settings import Settings, load_settings

@@ -18,7 +18,7 @@ from agentspec.cache.store.records import decode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import StepCost
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step

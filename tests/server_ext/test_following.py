@@ -20,7 +20,7 @@ from agentspec.cache.store import RecordReader, Retention, TurnRecord, open_stor
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.store.helpers import LOGS, wait_until

@@ -23,7 +23,7 @@ from agentspec.cache.store import (
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.errors import StoreUnavailableError
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from tests.store.helpers import LOGS, FlakyStore, unwritable, wait_until
 
 TENANT = "t"

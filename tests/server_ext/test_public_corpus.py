@@ -14,7 +14,7 @@ from agentspec.cache.store import open_store
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.public_corpus import PublicCorpus
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step

@@ -23,7 +23,7 @@ from agentspec.server_ext.api.endpoints import AgentSpecEndpoints, is_loopback
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from agentspec.server_ext.vllm_adapter import served_model_key

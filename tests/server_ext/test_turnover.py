@@ -13,7 +13,7 @@ from agentspec.cache.store.records import TurnRecord, decode
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength, Batch, NewRequest, RequestState, Step
 from agentspec.server_ext.turnover import Turnover

@@ -11,7 +11,7 @@ from agentspec.cache import FinishedTurn, Scope, context_hashes
 from agentspec.cache.store import SQLiteStore, TurnRecord
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.server_ext.identity import Identity
-from agentspec.server_ext.persistence import Persistence
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.train.corpus import Conversation, Joiner, cut, from_records, from_store
 from tests.store.helpers import LOGS
 

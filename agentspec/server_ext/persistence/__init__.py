@@ -5,7 +5,3 @@
 ``warm_restart``  the snapshot of the indexes, beside the store
 ``model_key``     the key of a model and its tokenizer, under which servers share what they store
 """
-
-from agentspec.server_ext.persistence.persistence import Persistence
-
-__all__ = ["Persistence"]

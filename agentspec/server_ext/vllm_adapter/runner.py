@@ -18,8 +18,8 @@ from agentspec.cache.store import LogNames, open_store, snapshot_path
 from agentspec.errors import SpeculatorError
 from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity.callers import server_secret
-from agentspec.server_ext.persistence import Persistence
 from agentspec.server_ext.persistence.model_key import find_model_key
+from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
