@@ -63,6 +63,17 @@ def test_a_short_beginning_does_not_count_for_long() -> None:
     assert rows.run(24) == pytest.approx((8 * 1.0 + 8 * 1.0 + 24 * 9.0) / 40, rel=0.05)
 
 
+def test_steps_in_which_a_row_was_preempted_do_not_count() -> None:
+    rows = Rows(9.0, 9.0)
+    rows.run(100)
+    away = rows.rows.pop(), rows.gains.pop(), rows.texts.pop()
+    rows.run(100)
+    rows.rows.append(away[0])
+    rows.gains.append(away[1])
+    rows.texts.append(away[2])
+    assert rows.run(20) > 8
+
+
 def test_new_rows_begin_as_rows_before_them_did() -> None:
     rows = Rows(5.0)
     for _ in range(60):

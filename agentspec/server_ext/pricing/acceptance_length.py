@@ -19,6 +19,7 @@ class AcceptanceLengths:
 
     def __init__(self) -> None:
         self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
+        self._latest = 0  # step of the latest call of `lowest`
 
     def begin(self, length: int, step: int) -> AcceptanceLength:
         """Return the measure of a new row. length: tokens of its text at that step."""
@@ -27,17 +28,22 @@ class AcceptanceLengths:
     def lowest(self, rows: Iterable[tuple[AcceptanceLength, int]], step: int, count: int) -> float:
         """Note how long the rows' texts are at a step, and return the lowest mean.
 
+        Call it whenever the rows change. A row that the call before did not have was preempted meanwhile, so the steps
+        since it was last there say nothing.
         rows: measure and tokens of each. count: rows of the batch, of which others get no drafts. If they are half of
         the batch or more, the result is 1.
         """
         means = []
         for row, length in rows:
             steps = step - row.step
-            if steps > 0:
+            if row.step < self._latest:
+                row.length, row.step = length, step
+            elif steps > 0:
                 latest = (length - row.length) / steps
                 if row.mean.count < 2 * _FIRST_STEPS:
                     self._start.add(latest, _MEAN_STEPS, steps)
                 row.mean.add(latest, _MEAN_STEPS, steps)
                 row.length, row.step = length, step
             means.append(row.mean.value)
+        self._latest = step
         return min(means) if 2 * len(means) > count else 1.0
