@@ -19,11 +19,12 @@ _PRICED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Hold what a batch's steps may draft. It is valid for version ``version`` of the step cost, until step ``until``.
+    """Hold what a batch's steps may draft.
 
-    cost: price of verifying one more token, as a share of a decode step. tokens: most draft tokens of a step; limited
-    by what `DraftBudget` says, ``by_latency`` if that is the duration of steps. row_tokens: most of one row. work:
-    CPU time for what waits beside drafting, in seconds a step.
+    cost: price of verifying one more token, as a share of a decode step. tokens: most draft tokens of a step.
+    by_latency: whether the duration of steps is what limits them. row_tokens: most draft tokens of one row. work: CPU
+    time for what waits beside drafting, in seconds a step. All hold for this version of the step cost, and before step
+    ``until``.
     """
 
     cost: float = 0.0
