@@ -15,10 +15,10 @@ In the engine's process, without vLLM and torch:
 ``persistence``   turns to and from the store, and the snapshot
 ``figures``       what is counted
 ``session_admin`` sessions listed, exported, imported and erased
-``public_corpus`` texts that everybody drafts from
+``public_corpus`` texts that all requests draft from that share anything
 
 ``settings``      the settings, from ``--additional-config`` and the environment, or (``speculative_methods``) from
-                  ArcticInference's
+                  vLLM's and ArcticInference's
 ``speculator``    draft models, in torch alone
 ``vllm_adapter``  the one package that knows vLLM: its plugin and patches, its command line, its model runner -> Step
 ``vllm_launch``   ``engine_options``, for an offline ``LLM``

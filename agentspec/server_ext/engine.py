@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
 from agentspec.server_ext.figures.accounts import Accounts
@@ -24,7 +25,7 @@ from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
-from agentspec.server_ext.pricing import Allowance, EngineLimits, StepPricing
+from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
@@ -306,7 +307,7 @@ class DraftingEngine:
                 before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
                 self._end(new.request_id, said, partial(tuple, before))
             self._begin(new)
-        work = (lookup.allowance if lookup else Allowance()).work
+        work = lookup.allowance.work if lookup else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
             if step.started:  # its prompts let it take long

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentspec.cache import StepDrafts, SuffixCache
+from agentspec.cache import SuffixCache
 from agentspec.cache.store import open_store
-from agentspec.cache.types import SOURCES
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext import FREE
 from agentspec.server_ext.engine import DraftingEngine
@@ -21,6 +20,7 @@ from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits,
 from agentspec.server_ext.pricing.step_cost import Prices, StepCost
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
+from tests.server_ext.drafts import drafts_of
 from tests.store.helpers import LOGS
 
 
@@ -43,19 +43,6 @@ def by_hand(chances: list[list[float]], budget: int) -> list[int]:
         worth[-row] = value
         lengths[-row] += 1
     return lengths
-
-
-def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts:
-    counts = np.zeros((len(tokens), len(SOURCES)), np.int32)
-    return StepDrafts(
-        token_ids=np.array(list(chain(*tokens)), np.int32),
-        offsets=np.concatenate(([0], np.cumsum([len(row) for row in tokens]))).astype(np.int32),
-        sources=np.zeros(sum(map(len, tokens)), np.uint8),
-        probabilities=np.array(list(chain(*chances)), np.float32),
-        match_lengths=np.zeros(len(tokens), np.int32),
-        accepted=counts,
-        drafted=counts,
-    )
 
 
 class TestWhatStays:

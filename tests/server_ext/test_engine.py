@@ -19,7 +19,7 @@ from agentspec.server_ext.engine import DraftingEngine
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
-from agentspec.server_ext.pricing import StepCost
+from agentspec.server_ext.pricing.step_cost import StepCost
 from agentspec.server_ext.settings import MemoryShares, Settings
 from agentspec.server_ext.step import Batch, NewRequest, Step
 from tests.store.helpers import LOGS

@@ -1,32 +1,14 @@
 """What the engine is told that a step may draft, and what stays of its drafts."""
 
-from itertools import chain
-
-import numpy as np
 import pytest
 
-from agentspec.cache import StepDrafts
-from agentspec.cache.types import SOURCES
 from agentspec.server_ext.pricing import Allowance, StepPricing
 from agentspec.server_ext.step import AcceptanceLength
+from tests.server_ext.drafts import drafts_of
 
 ROWS = 4
 PLAIN, TOKEN = 0.010, 0.001
 """Seconds of a step without drafts, and of each draft token."""
-
-
-def step_drafts(tokens: list[list[int]]) -> StepDrafts:
-    counts = np.zeros((len(tokens), len(SOURCES)), np.int32)
-    total = sum(map(len, tokens))
-    return StepDrafts(
-        token_ids=np.array(list(chain(*tokens)), np.int32),
-        offsets=np.concatenate(([0], np.cumsum([len(row) for row in tokens]))).astype(np.int32),
-        sources=np.zeros(total, np.uint8),
-        probabilities=np.full(total, 0.9, np.float32),
-        match_lengths=np.zeros(len(tokens), np.int32),
-        accepted=counts,
-        drafted=counts,
-    )
 
 
 class Batch:
@@ -68,29 +50,29 @@ def test_the_rows_that_accept_little_limit_a_step_by_its_duration() -> None:
     assert not Batch(given=0.1, step_tokens=10).allow(1).by_latency
 
 
-def cut(batch: Batch, allowance: Allowance, tokens: list[list[int]]) -> list[list[int]]:
-    return batch.pricing.cut(step_drafts(tokens), allowance, ROWS)
-
-
 DRAFTS = [[1, 2, 3], [4, 5, 6], [7], [8]]
+
+
+def cut(batch: Batch, allowance: Allowance) -> list[list[int]]:
+    return batch.pricing.cut(drafts_of(DRAFTS, [[0.9] * len(draft) for draft in DRAFTS]), allowance, ROWS)
 
 
 def test_drafts_within_the_allowance_stay_whole() -> None:
     batch = Batch()
     batch.observe(20)  # steps without drafts have never been measured
-    assert cut(batch, Allowance(tokens=8, by_latency=True), DRAFTS) == DRAFTS
+    assert cut(batch, Allowance(tokens=8, by_latency=True)) == DRAFTS
 
 
 def test_now_and_then_a_step_whose_duration_cuts_drafts_has_none() -> None:
     batch = Batch()
     batch.observe(20)
     allowance = Allowance(tokens=4, by_latency=True)
-    assert cut(batch, allowance, DRAFTS) == [[], [], [], []]
-    assert sum(map(len, cut(batch, allowance, DRAFTS))) == 4  # not twice in a row
+    assert cut(batch, allowance) == [[], [], [], []]
+    assert sum(map(len, cut(batch, allowance))) == 4  # not twice in a row
 
 
 def test_where_the_setting_cuts_drafts_every_step_has_some() -> None:
     batch = Batch()
     batch.observe(20)
     allowance = Allowance(tokens=4, by_latency=False)
-    assert sum(map(len, cut(batch, allowance, DRAFTS))) == 4
+    assert sum(map(len, cut(batch, allowance))) == 4

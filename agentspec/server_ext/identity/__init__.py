@@ -3,7 +3,7 @@
 ``callers``        who sent it: API keys, a gateway's headers, the file of keys; the secret of all MACs
 ``identity``       Identity: its principal, tenant, session, parent session, group, scope and weight version
 ``agent_headers``  the session in the headers that coding agents send by themselves
-``prompt_groups``  the group of requests that have the same prompt and name none
+``prompt_groups``  in the engine: the group of requests that have the same prompt and name none
 """
 
 from agentspec.server_ext.identity.identity import (

@@ -7,9 +7,7 @@
 ``draft_budget``       the least of all limits on a step's draft tokens, and which of them stay
 """
 
-from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
-from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits
-from agentspec.server_ext.pricing.step_cost import StepCost
+from agentspec.server_ext.pricing.draft_budget import EngineLimits
 from agentspec.server_ext.pricing.step_pricing import Allowance, StepPricing
 
-__all__ = ["AcceptanceLengths", "Allowance", "DraftBudget", "EngineLimits", "StepCost", "StepPricing"]
+__all__ = ["Allowance", "EngineLimits", "StepPricing"]

@@ -62,7 +62,7 @@ class StepPricing:
 
     def latest_work(self) -> float:
         """Return the CPU time for what waits beside drafting after the step that ended last, in seconds."""
-        return min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS)
+        return _work_in(self._elapsed)
 
     def is_valid(self, allowance: Allowance, step: int) -> bool:
         """Return whether the allowance still holds at a step."""
@@ -82,7 +82,7 @@ class StepPricing:
             tokens=tokens,
             by_latency=self.budget.limited_by == "latency",
             row_tokens=self.budget.most(len(rows), tokens),
-            work=min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS) if seconds else DEFAULT_WORK_SECONDS,
+            work=_work_in(seconds) if seconds else DEFAULT_WORK_SECONDS,
             version=self.cost.version,
             until=step + _PRICED_STEPS,
         )
@@ -96,3 +96,8 @@ class StepPricing:
         if too_many and allowance.by_latency and self.cost.should_measure_plain(count):
             return [[] for _ in range(len(drafts.offsets) - 1)]
         return self.budget.cut(drafts, allowance.tokens)
+
+
+def _work_in(seconds: float) -> float:
+    """Return the CPU time for what waits beside drafting in a step of so many seconds."""
+    return min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS)

@@ -1,0 +1,22 @@
+"""Drafts of a step, made by hand."""
+
+from itertools import chain
+
+import numpy as np
+
+from agentspec.cache import StepDrafts
+from agentspec.cache.types import SOURCES
+
+
+def drafts_of(tokens: list[list[int]], chances: list[list[float]]) -> StepDrafts:
+    """Return drafts of these tokens, one list a row, with the probability of each."""
+    counts = np.zeros((len(tokens), len(SOURCES)), np.int32)
+    return StepDrafts(
+        token_ids=np.array(list(chain(*tokens)), np.int32),
+        offsets=np.concatenate(([0], np.cumsum([len(row) for row in tokens]))).astype(np.int32),
+        sources=np.zeros(sum(map(len, tokens)), np.uint8),
+        probabilities=np.array(list(chain(*chances)), np.float32),
+        match_lengths=np.zeros(len(tokens), np.int32),
+        accepted=counts,
+        drafted=counts,
+    )
