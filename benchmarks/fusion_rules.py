@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext import FREE
-from agentspec.server_ext.fusion.draft_model import StepModel
+from agentspec.server_ext.fusion.draft_model import RESTS, StepModel
 from agentspec.server_ext.fusion.fusion import DraftFusion, FusedDrafts
 from agentspec.server_ext.fusion.scheduler import PassTime
 from agentspec.server_ext.step import DraftRows
@@ -87,13 +87,16 @@ def _as_step_drafts(drafts: Sequence[Sequence[int]], fed: StepDrafts) -> StepDra
 
 
 def fix_prices(pass_price: float) -> None:
-    """Let a step without drafts take a second for each row, and a drafter's further pass `pass_price` of one."""
+    """Let a step without drafts take a second for each row, and a drafter's pass `pass_price` of one."""
+
+    def passes_for(tokens: int) -> int:
+        return 0 if tokens == RESTS else max(1, tokens)
 
     def draft(original: Any, fusion: DraftFusion, rows: DraftRows, model: StepModel, cost: float, unit: Any) -> Any:
         return original(fusion, rows, model, cost, 1.0)
 
-    def saved(original: Any, passes: PassTime, rows: int, tokens: int) -> float:
-        return pass_price * max(0, tokens - 1)
+    def saved(original: Any, passes: PassTime, rows: int, tokens: int, least: int) -> float:
+        return pass_price * (passes_for(tokens) - passes_for(least))
 
     why = "a price is given"
     install([Patch("runner", _FUSION, "draft", draft, why), Patch("runner", _PASS_TIME, "saved", saved, why)])

@@ -158,6 +158,9 @@ class SureModel:
         sure = np.full(tokens.shape, 0.99, np.float32)
         return lambda: ModelDraft(tokens, sure, tokens, sure)
 
+    def rest(self) -> None:
+        raise NotImplementedError
+
 
 class TestProposer:
     """Four rows that copy from themselves for ever."""

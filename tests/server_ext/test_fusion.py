@@ -18,7 +18,7 @@ from agentspec.server_ext.fusion.calibrator import (
     AcceptanceCalibrator,
     SuffixToken,
 )
-from agentspec.server_ext.fusion.draft_model import Int64
+from agentspec.server_ext.fusion.draft_model import RESTS, Int64
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, ModelTime, Pace, PassTime, gained_tokens
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import AcceptanceLength, DraftRows, RequestState
@@ -301,7 +301,7 @@ class TestScheduler:
 
 
 class TestPasses:
-    """A drafter of whole batches: how many tokens it drafts, where its first pass runs in any case."""
+    """A drafter of whole batches: how many tokens it drafts, or whether it rests."""
 
     @staticmethod
     def taught(gain: float, first: float = 0.002, further: float = 0.001) -> DraftModelScheduler:
@@ -314,20 +314,45 @@ class TestPasses:
 
     @staticmethod
     def choose(
-        scheduler: DraftModelScheduler, worth: Sequence[float] = (0.8, 1.4, 1.8), promised: float = 0.0, room: int = 9
+        scheduler: DraftModelScheduler,
+        worth: Sequence[float] = (0.8, 1.4, 1.8),
+        promised: float = 0.0,
+        room: int = 9,
+        *,
+        rests: bool = False,
     ) -> int:
         """Return the number of tokens for one row, where 1 ms is a tenth of a token."""
-        choices = range(len(worth) + 1)
+        choices = (RESTS, *range(1, len(worth) + 1)) if rests else range(len(worth) + 1)
         return scheduler.choose_tokens([request()], [promised], [room], worth, choices, Pace(1.0, 0.010))
 
     def test_the_first_pass_is_no_cost(self) -> None:
         times = PassTime()
-        assert times.saved(1, 3) is None
+        assert times.saved(1, 3, 0) is None
         times.observe(1, 3, 0.008)
-        assert times.saved(1, 3) == pytest.approx(0.006), "a first pass like the others, until more is known"
+        assert times.saved(1, 3, 0) == pytest.approx(0.006), "a first pass like the others, until more is known"
         times.observe(1, 0, 0.005)
-        assert times.saved(1, 3) == pytest.approx(0.003)
-        assert times.saved(1, 1) == pytest.approx(0.001)
+        assert times.saved(1, 3, 0) == pytest.approx(0.003)
+        assert times.saved(1, 1, 0) == pytest.approx(0.001)
+
+    def test_a_rest_saves_the_first_pass_too(self) -> None:
+        times = PassTime()
+        times.observe(1, RESTS, 0.001)
+        assert times.saved(1, 3, RESTS) is None
+        assert times.saved(1, RESTS, RESTS) == 0.0
+        times.observe(1, 3, 0.008)
+        assert times.saved(1, 1, RESTS) == pytest.approx(0.003), "a first pass like the others, until more is known"
+        times.observe(1, 0, 0.005)
+        assert times.saved(1, 3, RESTS) == pytest.approx(0.007)
+        assert times.saved(1, 1, RESTS) == pytest.approx(0.005)
+        assert times.saved(1, 3, 0) == pytest.approx(0.003)
+
+    def test_what_a_run_takes_beyond_the_least_is_no_part_of_a_step(self) -> None:
+        times = PassTime()
+        for tokens, seconds in ((0, 0.005), (3, 0.008)):
+            times.observe(1, tokens, seconds)
+        assert [times.beyond_least(1, tokens) for tokens in (0, 3)] == pytest.approx([0.0, 0.003])
+        times.observe(1, RESTS, 0.001)
+        assert [times.beyond_least(1, tokens) for tokens in (RESTS, 0, 3)] == pytest.approx([0.0, 0.004, 0.007])
 
     def test_it_drafts_all_before_anything_is_known(self) -> None:
         assert self.choose(DraftModelScheduler()) == 3
@@ -343,6 +368,13 @@ class TestPasses:
             scheduler.learn(request(), 6.0, 0.0)
         assert self.choose(scheduler, promised=6.0) == 0
         assert self.choose(scheduler, promised=0.0) == 3
+
+    def test_it_rests_where_its_tokens_are_not_worth_the_first_pass(self) -> None:
+        """The first pass takes .2 tokens, each further one .1."""
+        assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0)) == 1
+        assert self.choose(self.taught(0.15), worth=(0.9, 0.95, 1.0), rests=True) == RESTS
+        assert self.choose(self.taught(1.8), rests=True) == 3
+        assert self.choose(self.taught(1.8), room=0, rests=True) == RESTS
 
     def test_nothing_is_drafted_for_rows_without_room(self) -> None:
         assert self.choose(self.taught(1.8), room=0) == 0
@@ -374,6 +406,9 @@ class Oracle:
         self._random = np.random.default_rng(1)
         self._right, self._sure = right, sure
 
+    def rest(self) -> None:
+        raise AssertionError("a rest is none of its choices")
+
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         self.launched.append((list(rows), proposals))
         truth = np.array([self._text[self.length : self.length + 3]] * len(rows))
@@ -403,10 +438,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Whole(Oracle):
     """A drafter of whole batches that knows the text: tokens without probabilities, each in 2 ms."""
 
-    def __init__(self, text: Sequence[int], clock: Clock) -> None:
+    def __init__(self, text: Sequence[int], clock: Clock, choices: Sequence[int] = range(4)) -> None:
         super().__init__(text, 1.0)
-        self.choices = range(4)
+        self.choices = choices
+        self.rests = 0
         self._clock = clock
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         self.launched.append((list(rows), proposals))
@@ -523,6 +562,17 @@ class TestFusion:
         assert sum(fresh) / len(fresh) > 2.5
         assert sum(repeated) / len(repeated) < 1.0
         assert len(repeated) > 5, "its first pass runs in every step"
+
+    def test_a_drafter_that_may_rest_does_so_in_repeated_text(self, cache: SuffixCache, clock: Clock) -> None:
+        text = TEXT[:300]
+        fusion, oracle = DraftFusion(cache), Whole(text, clock, (RESTS, 1, 2, 3))
+        first = decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
+        assert first.steps < len(text) / 2.5
+        before, runs = oracle.rests, len(oracle.launched)
+        again = decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
+        assert again.steps < len(text) / 5
+        assert oracle.rests - before + len(oracle.launched) - runs == again.steps
+        assert oracle.rests - before > 0.8 * again.steps
 
     def test_the_trees_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
         """Its first token tells which of two texts goes on; the trees, which cannot tell, know the rest."""

@@ -17,10 +17,12 @@ from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext import FREE, vllm_adapter
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
+from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.vllm_adapter import native_drafters, runner
 from agentspec.server_ext.vllm_adapter.launch import engine_options, uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, as_model_draft
 from agentspec.server_ext.vllm_adapter.native_methods import adopt, as_configured, drafter_tokens
+from agentspec.server_ext.vllm_adapter.skipped_passes import SkippedPasses
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -107,6 +109,8 @@ class Native:
 
     def __init__(self) -> None:
         self.num_speculative_tokens = 0
+        self.block_size = 16
+        self.parallel_drafting = self.supports_mm_inputs = self.uses_mrope = False
         self.empty_runs = 0
         self.use_local_argmax_reduction = self.use_heterogeneous_vocab = False
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden, get_top_tokens=lambda h: h.argmax(dim=-1))
@@ -129,19 +133,26 @@ class Runner:
             use_dflash=lambda: False,
         )
         adopt(spec, 16)
-        parallel = SimpleNamespace(data_parallel_size=data_parallel)
-        self.vllm_config = SimpleNamespace(speculative_config=spec, parallel_config=parallel)
+        parallel = SimpleNamespace(data_parallel_size=data_parallel, decode_context_parallel_size=1)
+        self.vllm_config = SimpleNamespace(
+            speculative_config=spec,
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            kv_transfer_config=None,
+        )
         self.drafter = Native()
         self.effective_drafter_max_model_len = 100
-        self.input_batch = SimpleNamespace(req_ids=["a", "b"])
+        self.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=np.array([20, 20]))
         self.ran: list[int] = []
         self._draft_probs: Any = None
         self._draft_prob_req_ids: Any = None
         self._draft_token_ids: Any = None
 
     def forward(self, longest: int = 50) -> ForwardPass:
-        scheduled = SimpleNamespace(num_spec_tokens_to_schedule=16)
+        # Not one token a row: there is a prompt among them, so the drafter may not rest.
+        scheduled = SimpleNamespace(num_spec_tokens_to_schedule=16, total_num_scheduled_tokens=9)
         result = ForwardPass(scheduled, [[1], [2]], common_attn_metadata=SimpleNamespace(max_seq_len=longest))
+        result.input_batch = self.input_batch
 
         def native() -> torch.Tensor:
             self.ran.append(scheduled.num_spec_tokens_to_schedule)
@@ -187,10 +198,38 @@ class TestRuns:
         NativeDrafter(holder).bind(holder.forward()).close()
         assert holder.ran == [0]
 
+    def test_one_with_a_kv_cache_rests_where_its_pass_can_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        prepared: list[bool] = []
+        monkeypatch.setattr(SkippedPasses, "may_skip", lambda *_: True)
+        monkeypatch.setattr(SkippedPasses, "prepare", lambda _, __, *, skip: prepared.append(skip))
+        holder = Runner("eagle3")
+        drafter = NativeDrafter(holder)
+        bound = drafter.bind(holder.forward())
+        assert bound.choices == (RESTS, 1, 2, 3)
+        bound.rest()
+        bound.close()
+        drafter.bind(holder.forward()).close()
+        ask(drafter, holder.forward(), [0], 1)
+        assert prepared == [True, True, False]
+        assert holder.ran == [0, 0, 1], "vLLM's call is made; what stands in for the drafter's leaves the pass out"
+
+    def test_what_waits_is_dropped_after_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forgot: list[bool] = []
+        monkeypatch.setattr(SkippedPasses, "forget", lambda _: forgot.append(True))
+        holder = Runner("eagle3")
+        drafter, forward = NativeDrafter(holder), holder.forward()
+        forward.native = list
+        drafter.bind(forward).close()
+        assert not forgot
+        forward.native = None
+        with pytest.raises(AssertionError):
+            drafter.bind(forward).close()
+        assert forgot
+
     def test_one_without_a_kv_cache_rests(self) -> None:
         holder = Runner("ngram")
         drafter = NativeDrafter(holder)
-        assert drafter.choices == (0, 3)
+        assert drafter.choices == (RESTS, 3)
         drafter.bind(holder.forward()).close()
         assert holder.ran == []
         assert ask(drafter, holder.forward(), [0], 3) == [[7, 8, 9]]

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
+RESTS = -1
+"""Number of tokens that a drafter of whole batches drafts where it does not run at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
@@ -31,7 +34,8 @@ class StepModel(Protocol):
     launching it before the suffix index drafts saves time.
     ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
     proposals. Another one drafts for the whole batch, and its own tokens only; these are then the numbers of tokens
-    that it can be asked for in this step, ascending. The time of the smallest cannot be saved.
+    that it can be asked for in this step, ascending, RESTS among them where it may be left out. The time of the
+    smallest cannot be saved.
     """
 
     @property
@@ -48,4 +52,8 @@ class StepModel(Protocol):
         take and score, then FREE. A model with ``choices`` gets FREE alone, as many as tokens are asked for. Both the
         call and the returned function may raise the model's errors.
         """
+        ...
+
+    def rest(self) -> None:
+        """Leave the model out of this step, where ``choices`` has RESTS. May raise the model's errors."""
         ...

@@ -21,7 +21,7 @@ from agentspec.cache.core import draft_value
 from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow, Offer, pack
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
-from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft, StepModel
+from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
 from agentspec.server_ext.step import DraftRows
 
@@ -184,20 +184,20 @@ class DraftFusion:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
         rooms, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
         tokens = self.scheduler.choose_tokens(rows.states, expected, rooms, worth, choices, pace)
-        chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens else []
-        proposals = np.full((len(chosen), tokens), FREE, dtype=np.int64)
+        chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens > 0 else []
         begin = time.perf_counter()
-        answer = model.launch([int(rows.rows[i]) for i in chosen], proposals)
+        if tokens == RESTS:
+            model.rest()
+        else:
+            proposals = np.full((len(chosen), tokens), FREE, dtype=np.int64)
+            answer = model.launch([int(rows.rows[i]) for i in chosen], proposals)
         seconds = time.perf_counter() - begin
-        self.scheduler.passes.observe(len(rows.states), tokens, seconds)
-        if not chosen:
-            return FusedDrafts(drafts)
-        own = list(range(len(chosen)))
-        question = _Question(chosen, [-1] * len(chosen), own, answer, seconds)
-        return FusedDrafts(
-            self._hear(rows, drafts, expected, question, model.positions, cost).drafts,
-            self.scheduler.passes.saved(len(rows.states), tokens) or 0.0,
-        )
+        passes = self.scheduler.passes
+        passes.observe(len(rows.states), tokens, seconds)
+        if chosen:
+            question = _Question(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
+            drafts = self._hear(rows, drafts, expected, question, model.positions, cost).drafts
+        return FusedDrafts(drafts, passes.beyond_least(len(rows.states), tokens))
 
     def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
         """Launch the model for the chosen rows. drafts: suffix drafts of all rows, to follow and score; or None."""

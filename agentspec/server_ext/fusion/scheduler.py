@@ -6,8 +6,8 @@ scheduler learns gains from the rows on which the model ran, by request and by t
 The model runs on rows whose gains together exceed the tokens that a step yields in the time that the model takes. If
 drafts do not pay, as in large batches, there is no gain, and the model does not run.
 
-A drafter of vLLM's runs over the whole batch, and its first pass in any case. Then the choice is how many tokens it
-drafts.
+A drafter of vLLM's runs over the whole batch. Then the choice is how many tokens it drafts, or whether it rests. Its
+first pass cannot always be left out.
 
 Gains are measured only where the model runs. So a small share of the time goes to trials on all rows, which show when
 a model that was useless for a while becomes useful again.
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentspec.cache.core import draft_value
+from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.step import RequestState, RunningMean
 
 _TRIAL_SHARE = 0.01
@@ -86,7 +87,10 @@ class ModelTime:
 
 
 class PassTime:
-    """Estimate how long a drafter of whole batches takes for each further token, in seconds."""
+    """Estimate how long a drafter of whole batches takes, by the number of tokens that it drafts, in seconds.
+
+    RESTS counts as a number of tokens. The others lie on a line: a first pass, and as much again for each token.
+    """
 
     def __init__(self) -> None:
         self._times: dict[int, ModelTime] = {}
@@ -95,21 +99,36 @@ class PassTime:
         """Add the time of a run over a batch of ``rows`` rows that drafted so many tokens in each."""
         self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
 
-    def saved(self, rows: int, tokens: int) -> float | None:
-        """Return the time that drafting nothing would save; None before the first run that drafted.
+    def saved(self, rows: int, tokens: int, least: int) -> float | None:
+        """Return the time that drafting ``least`` tokens instead would save; None before the first run that drafted.
 
-        It is the slope of a line through the times seen, by number of tokens. While only one number was seen, the
-        first pass, which cannot be saved, counts as long as each further one.
+        While only one number of tokens was seen, the first pass counts as long as each further one. A rest that was not
+        seen takes no time.
         """
-        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items()]
+        if tokens == least:
+            return 0.0
+        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items() if number >= 0]
         most = max(known, default=(0, 0.0))
         if most[0] == 0:
             return None
         if len(known) == 1:
-            return most[1] * tokens / (most[0] + 1)
-        middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
-        over = sum((number - middle) * (seconds - mean) for number, seconds in known)
-        return float(max(0.0, tokens * over / sum((number - middle) ** 2 for number, _ in known)))
+            first = further = most[1] / (most[0] + 1)
+        else:
+            middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
+            over = sum((number - middle) * (seconds - mean) for number, seconds in known)
+            further = max(0.0, over / sum((number - middle) ** 2 for number, _ in known))
+            first = max(0.0, mean - further * middle)
+        if least != RESTS:
+            return further * (tokens - least)
+        return max(0.0, first + further * tokens - self._resting(rows))
+
+    def beyond_least(self, rows: int, tokens: int) -> float:
+        """Return the time of a run beyond the least that was ever asked for: a rest, or else a first pass."""
+        return self.saved(rows, tokens, RESTS if RESTS in self._times else 0) or 0.0
+
+    def _resting(self, rows: int) -> float:
+        resting = self._times.get(RESTS)
+        return 0.0 if resting is None else resting.seconds(rows) or 0.0
 
 
 class DraftModelScheduler:
@@ -169,14 +188,14 @@ class DraftModelScheduler:
         least, most = choices[0], choices[-1]
         if least == most or not able:
             return least
-        saved = self.passes.saved(len(states), most)
+        saved = self.passes.saved(len(states), most, least)
         if pace.unit is None or saved is None:
             return most  # while nothing is known
         gain = sum(max(0.0, self.gain(states[i], promised[i])) for i in able)
         tokens_a_second = pace.rate / pace.unit
         best, count = 0.0, least
         for tokens in choices[1:]:
-            time = self.passes.saved(len(states), tokens) or 0.0
+            time = self.passes.saved(len(states), tokens, least) or 0.0
             surplus = gain * worth[tokens - 1] / worth[most - 1] - tokens_a_second * time
             if surplus > best:
                 best, count = surplus, tokens

@@ -8,6 +8,7 @@
 ``draft_models``  runs speculators beside the suffix index, on all tensor-parallel ranks
 ``native_methods``   configures vLLM's own methods, beside which agentspec drafts
 ``native_drafters``  runs their drafters
+``skipped_passes``   lets them leave out passes, and make up for those later
 ``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
                   buffers and CUDA graphs
 ``verification``  corrects vLLM's rejection sampler, and makes it cheaper on CPUs

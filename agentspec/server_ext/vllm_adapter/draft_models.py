@@ -31,6 +31,10 @@ class BoundModel(ABC):
     def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
         """Begin to draft for these rows of the engine's batch. Calling the result waits for the answer."""
 
+    def rest(self) -> None:
+        """Leave the model out of this step. Only for one that has RESTS among its choices."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the step, whether the model was asked or not."""
         return None

@@ -4,9 +4,9 @@ vLLM calls ``propose_draft_token_ids`` before the sampled tokens are on the host
 runner's wraps hold that call back until they are (``runner.bookkeeping_sync``). Then the suffix indexes draft, fusion
 decides how many tokens vLLM's drafter is to draft, and the held call runs with that number.
 
-A drafter with a KV cache takes in the tokens of every step, drafting or not, so its first forward pass cannot be left
-out. Each token behind the first one takes a further pass. n-grams and Medusa heads have no KV cache, and rest where
-nothing is asked of them.
+A drafter with a KV cache takes in the tokens of every step, drafting or not. Where nothing is asked of it, its first
+forward pass can wait for a while (``skipped_passes``). Each token behind the first one takes a further pass. n-grams
+and Medusa heads have no KV cache, and rest where nothing is asked of them.
 """
 
 import logging
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from agentspec.server_ext.fusion import ModelDraft
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
-from agentspec.server_ext.fusion.draft_model import Int64
+from agentspec.server_ext.fusion.draft_model import RESTS, Int64
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, RankLink, tensor_parallel_group
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
+from agentspec.server_ext.vllm_adapter.skipped_passes import SkippedPasses
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 logger = logging.getLogger("vllm.agentspec")
@@ -34,7 +35,8 @@ _FAILURES = 5
 class NativeDrafter(ModelDrafter):
     """Run the drafter of one model runner.
 
-    positions: most tokens that it drafts. choices: numbers of tokens that it can be asked for, ascending.
+    positions: most tokens that it drafts. choices: numbers of tokens that it can be asked for where it cannot rest,
+    ascending.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -52,6 +54,7 @@ class NativeDrafter(ModelDrafter):
         self._ranks_agree = config.parallel_config.data_parallel_size == 1
         """whether this engine alone decides when the drafter runs; data-parallel ranks of an MoE wait for each other"""
         self.choices = tuple(self._choices(spec))
+        self._skipped = SkippedPasses(runner, runner.drafter) if self.choices[0] == 0 else None
         self.link = RankLink(group, 0) if group is not None and len(self.choices) > 1 else None
         self._failed = 0
         native = runner.drafter
@@ -71,7 +74,10 @@ class NativeDrafter(ModelDrafter):
             native.propose(self.positions, [[0]], np.ones(1, dtype=np.int32), np.zeros((1, 1), dtype=np.int32))
 
     def bind(self, forward: ForwardPass) -> "BoundNative":
-        return BoundNative(self, forward, self.choices if self._fits(forward) else (0,))
+        if not self._fits(forward):
+            return BoundNative(self, forward, (0,))
+        rests = self._skipped is not None and self._skipped.may_skip(forward)
+        return BoundNative(self, forward, (RESTS, *self.choices[1:]) if rests else self.choices)
 
     def follow(self, forward: ForwardPass) -> None:
         if not self._fits(forward):
@@ -83,6 +89,8 @@ class NativeDrafter(ModelDrafter):
 
     def ask(self, forward: ForwardPass, tokens: int) -> tuple[list[list[int]], NDArray[np.float32] | None]:
         """Return up to ``tokens`` tokens for each row, or no rows. Call it on the rank whose drafts vLLM takes.
+
+        tokens: one of the bound model's choices.
 
         The second part holds the drafter's probability of each token, [rows, tokens]; None: the drafter gives none.
         """
@@ -98,20 +106,24 @@ class NativeDrafter(ModelDrafter):
                 drafted = self.run(forward, tokens)
         except Exception:
             self._failed += 1
+            if self._skipped is not None:
+                self._skipped.forget()
             raise
         if drafted is None or isinstance(drafted, list):
             return drafted or [], None
         return drafted.tolist(), self._probabilities_of(drafted)
 
     def run(self, forward: ForwardPass, tokens: int) -> Any:
-        """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns."""
-        if not tokens and not self._keeps_up:
+        """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns. RESTS: leave it out."""
+        if tokens == RESTS and not self._keeps_up:
             return None
         assert forward.native is not None
+        if self._skipped is not None:
+            self._skipped.prepare(forward, skip=tokens == RESTS)
         self._probabilities.clear()
         runner, scheduled = self._runner, forward.scheduler_output
         configured = scheduled.num_spec_tokens_to_schedule
-        scheduled.num_spec_tokens_to_schedule = tokens
+        scheduled.num_spec_tokens_to_schedule = max(0, tokens)
         try:
             return forward.native()
         finally:
@@ -161,7 +173,7 @@ class NativeDrafter(ModelDrafter):
 
         drafter = type(self._runner.drafter)
         if not self._keeps_up:
-            return (0, self.positions)
+            return (RESTS, self.positions)
         if spec.parallel_drafting or drafter.propose is not SpecDecodeBaseProposer.propose or not self._ranks_agree:
             return (self.positions,)
         return range(self.positions + 1)
@@ -186,6 +198,10 @@ class BoundNative(BoundModel):
         chosen = [drafted[row] for row in rows] if drafted else []
         answer = as_model_draft(chosen, proposals, None if known is None else known[list(rows)])
         return lambda: answer
+
+    def rest(self) -> None:
+        self._asked = True
+        self._drafter.ask(self._forward, RESTS)
 
     def close(self) -> None:
         if not self._asked:
