@@ -112,7 +112,10 @@ def test_greedy_text_is_identical_and_the_drafter_took_part(
     ties, errors = differences(plain, plain_answers, found)
     assert not errors
     assert len(ties) <= 3, ties
-    assert drafting.stats()["model"]["runs"] > 0
+    model = drafting.stats()["model"]
+    assert model["runs"] > 0
+    if any(method in str(drafting.options) for method in ("dflash", "parallel_drafting")):
+        assert model["rests"] == 0, "their passes draft everything and always run"
 
 
 def test_sampled_tokens_have_the_same_distribution(drafting: ModelServer, plain_samples: list[Counter[int]]) -> None:

@@ -573,6 +573,7 @@ class TestFusion:
         assert again.steps < len(text) / 5
         assert oracle.rests - before + len(oracle.launched) - runs == again.steps
         assert oracle.rests - before > 0.8 * again.steps
+        assert fusion.stats()["rests"] == oracle.rests
 
     def test_the_trees_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
         """Its first token tells which of two texts goes on; the trees, which cannot tell, know the rest."""

@@ -71,7 +71,7 @@ class DraftFusion:
     ) -> None:
         self.scheduler = DraftModelScheduler()
         self.calibrator = AcceptanceCalibrator()
-        self.runs = self.rows = 0
+        self.runs = self.rows = self.rests = 0
         self._seconds = 0.0
         self._failures = 0
         self._cache = cache
@@ -104,10 +104,14 @@ class DraftFusion:
         return FusedDrafts(drafts) if fused is None else fused
 
     def stats(self) -> dict[str, Any]:
-        """Return the model's runs, rows, time and gains, and how its tokens fare, as JSON."""
+        """Return the model's runs, rows, time and gains, and how its tokens fare, as JSON.
+
+        rests: steps in which a drafter of whole batches did not run.
+        """
         return {
             "runs": self.runs,
             "rows": self.rows,
+            "rests": self.rests,
             "ms_per_run": 1e3 * self._seconds / self.runs if self.runs else 0.0,
             **self.scheduler.stats(),
             "tokens": self.calibrator.stats(),
@@ -187,6 +191,7 @@ class DraftFusion:
         chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens > 0 else []
         begin = time.perf_counter()
         if tokens == RESTS:
+            self.rests += 1
             model.rest()
         else:
             proposals = np.full((len(chosen), tokens), FREE, dtype=np.int64)

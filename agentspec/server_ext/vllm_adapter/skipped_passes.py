@@ -114,6 +114,7 @@ class SkippedPasses:
         """whether this drafter's passes can wait at all"""
         self._caches_prefixes = self.able and bool(runner.vllm_config.cache_config.enable_prefix_caching)
         if self.able:
+            self._signature = inspect.signature(type(native).propose)
             native.propose = self._propose
 
     def may_skip(self, forward: ForwardPass) -> bool:
@@ -157,7 +158,7 @@ class SkippedPasses:
     def _propose(self, *args: Any, **kwargs: Any) -> Any:
         """Keep what the pass would take in, or run it behind what is kept. Takes and returns what ``propose`` does."""
         run = type(self._native).propose
-        call = inspect.signature(run).bind(self._native, *args, **kwargs).arguments
+        call = self._signature.bind(self._native, *args, **kwargs).arguments
         step, self._step = self._step, None
         if step is None:
             return run(**call)
