@@ -32,6 +32,7 @@ class Native:
         self.block_size = BLOCK
         self.max_num_tokens = room
         self.net_num_new_slots_per_request = 0
+        self.pass_hidden_states_to_model = True
         self.parallel_drafting = self.supports_mm_inputs = self.uses_mrope = False
         self.taken: dict[str, int] = {}
         """position behind what was taken in, by request"""
@@ -72,7 +73,9 @@ class Native:
             assert positions[0] == self.taken.get(name, 0), "a gap, or what was taken in before"
             assert target_positions[begin:end].tolist() == positions
             assert target_token_ids[begin:end].tolist() == [token(name, at) for at in positions]
-            assert target_hidden_states[begin:end, 0].tolist() == [token(name, at) + 0.5 for at in positions]
+            if self.pass_hidden_states_to_model:
+                states = [[token(name, at) + 0.5] * target_hidden_states.shape[1] for at in positions]
+                assert target_hidden_states[begin:end].tolist() == states
             blocks = metadata.block_table_tensor[i].tolist()
             wanted = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in positions]
             assert metadata.slot_mapping[begin:end].tolist() == wanted
@@ -86,7 +89,7 @@ class Native:
 class Engine:
     """Stands for vLLM's model runner: computes texts step by step, and asks its drafter after each."""
 
-    def __init__(self, *, room: int = 2_000, prefix_caching: bool = True, **config: Any) -> None:
+    def __init__(self, *, room: int = 2_000, prefix_caching: bool = True, takes: str = "states", **config: Any) -> None:
         parallel = {"data_parallel_size": 1, "decode_context_parallel_size": 1, **config.pop("parallel", {})}
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
@@ -98,6 +101,14 @@ class Engine:
             setattr(self.drafter, name, value)
         self.requests: dict[str, int] = {}
         """tokens of each request's text that were computed"""
+        self.use_aux_hidden_state_outputs = takes == "states of layers"
+        self.drafter.pass_hidden_states_to_model = takes != "nothing"
+        model = SimpleNamespace()
+        if takes == "states of its own":
+            model.get_mtp_target_hidden_states = lambda: self.own_states
+        self.get_model = lambda: model
+        self.own_states: Any = None
+        self.takes = takes
         self.skipped = SkippedPasses(self, self.drafter)
 
     def start(self, name: str) -> None:
@@ -143,17 +154,27 @@ class Engine:
         )
         sampled = [[1] if p else [1] * taken for p, (taken, _) in zip(prefill, rows.values(), strict=True)]
         forward = ForwardPass(SimpleNamespace(total_num_scheduled_tokens=len(ids)), sampled)
-        forward.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=begins)
+        texts = np.stack([token(name, 0) + np.arange(BLOCK * BLOCKS_A_ROW) for name in names])
+        forward.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=begins, token_ids_cpu=texts)
+        states = torch.tensor(ids)[:, None].repeat(1, 2) + 0.5
+        layers = [states[:, :1], states[:, 1:]]
+        forward.hidden_states = torch.zeros(len(ids), 2) if self.takes == "states of its own" else states
+        forward.aux_hidden_states, self.own_states = layers, states
         if any(drafts):
             forward.spec_decode_metadata = SimpleNamespace(num_draft_tokens=drafts)
-        skip = tokens is None and self.skipped.may_skip(forward)
-        self.skipped.prepare(forward, skip=skip)
+        if tokens is None and self.skipped.may_skip(forward):
+            self.skipped.skip(forward)
+            states.fill_(-1)
+            for name, (taken, _) in rows.items():
+                self.requests[name] += taken
+            return True
+        self.skipped.prepare(forward)
         rejected = torch.tensor([wrong for _, wrong in rows.values()]) if any(drafts) else None
         drafted_tokens = self.drafter.propose(
             num_speculative_tokens=tokens or 0,
             target_token_ids=torch.tensor(ids),
             target_positions=at,
-            target_hidden_states=torch.tensor(ids)[:, None].repeat(1, 3) + 0.5,
+            target_hidden_states=states,
             next_token_ids=torch.tensor([token(n, self.requests[n] + rows[n][0]) for n in names]),
             token_indices_to_sample=None if rejected is None else starts[1:] - 1 - rejected,
             common_attn_metadata=metadata,
@@ -163,7 +184,7 @@ class Engine:
         assert drafted_tokens.shape == (len(names), tokens or 0)
         for name, (taken, _) in rows.items():
             self.requests[name] += taken
-        return skip
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -220,17 +241,18 @@ def test_what_does_not_fit_beside_a_prompt_is_taken_in_before_it() -> None:
     assert engine.drafter.passes[1:] == [(0, ["r1"], 24), (2, ["r1", "r2"], 41)]
 
 
-def test_a_request_that_is_left_out_for_a_step_keeps_its_tokens() -> None:
+def test_requests_that_are_left_out_for_a_step_keep_their_tokens() -> None:
     engine = Engine()
-    for name in ("r1", "r2", "r3"):
+    for name in ("r1", "r2", "r3", "r4"):
         engine.start(name)
-    engine.step({"r1": (2, 0), "r2": (2, 0), "r3": (2, 0)})
-    assert engine.step({"r1": (2, 0), "r2": (2, 0), "r3": (2, 0)})
+    engine.step({"r1": (2, 0), "r2": (2, 0), "r3": (2, 0), "r4": (1, 0)})
+    assert engine.step({"r2": (1, 0), "r1": (2, 0)})
+    assert engine.step({"r4": (3, 0), "r3": (2, 0), "r2": (1, 1)})
     del engine.requests["r3"]
     engine.step({"r1": (1, 0)}, 2)
-    assert engine.skipped._kept == 2, "those of r2 alone"
-    engine.step({"r1": (1, 0), "r2": (1, 0)}, 2)
-    assert engine.drafter.taken == {"r1": 6, "r2": 5, "r3": 2}
+    assert engine.skipped._kept == 5, "those of r2 and r4 alone"
+    engine.step({"r1": (1, 0), "r4": (1, 0), "r2": (1, 0)}, 2)
+    assert engine.drafter.taken == {"r1": 6, "r2": 5, "r3": 2, "r4": 5}
     assert engine.skipped._kept == 0
 
 
@@ -245,17 +267,18 @@ def test_a_preempted_request_begins_anew() -> None:
     assert engine.skipped._kept == 0
 
 
+@pytest.mark.parametrize("takes", ["states", "states of layers", "states of its own", "nothing"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_any_traffic(seed: int, prefix_caching: bool) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_any_traffic(seed: int, prefix_caching: bool, takes: str) -> None:
     """Requests come, go, wait and are preempted; drafts are rejected; the drafter rests and is asked at random."""
-    rng = random.Random(seed)
-    engine = Engine(room=rng.choice([150, 2_000]), prefix_caching=prefix_caching)
+    rng = random.Random(f"{seed} {takes}")
+    engine = Engine(room=rng.choice([150, 2_000]), prefix_caching=prefix_caching, takes=takes)
     running: list[str] = []
     rests = 0
     for number in range(600):
         if len(running) < 5 and rng.random() < 0.1:
-            running.append(f"r{number % 90}")
+            running.append(f"r{number}")
             engine.start(running[-1])
         if running and rng.random() < 0.03:
             del engine.requests[running.pop(rng.randrange(len(running)))]
@@ -315,7 +338,7 @@ def _without(name: str) -> Any:
 def test_in_an_unknown_version_none_is_left_out(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Engine().skipped.able
     if changed == "propose":
-        monkeypatch.setattr(skipped_passes, "_PARAMETERS", ("self", "other"))
+        monkeypatch.setattr(skipped_passes, "_PARAMETERS", ("other",))
     else:
         monkeypatch.setattr(skipped_passes, "_METADATA", ("query_start_loc_cpu", "not there"))
     assert not Engine().skipped.able

@@ -115,15 +115,17 @@ class NativeDrafter(ModelDrafter):
 
     def run(self, forward: ForwardPass, tokens: int) -> Any:
         """Run vLLM's drafter for ``tokens`` tokens of each row, and return what it returns. RESTS: leave it out."""
-        if tokens == RESTS and not self._keeps_up:
+        if tokens == RESTS:
+            if self._skipped is not None:
+                self._skipped.skip(forward)
             return None
         assert forward.native is not None
         if self._skipped is not None:
-            self._skipped.prepare(forward, skip=tokens == RESTS)
+            self._skipped.prepare(forward)
         self._probabilities.clear()
         runner, scheduled = self._runner, forward.scheduler_output
         configured = scheduled.num_spec_tokens_to_schedule
-        scheduled.num_spec_tokens_to_schedule = max(0, tokens)
+        scheduled.num_spec_tokens_to_schedule = tokens
         try:
             return forward.native()
         finally:

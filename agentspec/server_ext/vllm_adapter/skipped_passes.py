@@ -1,9 +1,9 @@
 """Let vLLM's drafter leave out forward passes, and make up for them in the next pass that it runs.
 
 A drafter with a KV cache takes in the tokens of every step. Where it drafts nothing that is all its first pass is for,
-and the same work takes a fraction of the time for many tokens at once. So what a pass would have taken in is kept
-(token, position and the target's hidden state of each accepted token) and put before the tokens of the next pass, whose
-queries are longer for it.
+and the same work takes a fraction of the time for many tokens at once. So what a pass would have taken in is kept (the
+target's hidden state of each accepted token) and put before the tokens of the next pass, whose queries are longer for
+it.
 
 A row's kept tokens never fill a block of the KV cache: the pass that would fill one runs. vLLM's prefix cache holds
 full blocks alone, so no request, of this caller or another, finds a block that the drafter has not written.
@@ -22,7 +22,6 @@ from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 MOST_KEPT = 512
 """Tokens kept at most, of all rows together. Each takes the memory of its hidden states."""
 _PARAMETERS = (
-    "self",
     "num_speculative_tokens",
     "target_token_ids",
     "target_positions",
@@ -49,19 +48,24 @@ class _KeptRow:
     end: int
     count: int = 0
     pieces: list[Indices] = field(default_factory=list)
-    """where these tokens lie among all that are kept"""
+    """where their states lie among all that are kept"""
+
+    def places(self) -> Indices:
+        return np.concatenate(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Hold what is known on the host of the pass that ``propose`` is called for, row by row."""
+    """Hold what is known on the host of the pass after one step, row by row."""
 
     ids: Sequence[str]
-    begins: NDArray[np.int64]
+    texts: NDArray[np.int32]
+    """[rows, longest] vLLM's table of tokens"""
+    begins: Indices
     """position of the first token that the target computed"""
-    sampled: NDArray[np.int64]
+    sampled: Indices
     """number of tokens that the row was given"""
-    drafted: NDArray[np.int64]
+    drafted: Indices
     """number of draft tokens that were verified"""
 
     @classmethod
@@ -70,6 +74,7 @@ class _Step:
         spec = forward.spec_decode_metadata
         return cls(
             ids=batch.req_ids[:count],
+            texts=batch.token_ids_cpu,
             begins=batch.num_computed_tokens_cpu[:count].astype(np.int64),
             sampled=np.fromiter(map(len, forward.sampled), np.int64, count),
             drafted=np.zeros(count, np.int64) if spec is None else np.array(spec.num_draft_tokens, np.int64),
@@ -78,24 +83,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Hold what a pass takes in, [T] tokens. The positions' last dimension is T, the hidden states' first."""
+    """Hold what a pass takes in: tokens, positions and states, [T] and [T, width]."""
 
     tokens: Any
     positions: Any
     states: Any
 
     def at(self, indices: Any) -> "_Inputs":
-        return _Inputs(self.tokens[indices], self.positions[..., indices], self.states[indices])
-
-    @classmethod
-    def joined(cls, parts: Sequence["_Inputs"]) -> "_Inputs":
-        import torch
-
-        return cls(
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.positions for part in parts], dim=-1),
-            torch.cat([part.states for part in parts]),
-        )
+        return _Inputs(self.tokens[indices], self.positions[indices], self.states[indices])
 
 
 class SkippedPasses:
@@ -104,17 +99,18 @@ class SkippedPasses:
     def __init__(self, runner: Any, native: Any) -> None:
         self._runner = runner
         self._native = native
-        self._step: _Step | None = None
-        self._skips = False
+        self._latest: tuple[ForwardPass, _Step] | None = None
         self._rows: dict[str, _KeptRow] = {}
-        self._parts: list[_Inputs] = []
         self._kept = 0
-        """tokens in ``_parts``"""
+        """tokens of all rows"""
+        self._states: Any = None
+        """[MOST_KEPT, width] the target's hidden states; None: nothing was kept yet, or the drafter takes none"""
         self.able = _is_known(native) and _can_wait(runner, native)
         """whether this drafter's passes can wait at all"""
         self._caches_prefixes = self.able and bool(runner.vllm_config.cache_config.enable_prefix_caching)
         if self.able:
-            self._signature = inspect.signature(type(native).propose)
+            self._run = native.propose
+            self._signature = inspect.signature(self._run)
             native.propose = self._propose
 
     def may_skip(self, forward: ForwardPass) -> bool:
@@ -125,7 +121,7 @@ class SkippedPasses:
         block = self._native.block_size if self.able else 0
         if block <= 0 or not all(forward.sampled):
             return False
-        step = _Step.of(forward)
+        step = self._read(forward)
         count = len(step.ids)
         if forward.scheduler_output.total_num_scheduled_tokens != count + int(step.drafted.sum()):
             return False
@@ -133,127 +129,159 @@ class SkippedPasses:
             return False
         if not self._caches_prefixes:
             return True
-        waiting = np.array([self._waiting(name, begin) for name, begin in zip(step.ids, step.begins, strict=True)])
-        begins, ends = step.begins - waiting, step.begins + step.sampled
+        begins, ends = step.begins - self._waiting(step), step.begins + step.sampled
         return bool((begins // block == ends // block).all())
 
-    def prepare(self, forward: ForwardPass, *, skip: bool) -> None:
-        """Say which pass vLLM's next call of ``propose`` is for, and whether to leave it out."""
+    def skip(self, forward: ForwardPass) -> None:
+        """Keep what the pass of this step would take in. Call it where ``may_skip`` allows it, on all ranks alike."""
+        step = self._read(forward)
+        self._keep_states(forward, step)
+        for name, begin, taken in zip(step.ids, step.begins.tolist(), step.sampled.tolist(), strict=True):
+            row = self._rows.get(name)
+            if row is None or row.end != begin:
+                row = self._rows[name] = _KeptRow(begin)
+            row.end += taken
+            row.count += taken
+            row.pieces.append(np.arange(self._kept, self._kept + taken))
+            self._kept += taken
+        self._latest = None
+
+    def prepare(self, forward: ForwardPass) -> None:
+        """Say which step vLLM's next call of ``propose`` is for."""
         if self.able:
-            self._step, self._skips = _Step.of(forward), skip
+            self._read(forward)
 
     def forget(self) -> None:
         """Drop what is kept, after an error."""
-        self._rows, self._parts, self._kept = {}, [], 0
+        self._rows, self._kept = {}, 0
+
+    def _read(self, forward: ForwardPass) -> _Step:
+        if self._latest is None or self._latest[0] is not forward:
+            self._latest = forward, _Step.of(forward)
+        return self._latest[1]
 
     def _room(self, rows: int) -> int:
         """Return how many tokens a pass over so many rows can take in."""
         return int(self._native.max_num_tokens - rows * self._native.net_num_new_slots_per_request)
 
-    def _waiting(self, request_id: str, begin: int) -> int:
-        """Return how many tokens are kept for a row whose step began at this position."""
-        row = self._rows.get(request_id)
-        return row.count if row is not None and row.end == begin else 0
+    def _waiting(self, step: _Step) -> Indices:
+        """Return how many tokens are kept for each row, up to the first one of the step."""
+        known = [self._rows.get(name) for name in step.ids]
+        found = zip(known, step.begins.tolist(), strict=True)
+        return np.array([0 if row is None or row.end != begin else row.count for row, begin in found], np.int64)
+
+    def _keep_states(self, forward: ForwardPass, step: _Step) -> None:
+        """Copy the states of accepted tokens, which vLLM will write over."""
+        import torch
+
+        if not self._native.pass_hidden_states_to_model:
+            return
+        own = getattr(self._runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()
+        layers = [forward.hidden_states if own is None else own]
+        if self._runner.use_aux_hidden_state_outputs:
+            layers = forward.aux_hidden_states
+        starts = np.cumsum(step.drafted + 1) - step.drafted - 1
+        wanted = _ranges(starts, step.sampled)
+        if step.drafted.any():
+            places = _on(layers[0], np.concatenate(wanted))
+            layers = [layer[places] for layer in layers]
+        else:
+            layers = [layer[: len(wanted)] for layer in layers]
+        if self._states is None:
+            width = sum(layer.shape[-1] for layer in layers)
+            self._states = torch.empty(MOST_KEPT, width, dtype=layers[0].dtype, device=layers[0].device)
+        into = self._states[self._kept : self._kept + int(step.sampled.sum())]
+        torch.cat(layers, dim=-1, out=into)
 
     def _propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep what the pass would take in, or run it behind what is kept. Takes and returns what ``propose`` does."""
-        run = type(self._native).propose
-        call = self._signature.bind(self._native, *args, **kwargs).arguments
-        step, self._step = self._step, None
-        if step is None:
-            return run(**call)
-        inputs = _Inputs(call["target_token_ids"], call["target_positions"], call["target_hidden_states"])
-        metadata, rejected = call["common_attn_metadata"], call.get("num_rejected_tokens_gpu")
-        if self._skips:
-            return self._keep(step, inputs, self._taken_in(step, metadata, rejected))
-        waiting = [self._pieces(*row) for row in zip(step.ids, step.begins.tolist(), strict=True)]
-        if any(map(len, waiting)):
-            own = [piece + self._kept for piece in self._taken_in(step, metadata, rejected)]
-            everything = _Inputs.joined([*self._parts, inputs])
-            drafted = self._catch_up(step, everything, waiting, own, call)
-        else:
-            drafted = run(**call)
-        if self._rows:
-            self._drop_unless_absent(step.ids)
+        """Run the pass behind what is kept. Takes and returns what vLLM's ``propose`` does."""
+        call = self._signature.bind(*args, **kwargs).arguments
+        latest, self._latest = self._latest, None
+        if latest is None or not self._rows:
+            return self._run(**call)
+        step = latest[1]
+        waiting = self._waiting(step)
+        drafted = self._catch_up(step, waiting, call) if waiting.any() else self._run(**call)
+        self._drop_unless_absent(step.ids)
         return drafted
 
-    def _catch_up(
-        self, step: _Step, inputs: _Inputs, waiting: Sequence[Indices], own: Sequence[Indices], call: dict[str, Any]
-    ) -> Any:
-        """Run the pass with what is kept in front, or, where the drafter's buffers don't hold both, right behind it.
-
-        waiting, own: which of the inputs are each row's kept ones, and those of this step.
-        """
-        run = _Pass(self._native, inputs, call["common_attn_metadata"], call["sampling_metadata"])
+    def _catch_up(self, step: _Step, waiting: Indices, call: dict[str, Any]) -> Any:
+        """Run the pass with what is kept in front, or, where the drafter's buffers don't hold both, right behind it."""
+        metadata = call["common_attn_metadata"]
+        own = self._taken_in(step, metadata, call.get("num_rejected_tokens_gpu"))
+        late, count = np.flatnonzero(waiting), int(waiting.sum())
+        kept = _ranges(np.cumsum(waiting) - waiting, waiting)
+        inputs = self._with_kept(step, waiting, late, call)
+        own = [piece + count for piece in own]
+        run = _Pass(self._run, self._native.block_size, inputs, metadata, call["sampling_metadata"])
         ends = step.begins + np.array([len(piece) for piece in own], np.int64)
-        if sum(map(len, (*waiting, *own))) <= self._room(len(own)):
-            own = [np.concatenate(pieces) for pieces in zip(waiting, own, strict=True)]
+        if sum(map(len, (*kept, *own))) <= self._room(len(own)):
+            own = [np.concatenate(pieces) for pieces in zip(kept, own, strict=True)]
         else:
-            late = [i for i, kept in enumerate(waiting) if len(kept)]
-            following = inputs.tokens[_on(inputs.tokens, [int(own[i][0]) for i in late])]
-            run(0, late, [waiting[i] for i in late], step.begins[late], following)
+            following = inputs.tokens[_on(inputs.tokens, [own[i][0] for i in late])]
+            run(0, late, [kept[i] for i in late], step.begins[late], following)
         return run(call["num_speculative_tokens"], range(len(own)), own, ends, call["next_token_ids"])
+
+    def _with_kept(self, step: _Step, waiting: Indices, late: Indices, call: dict[str, Any]) -> _Inputs:
+        """Return what is kept for these rows, one after the other, and behind it what vLLM gives to the pass."""
+        import torch
+
+        own = _Inputs(call["target_token_ids"], call["target_positions"], call["target_hidden_states"])
+        positions = _ranges(step.begins - waiting, waiting)
+        tokens = np.concatenate([step.texts[row, positions[row]] for row in late])
+        if self._states is None:
+            states = own.states[:1].expand(len(tokens), -1)  # the drafter takes none
+        else:
+            states = self._states[_on(own.states, np.concatenate([self._rows[step.ids[row]].places() for row in late]))]
+        return _Inputs(
+            torch.cat((_on(own.tokens, tokens).to(own.tokens.dtype), own.tokens)),
+            torch.cat((_on(own.positions, np.concatenate(positions)).to(own.positions.dtype), own.positions)),
+            torch.cat((states, own.states)),
+        )
 
     def _taken_in(self, step: _Step, metadata: Any, rejected: Any) -> list[Indices]:
         """Return where the tokens lie that each row has computed for good: without rejected drafts."""
         starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         if len(starts) != len(step.ids) + 1:
             raise ValueError(f"the pass has {len(starts) - 1} rows, the batch {len(step.ids)}")
-        ends = starts[1:]
+        counts = np.diff(starts)
         if rejected is not None:
-            ends = ends - np.where(step.drafted > 0, step.drafted + 1 - step.sampled, 0)
-        return [np.arange(start, end) for start, end in zip(starts[:-1].tolist(), ends.tolist(), strict=True)]
-
-    def _keep(self, step: _Step, inputs: _Inputs, rows: Sequence[Indices]) -> Any:
-        import torch
-
-        part = inputs.at(_on(inputs.tokens, np.concatenate(rows)))
-        at = self._kept
-        for name, begin, piece in zip(step.ids, step.begins.tolist(), rows, strict=True):
-            row = self._rows.get(name)
-            if row is None or row.end != begin:
-                row = self._rows[name] = _KeptRow(begin)
-            row.end += len(piece)
-            row.count += len(piece)
-            row.pieces.append(np.arange(at, at + len(piece)))
-            at += len(piece)
-        self._parts.append(part)
-        self._kept = at
-        return torch.empty(len(rows), 0, dtype=torch.int64, device=inputs.tokens.device)
-
-    def _pieces(self, request_id: str, begin: int) -> Indices:
-        """Return where a row's kept tokens lie, in their order."""
-        row = self._rows.get(request_id)
-        return np.concatenate(row.pieces) if row is not None and row.end == begin else np.zeros(0, np.int64)
+            counts -= np.where(step.drafted > 0, step.drafted + 1 - step.sampled, 0)
+        return _ranges(starts[:-1], counts)
 
     def _drop_unless_absent(self, present: Sequence[str]) -> None:
         """Drop what these rows have taken in, and what belongs to requests that are gone."""
         known, here = self._runner.requests, set(present)
         absent = {name: row for name, row in self._rows.items() if name not in here and name in known}
-        kept = _Inputs.joined(self._parts) if absent and self._parts else None
         self.forget()
-        if kept is None:
-            return
-        pieces = [np.concatenate(row.pieces) for row in absent.values()]
-        self._parts = [kept.at(_on(kept.tokens, np.concatenate(pieces)))]
-        for (name, row), piece in zip(absent.items(), pieces, strict=True):
-            at = np.arange(self._kept, self._kept + len(piece))
-            self._rows[name] = _KeptRow(row.end, row.count, [at])
-            self._kept += len(piece)
+        if absent and self._states is not None:
+            states = self._states[_on(self._states, np.concatenate([row.places() for row in absent.values()]))]
+            self._states[: len(states)] = states
+        for name, row in absent.items():
+            self._rows[name] = _KeptRow(row.end, row.count, [np.arange(self._kept, self._kept + row.count)])
+            self._kept += row.count
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """Run the drafter on some rows, with queries of any length and without rejected tokens."""
 
-    native: Any
+    propose: Any
+    """vLLM's method, bound to the drafter"""
+    block: int
+    """tokens in a block of the KV cache"""
     inputs: _Inputs
     metadata: Any
     """vLLM's metadata of the step, for the rows' blocks"""
     sampling: Any
 
     def __call__(
-        self, tokens: int, rows: Sequence[int], queries: Sequence[Indices], ends: NDArray[np.int64], following: Any
+        self,
+        tokens: int,
+        rows: Sequence[int] | Indices,
+        queries: Sequence[Indices],
+        ends: NDArray[np.int64],
+        following: Any,
     ) -> Any:
         """Return the drafts of ``tokens`` tokens, [rows, tokens].
 
@@ -269,10 +297,8 @@ class _Pass:
         device = inputs.tokens.device
         blocks = self.metadata.block_table_tensor[_on(inputs.tokens, rows)]
         row_of = _on(inputs.tokens, np.repeat(np.arange(len(rows)), lengths))
-        size = self.native.block_size
-        places = (blocks[row_of, inputs.positions // size] * size + inputs.positions % size).to(
-            self.metadata.slot_mapping.dtype
-        )
+        size = self.block
+        slots = blocks[row_of, inputs.positions // size] * size + inputs.positions % size
         metadata = type(self.metadata)(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
@@ -283,11 +309,10 @@ class _Pass:
             max_query_len=int(lengths.max()),
             max_seq_len=int(ends.max()),
             block_table_tensor=blocks,
-            slot_mapping=places,
+            slot_mapping=slots.to(self.metadata.slot_mapping.dtype),
             causal=True,
         )
-        return type(self.native).propose(
-            self.native,
+        return self.propose(
             num_speculative_tokens=tokens,
             target_token_ids=inputs.tokens,
             target_positions=inputs.positions,
@@ -306,7 +331,7 @@ def _is_known(native: Any) -> bool:
 
     if getattr(type(native), "propose", None) is not SpecDecodeBaseProposer.propose:
         return False
-    known = tuple(inspect.signature(type(native).propose).parameters) == _PARAMETERS
+    known = tuple(inspect.signature(native.propose).parameters) == _PARAMETERS
     return known and {*_METADATA} <= {part.name for part in fields(CommonAttentionMetadata)}
 
 
@@ -323,6 +348,12 @@ def _can_wait(runner: Any, native: Any) -> bool:
     if native.parallel_drafting or native.supports_mm_inputs or native.uses_mrope or fixed:
         return False
     return max(sizes) == 1 and config.kv_transfer_config is None
+
+
+def _ranges(begins: Indices, counts: Indices) -> list[Indices]:
+    """Return [begin, begin + 1, …], ``count`` numbers, of each pair."""
+    pairs = zip(begins.tolist(), counts.tolist(), strict=True)
+    return [np.arange(begin, begin + count) for begin, count in pairs]
 
 
 def _on(tensor: Any, indices: Any) -> Any:
