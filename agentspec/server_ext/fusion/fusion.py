@@ -23,13 +23,18 @@ from agentspec.server_ext.fusion.alternatives import DraftAlternatives, ModelRow
 from agentspec.server_ext.fusion.calibrator import AcceptanceCalibrator, SuffixToken
 from agentspec.server_ext.fusion.draft_model import RESTS, Int64, ModelDraft, StepModel
 from agentspec.server_ext.fusion.scheduler import DraftModelScheduler, Pace, gained_tokens
-from agentspec.server_ext.step import DraftRows
+from agentspec.server_ext.step import DraftRows, RunningMean
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MODEL_FAILURES = 5
 """Disable the draft model after this many errors."""
+_USUAL_STEPS = 128
+"""Number of latest steps whose mean value counts for half of what a drafter of whole batches is set against.
+
+What its passes bring now are tokens that the suffix index might draft a little later, sooner than in this step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class DraftFusion:
         self.calibrator = AcceptanceCalibrator()
         self.runs = self.rows = self.rests = 0
         self._seconds = 0.0
+        self._usual = RunningMean()
         self._failures = 0
         self._cache = cache
         self._on_error = on_error
@@ -162,9 +168,12 @@ class DraftFusion:
         else:
             tokens = drafts.lists()
             values = [draft_value(e, len(draft), cost) for e, draft in zip(expected, tokens, strict=True)]
-            pace = Pace(sum(values) / len(values), unit)
+            value = sum(values) / len(values)
             if model.choices is not None:
+                self._usual.add(value, _USUAL_STEPS)
+                pace = Pace((value + self._usual.value) / 2, unit)
                 return self._with_whole_batch(rows, drafts, expected, model, model.choices, pace, cost)
+            pace = Pace(value, unit)
             widths = [
                 0 if room == 0 else 2 if draft and self._scores else 1
                 for room, draft in zip(rows.max_draft_tokens.tolist(), tokens, strict=True)
