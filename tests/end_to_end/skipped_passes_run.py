@@ -19,7 +19,7 @@ import numpy as np
 
 from agentspec.server_ext import FREE
 from agentspec.server_ext.fusion.draft_model import RESTS
-from agentspec.server_ext.vllm_adapter import skipped_passes
+from agentspec.server_ext.vllm_adapter import api_request_id, skipped_passes
 from agentspec.server_ext.vllm_adapter.runner import RunnerExtension
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 from agentspec.server_ext.vllm_launch import engine_options
@@ -42,7 +42,7 @@ class Recorder:
         assert bound.choices is not None
         rows = [row for row, sampled in enumerate(forward.sampled) if sampled]
         lengths = runner.input_batch.num_tokens_no_spec.tolist()
-        ids = [name.rpartition("-")[0] or name for name in runner.input_batch.req_ids]
+        ids = [api_request_id(name) for name in runner.input_batch.req_ids]
         self.steps += 1
         if self._seldom and self.steps % EVERY and bound.choices[0] == RESTS:
             self.rests += 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentspec.testing.server import CPU_ENVIRONMENT
-from tests.end_to_end.conftest import MODEL
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.drafters]
 
@@ -25,8 +25,7 @@ def run(drafter: str, tokens: int, mode: str, job: dict[str, Any], folder: Path)
     out = folder / f"{mode}.json"
     arguments = (str(MODEL), json.dumps(method), mode, json.dumps(job), str(out))
     command = [sys.executable, "-m", "tests.end_to_end.skipped_passes_run", *arguments]
-    environment = {**os.environ, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answer: dict[str, Any] = json.loads(out.read_text())

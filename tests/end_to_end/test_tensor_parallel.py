@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentspec.testing.server import CPU_ENVIRONMENT
-from tests.end_to_end.conftest import MODEL
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 def run(method: str, out: Path) -> dict[str, Any]:
     """One engine on two ranks."""
     command = [sys.executable, "-m", "tests.end_to_end.tensor_parallel_run", str(MODEL), method, str(out)]
-    environment = {**os.environ, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answer: dict[str, Any] = json.loads(out.read_text())

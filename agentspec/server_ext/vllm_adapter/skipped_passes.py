@@ -147,8 +147,8 @@ class SkippedPasses:
         self._latest = None
 
     def prepare(self, forward: ForwardPass) -> None:
-        """Say which step vLLM's next call of ``propose`` is for."""
-        if self.able:
+        """Say which step vLLM's next call of ``propose`` is for. Only what is kept makes a difference to it."""
+        if self._rows:
             self._read(forward)
 
     def forget(self) -> None:
