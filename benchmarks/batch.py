@@ -37,11 +37,12 @@ from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import AcceptanceLength
 
 SESSIONS = (1, 8, 32, 128)
-LEAST_TOKENS, TOKENS_A_SESSION = 20_000, 600
+LEAST_TOKENS, TOKENS_A_SESSION = 20_000, 2_400
 END_TOKEN = 2
 RENUMBERING = 7_919
-OURS, NGRAM, DEFAULT, BEST = "agentspec", "ngram", "suffix, default", "suffix, best of 12"
-METHODS = (OURS, BEST, DEFAULT, NGRAM)
+OURS, UNLIMITED, NGRAM = "agentspec", "agentspec, longest_step null", "ngram"
+DEFAULT, BEST = "suffix, default", "suffix, best of 12"
+METHODS = (OURS, UNLIMITED, BEST, DEFAULT, NGRAM)
 ASYNC_GAINS = (0.03, 0.30)
 """Shares of the plain throughput that synchronous scheduling costs: published reports range from 3 to 30 %."""
 
@@ -127,14 +128,22 @@ class IndexDrafter:
     """Draft from suffix indexes, under agentspec's policy or ArcticInference's rule.
 
     step: a and b of the simulated server. agentspec measures the price of a token from its step times, as in serving.
-    None: the policy knows no price.
+    None: the policy knows no price. settings: how long steps may take.
     """
 
-    def __init__(self, policy: DraftPolicy, slots: int, width: int, step: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        slots: int,
+        width: int,
+        step: tuple[float, float] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
         self._cache = SuffixCache(policy=policy)
         self._table: Tokens = np.zeros((slots, width), np.int32)
         self._step = step
-        self._pricing = StepPricing(None, Settings().step_draft_tokens)
+        settings = settings or Settings()
+        self._pricing = StepPricing(None, settings.step_draft_tokens, longest_step=settings.longest_step)
         self._measures: dict[str, AcceptanceLength] = {}
         self._steps = 0
         self._slots: dict[str, int] = {}
@@ -306,8 +315,12 @@ def measure(traces: Path, workload: str, slots: int, tokens: int, best: Sequence
     ngram = run(NgramDrafter()) if ngram_rule() is not None else None
     rows = []
     for model, setting in zip(MODELS, best, strict=True):
-        ours = run(IndexDrafter(DraftPolicy(), slots, width, model.step()))
-        methods = {OURS: ("", ours), BEST: (str(setting), at_best[setting]), DEFAULT: ("", default)}
+        ours, unlimited = (
+            run(IndexDrafter(DraftPolicy(), slots, width, model.step(), settings))
+            for settings in (Settings(), Settings(longest_step=None))
+        )
+        methods = {OURS: ("", ours), UNLIMITED: ("", unlimited)}
+        methods |= {BEST: (str(setting), at_best[setting]), DEFAULT: ("", default)}
         if ngram is not None:
             methods[NGRAM] = ("", ngram)
         rows += [figures(workload, slots, model, method, *found) for method, found in methods.items()]

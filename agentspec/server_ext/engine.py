@@ -67,7 +67,9 @@ class DraftingEngine:
             vocab_size=vocab_size,
             history=settings.history_window,
         )
-        self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits)
+        self.pricing = StepPricing(
+            settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step
+        )
         self.fusion = DraftFusion(
             self.cache,
             lambda error: self._count_error("model", error),

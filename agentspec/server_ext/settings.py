@@ -137,6 +137,8 @@ class Settings(BaseModel):
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `pricing.draft_budget` says what lowers it."""
+    longest_step: float | None = Field(default=2.0, gt=1.0)
+    """Longest duration of a step with several requests, in multiples of one without drafts. None: no limit."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     """Most rows of a step with drafts. None: no limit; the measured cost decides."""
     speculator: str | None = None

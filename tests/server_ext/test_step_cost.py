@@ -13,14 +13,14 @@ from agentspec.server_ext.pricing.step_cost import (
     AIMED_DEVIATIONS,
     HIGHEST_COST,
     LEAST_AIMED_SHARE,
+    LONGEST_STEP,
     LOWEST_COST,
-    STEP_MULTIPLE,
     StepCost,
 )
 
-AIMED = STEP_MULTIPLE / (1 + AIMED_DEVIATIONS * 0.05)
+AIMED = LONGEST_STEP / (1 + AIMED_DEVIATIONS * 0.05)
 """Duration that a measured step aims at with the usual noise, in multiples of one without drafts."""
-BUSY_AIMED = LEAST_AIMED_SHARE * STEP_MULTIPLE
+BUSY_AIMED = LEAST_AIMED_SHARE * LONGEST_STEP
 """With much noise."""
 
 Duration = Callable[[int, int], float]
@@ -270,7 +270,7 @@ def test_a_step_that_drafts_too_much_is_not_repeated() -> None:
     for _ in range(300):
         tokens = int(cost.affordable_tokens(8))
         seconds = machine.seconds(8, tokens) + 0.001 * max(tokens - 40, 0)
-        over += seconds > STEP_MULTIPLE * 0.018
+        over += seconds > LONGEST_STEP * 0.018
         cost.observe(8, tokens, seconds)
     assert over <= 15
 
@@ -305,6 +305,19 @@ def test_a_step_may_take_longer_where_every_row_accepts_much(length: float, mult
 @pytest.mark.parametrize(("length", "tokens"), [(1.0, 400), (1.5, 400), (2.0, 800), (5.0, 3200)])
 def test_where_all_rows_accept_much_a_given_price_affords_more(length: float, tokens: int) -> None:
     assert StepCost(0.02).affordable_tokens(8, length) == tokens
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(1.5, 200), (2.0, 400), (6.0, 2000), (None, float("inf"))])
+def test_the_operator_says_how_long_a_step_may_take(longest: float | None, tokens: float) -> None:
+    assert StepCost(0.02, longest).affordable_tokens(8) == tokens
+
+
+@pytest.mark.parametrize(("longest", "least", "most"), [(1.5, 4, 15), (2.0, 10, 45), (4.0, 60, 135)])
+def test_he_does_where_the_price_is_measured(longest: float, least: float, most: float) -> None:
+    """Steps take 18 ms and .4 ms for each draft token."""
+    machine, cost = Machine(0.0004), StepCost(None, longest)
+    machine.run(cost, 300, rows=8, longest=20)
+    assert least <= cost.affordable_tokens(8) <= most
 
 
 def test_what_one_batch_size_measured_bounds_another() -> None:

@@ -8,7 +8,7 @@ memory     Each position to verify takes logits, float32 over the vocabulary, in
 scheduler  vLLM schedules a step's rows in order until ``max_num_batched_tokens`` are spent. Drafts get at most
            SCHEDULER_SHARE of what the rows' own tokens leave, so that later rows and prefills get theirs.
 latency    A row whose draft is long delays the rows beside it. With more than one row a step may take at most
-           STEP_MULTIPLE times as long as one without drafts, or longer where every row accepts enough of its
+           ``longest_step`` times as long as one without drafts, or longer where every row accepts enough of its
            drafts; ``StepCost.affordable_tokens`` says how many tokens fit.
 
 If the drafts exceed the budget, the tokens that are most likely to be accepted stay. That probability is the product

@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
-STEP_MULTIPLE = 2.0
-"""Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more."""
+LONGEST_STEP = 2.0
+"""Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more or the
+operator says otherwise."""
 LEAST_AIMED_SHARE = 0.75
 AIMED_DEVIATIONS = 5.0
 """A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not
@@ -72,11 +73,18 @@ class StepCost:
     """Estimate the price of verifying one more token, and the draft tokens that a step can afford. Does no I/O.
 
     given: the operator's price, as a share of a step; None: measure it from the durations of decode-only steps.
+    longest_step: longest duration of a step with several rows, in multiples of one without drafts; None: no limit.
     default: the price until it is measured, for few rows.
     """
 
-    def __init__(self, given: float | None = None, default: float = DEFAULT_COST) -> None:
+    def __init__(
+        self,
+        given: float | None = None,
+        longest_step: float | None = LONGEST_STEP,
+        default: float = DEFAULT_COST,
+    ) -> None:
         self.given = given
+        self._longest_step = longest_step
         self.version = 0
         """number that changes whenever the prices may have changed"""
         self._default = default
@@ -121,9 +129,10 @@ class StepCost:
         """Return how many draft tokens a step of ``rows`` rows can afford.
 
         acceptance_length: the lowest mean acceptance length of a row. `_longest_multiple` says how long a step may
-        take, in multiples of one without drafts. A measured estimate aims below that (`_aimed_share`).
+        take, in multiples of one without drafts. A measured estimate aims below that (`_aimed_share`). Infinity where
+        the operator wants no limit.
 
-        Until draft tokens are measured, and at least, a token for each row. Then it is the tokens of a usual step plus
+        Until draft tokens are measured, and at least, a token for each row, where steps may take twice as long. Then it is the tokens of a usual step plus
         those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
         by which a draft token costs as much as a row, plus its standard deviation. Unless the mean alone is more, it is
         at most the time of a usual step divided by all its tokens. A line says little about steps far beyond the
@@ -133,7 +142,9 @@ class StepCost:
         If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
         those of a draft token, and the price is b * rows / a.
         """
-        multiple = _longest_multiple(acceptance_length)
+        if self._longest_step is None:
+            return float("inf")
+        multiple = _longest_multiple(self._longest_step, acceptance_length)
         if self.given is not None:
             return (multiple - 1.0) * rows / self.given
         tokens = 0.0
@@ -150,7 +161,7 @@ class StepCost:
             )
             most = max(known.most * _alike(rows, known.rows) for known in self._batches.values())
             tokens = min(tokens, _GROWTH * most)
-        return max(tokens, (STEP_MULTIPLE - 1.0) * rows)
+        return max(tokens, (self._longest_step - 1.0) * rows)
 
     def stats(self) -> dict[str, Any]:
         """Return the current estimate as JSON, for as many rows as the latest step had.
@@ -256,13 +267,13 @@ class StepCost:
         return min(settled, key=lambda batch: abs(batch.rows - rows)) if settled else None
 
 
-def _longest_multiple(acceptance_length: float) -> float:
+def _longest_multiple(longest_step: float, acceptance_length: float) -> float:
     """Return how many times as long as one without drafts a step may take, if every row accepts so much of its drafts.
 
-    A row that gets little more than a token a step notices long steps as pauses: they stay within STEP_MULTIPLE. From
+    A row that gets little more than a token a step notices long steps as pauses: they stay within longest_step. From
     there on each token that it accepts earns as much again, so its mean time for a token stays within that, too.
     """
-    return STEP_MULTIPLE * max(1.0, acceptance_length - 0.5)
+    return longest_step * max(1.0, acceptance_length - 0.5)
 
 
 def _aimed_share(times: StepTimes) -> float:

@@ -8,7 +8,7 @@ from agentspec.cache import StepDrafts
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits
-from agentspec.server_ext.pricing.step_cost import StepCost
+from agentspec.server_ext.pricing.step_cost import LONGEST_STEP, StepCost
 from agentspec.server_ext.step import AcceptanceLength
 
 _WORK_SHARE = 0.02
@@ -40,11 +40,18 @@ class StepPricing:
     """Measure steps, price the next ones, and cut their drafts. Steps are numbered by the caller.
 
     given: the operator's price of a token, as a share of a decode step; None: it is measured. step_tokens: the
-    operator's limit on the draft tokens of a step. limits: the engine's.
+    operator's limit on the draft tokens of a step. limits: the engine's. longest_step: the operator's limit on the
+    duration of a step with several rows, in multiples of one without drafts; None: none.
     """
 
-    def __init__(self, given: float | None, step_tokens: int, limits: EngineLimits | None = None) -> None:
-        self.cost = StepCost(given)
+    def __init__(
+        self,
+        given: float | None,
+        step_tokens: int,
+        limits: EngineLimits | None = None,
+        longest_step: float | None = LONGEST_STEP,
+    ) -> None:
+        self.cost = StepCost(given, longest_step)
         self.budget = DraftBudget(step_tokens, limits)
         self.acceptance_lengths = AcceptanceLengths()
         self._called = 0.0  # when `tick` was called last
