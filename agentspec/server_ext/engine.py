@@ -67,9 +67,7 @@ class DraftingEngine:
             vocab_size=vocab_size,
             history=settings.history_window,
         )
-        self.pricing = StepPricing(
-            settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step
-        )
+        self.pricing = StepPricing(settings.verify_cost, settings.step_draft_tokens, limits, settings.longest_step)
         self.fusion = DraftFusion(
             self.cache,
             lambda error: self._count_error("model", error),

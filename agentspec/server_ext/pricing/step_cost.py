@@ -132,12 +132,13 @@ class StepCost:
         take, in multiples of one without drafts. A measured estimate aims below that (`_aimed_share`). Infinity where
         the operator wants no limit.
 
-        Until draft tokens are measured, and at least, a token for each row, where steps may take twice as long. Then it is the tokens of a usual step plus
-        those that a cautious slope fits into the remaining time. The cautious slope is a posterior mean, under a prior
-        by which a draft token costs as much as a row, plus its standard deviation. Unless the mean alone is more, it is
-        at most the time of a usual step divided by all its tokens. A line says little about steps far beyond the
-        measured ones (on CPUs the time grows faster), so the result is at most _GROWTH times the most draft tokens
-        measured. Means are compared: on a busy machine steps without drafts vary as much.
+        Until draft tokens are measured, and at least, a token for each row (where steps may take twice as long). Then
+        it is the tokens of a usual step plus those that a cautious slope fits into the remaining time. The cautious
+        slope is a posterior mean, under a prior by which a draft token costs as much as a row, plus its standard
+        deviation. Unless the mean alone is more, it is at most the time of a usual step divided by all its tokens. A
+        line says little about steps far beyond the measured ones (on CPUs the time grows faster), so the result is at
+        most _GROWTH times the most draft tokens measured. Means are compared: on a busy machine steps without drafts
+        vary as much.
 
         If the price is given, d tokens fit if a + b * d = multiple * a: a seconds are those of a step without drafts, b
         those of a draft token, and the price is b * rows / a.
