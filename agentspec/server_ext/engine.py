@@ -312,7 +312,7 @@ class DraftingEngine:
             self._leave_batch()
             if step.started:  # its prompts let it take long
                 work = max(work, self.pricing.latest_work())
-            self._turnover.advance(step, 0.0 if self._put_off else work)
+            self._turnover.advance(step, 0.0 if self._put_off else max(work - 1e-9 * self._beside_ns, 0.0))
             if starting := self._turnover.starting():
                 self._accounts.wait(step, starting)
         left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)

@@ -3,8 +3,8 @@
 Requests that begin go first, because they get no drafts until then: a step starts half of them. A session's next turn
 starts after the one before was finished, and so does a request whose input goes on, under the same id. A step does an
 eighth of what else waits: rounded down where requests begin, so that a few ends never hold up starts, but many cannot
-pile up either. It does one at least, and more as long as that takes less than its time. Where no request is left for
-whose steps the rest could wait, all is done at once.
+pile up either. It does one at least, and more as long as the next is likely to end within its time. Where no request
+is left for whose steps the rest could wait, all is done at once.
 """
 
 import time
@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from agentspec.server_ext.step import Int32, NewRequest, RequestState, Step
+from agentspec.server_ext.step import Int32, NewRequest, RequestState, RunningMean, Step
 
 _STARTED, _FINISHED = 2, 8
 """Parts of what begins, and of the rest, of which a step does one at least.
 
 Siblings often begin by the dozen. Each step that one waits costs the tokens that a draft would have brought it.
 """
+_USUAL_ITEMS = 32
+"""Number of latest starts and finishes whose mean time says how long the next one is likely to take."""
 
 Text = Callable[[], Sequence[int]]
 """Returns a request's prompt and response, in tokens."""
@@ -57,6 +59,7 @@ class Turnover:
         self._start = start
         self._finish = finish
         self._waiting: deque[Beginning | Ending] = deque()
+        self._usual = RunningMean()  # CPU time of a start or a finish, in seconds
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -90,7 +93,8 @@ class Turnover:
 
         step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays.
         """
-        until = time.thread_time() + seconds
+        now = time.thread_time()
+        until = now + seconds
         first, rest = self._in_order()
         starts = -(-len(first) // _STARTED)
         others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
@@ -113,7 +117,9 @@ class Turnover:
             self._do(item, prompt)
             self._waiting.remove(item)  # an erasure finds it there until it is done
             done += 1
-            if done >= least and time.thread_time() >= until:
+            before, now = now, time.thread_time()
+            self._usual.add(now - before, _USUAL_ITEMS)
+            if done >= least and now + self._usual.value >= until:
                 break
 
     def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
