@@ -214,16 +214,19 @@ class DraftingEngine:
             "store": stored,
             "snapshot": None if self._keeper is None else self._keeper.stats(),
             "public": None if self._public is None else self._public.stats(),
+            "record": {"lost": 0 if self._recorder is None else self._recorder.lost},
             "model": self.fusion.stats(),
         }
 
-    def request(self, request_id: str, caller: str | None = None, *, admin: bool = False) -> dict[str, Any] | None:
+    def request(
+        self, request_id: str, caller: str | None = None, *, call: str | None = None, admin: bool = False
+    ) -> dict[str, Any] | None:
         """Return the current figures of one API request of this caller, as JSON; None if there are none.
 
-        admin: of any caller.
+        call: the one of several with this id; None: the one that began last. admin: of any caller.
         """
         self._accounts.settle(self._lookup)
-        return self.metrics.request(request_id, caller, any_caller=admin)
+        return self.metrics.request(request_id, caller, call=call, any_caller=admin)
 
     def session(self, step: str, job: str, *args: Any) -> dict[str, Any]:
         """Begin or poll a job on sessions (`SessionAdmin`). step: "begin" or "poll"."""
@@ -357,9 +360,10 @@ class DraftingEngine:
     def _begin(self, new: NewRequest) -> None:
         """Let a request wait for its start."""
         identity, length = new.identity, len(new.prompt)
-        figures = self.metrics.begin(new.api_id or new.request_id, identity.caller)
+        figures = self.metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
         accepted = self.pricing.acceptance_lengths.begin(length + 1, self._steps)  # prefill gives a token, too
-        state = RequestState(new.request_id, identity, figures, accepted, length=length, prompt_length=length)
+        ends = frozenset(new.end_tokens)
+        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends)
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
             state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)

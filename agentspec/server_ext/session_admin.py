@@ -6,15 +6,15 @@ for its answer. All names here are keys (`Identity.session`), so whoever asks mu
 
 import contextlib
 import logging
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRecord, decode
-from agentspec.errors import AgentSpecError, InvalidInputError, RecordError, StoreError, StoreUnavailableError
+from agentspec.errors import AgentSpecError, RecordError, StoreError, StoreUnavailableError
 from agentspec.server_ext.figures.metrics import Recorder
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence.persistence import Persistence
@@ -22,9 +22,20 @@ from agentspec.server_ext.step import RequestState
 
 logger = logging.getLogger(__name__)
 
-_KEPT_JOBS = 256
+_MOST_JOBS = 256
+"""Jobs whose answers were not fetched yet, at most."""
+_ABANDONED_SECONDS = 5.0
+"""Time without a poll after which an asker counts as gone. The routes poll every quarter of a second."""
 _PART_BYTES = 256 * 1024
 """Bytes of records that one answer holds, because the engine passes it on between two steps."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """Hold a job's value in the first of its futures; the others have to end before it is told. asked: when last."""
+
+    futures: tuple[Future[Any], ...]
+    asked: float
 
 
 class SessionAdmin:
@@ -49,8 +60,7 @@ class SessionAdmin:
         self._traces = traces
         self._recorder = recorder
         self._erased = erased
-        # by the job's name, which the asker chose: its value, and what else has to end before that is told
-        self._jobs: OrderedDict[str, tuple[Future[Any], ...]] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
 
     def begin(self, job: str, what: str, *args: Any) -> dict[str, Any]:
         """Begin a job under a name of the asker's choice. Returns {} or an error as ``poll`` does.
@@ -63,43 +73,36 @@ class SessionAdmin:
         A tenant stands for itself and for those that an adapter or a cache salt sets apart from it.
         """
         try:
-            self._jobs[job] = self._submit(what, *args)
+            self._make_room()
+            self._jobs[job] = _Job(self._submit(what, *args), time.monotonic())
         except AgentSpecError as error:
             return _failure(error)
-        if len(self._jobs) > _KEPT_JOBS:
-            self._jobs.popitem(last=False)
         return {}
 
     def poll(self, job: str, offset: int = 0) -> dict[str, Any]:
         """Return {} while the job runs, {"value": …, "more": bool}, or {"error": kind, "message": text}.
 
-        offset: how many records of the job's value the asker has; "more" says whether others follow. Records are told
-        once: with the last of them the job is forgotten, because they may take megabytes.
+        offset: how many records of the job's value the asker has; "more" says whether others follow. A value or an
+        error is told once: with the end of it the job is forgotten.
         """
-        futures = self._jobs.get(job)
-        if futures is None:
-            return _failure(InvalidInputError(f"job {job!r}: unknown, or its result was forgotten; begin it again"))
-        if not all(future.done() for future in futures):
+        begun = self._jobs.get(job)
+        if begun is None:
+            return _failure(StoreUnavailableError("the answer was not fetched in time and is forgotten; ask again"))
+        begun.asked = time.monotonic()
+        if not all(future.done() for future in begun.futures):
             return {}
-        for future in futures:
-            if future.cancelled():
-                return _failure(StoreUnavailableError("the store was closed before the job began"))
-            if (error := future.exception()) is not None:
-                return _failure(error)
-        value = futures[0].result()
-        if isinstance(value, Erasure):
-            return {"value": asdict(value), "more": False}
-        if not (isinstance(value, list) and value and isinstance(value[0], bytes)):
-            return {"value": value, "more": False}
-        part: list[bytes] = []
-        size = 0
-        while offset + len(part) < len(value) and (not part or size < _PART_BYTES):
-            part.append(value[offset + len(part)])
-            size += len(part[-1])
-        more = offset + len(part) < len(value)
-        if not more:
+        answer = _answer(begun.futures, offset)
+        if not answer.get("more"):
             del self._jobs[job]
-        return {"value": part, "more": more}
+        return answer
+
+    def _make_room(self) -> None:
+        """Forget jobs whose askers are gone. Raises StoreUnavailableError where too many others wait."""
+        now = time.monotonic()
+        for name in [name for name, job in self._jobs.items() if now - job.asked > _ABANDONED_SECONDS]:
+            del self._jobs[name]
+        if len(self._jobs) >= _MOST_JOBS:
+            raise StoreUnavailableError(f"{len(self._jobs)} questions about sessions wait for their answers; try again")
 
     def erased_elsewhere(self, tenant: str | None, session: str) -> None:
         """Remove a session here that another process has erased in the store. Any thread may call it."""
@@ -194,6 +197,26 @@ class SessionAdmin:
     def _tenants(self, store: Store, session: str, held: Set[str | None]) -> list[str | None]:
         logs = self._logs(store, None, anybody=True, session=session)
         return [*held | {turn.tenant for log in logs for turn in _turns(store, log, session, newest=1)}]
+
+
+def _answer(futures: Sequence[Future[Any]], offset: int) -> dict[str, Any]:
+    """Return the value or the error of a job that has ended, as ``SessionAdmin.poll`` does."""
+    for future in futures:
+        if future.cancelled():
+            return _failure(StoreUnavailableError("the store was closed before the job began"))
+        if (error := future.exception()) is not None:
+            return _failure(error)
+    value = futures[0].result()
+    if isinstance(value, Erasure):
+        return {"value": asdict(value), "more": False}
+    if not (isinstance(value, list) and value and isinstance(value[0], bytes)):
+        return {"value": value, "more": False}
+    part: list[bytes] = []
+    size = 0
+    while offset + len(part) < len(value) and (not part or size < _PART_BYTES):
+        part.append(value[offset + len(part)])
+        size += len(part[-1])
+    return {"value": part, "more": offset + len(part) < len(value)}
 
 
 def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]) -> dict[str, Any] | None:

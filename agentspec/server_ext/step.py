@@ -21,8 +21,9 @@ class NewRequest:
     """Hold a request that is seen for the first time, or for the first time with this prompt.
 
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
-    id in the API's response, under which its figures are kept; None: the request id. detailed: whether it asked for the
-    sources of its tokens. prediction: tokens that it expects as its response.
+    id in the API's response, under which its figures are kept; None: the request id. call: which of the API's calls
+    with that id it belongs to. detailed: whether it asked for the sources of its tokens. prediction: tokens that it
+    expects as its response.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class NewRequest:
     identity: Identity
     end_tokens: Sequence[int] = ()
     api_id: str | None = None
+    call: str = ""
     detailed: bool = False
     prediction: Sequence[int] = ()
 
@@ -125,6 +127,8 @@ class RequestState:
     """tokens of its text that its figures count"""
     prompt_length: int = 0
     """tokens of its prompt"""
+    end_tokens: frozenset[int] = frozenset()
+    """tokens that end its response"""
     failed: bool = False
     """whether an error occurred for it, after which it gets no drafts"""
     waits: bool = False

@@ -1,6 +1,7 @@
 """The HTTP routes behind vLLM's own key check, with engines that are stand-ins: who is told what, and who sent what."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,14 +44,14 @@ class EngineClient:
         await asyncio.sleep(self.delay)
         if question[0] == "stats":
             return [{"engine": engine}, None]  # the second tensor-parallel rank has no engine
-        _, request_id, caller, admin = question
-        return [self.metrics[engine].request(request_id, caller, any_caller=admin), None]
+        _, request_id, caller, admin, call = question
+        return [self.metrics[engine].request(request_id, caller, call=call, any_caller=admin), None]
 
     def ran(self, request_id: str, presented: Presented | None, engine: int = 0) -> Identity:
         """Let an engine run a request of this sender."""
         identity = self.tagger.identity_of({"session_id": "s"}, presented)
         metrics = self.metrics[engine]
-        metrics.end(metrics.begin(request_id, identity.caller))
+        metrics.end(metrics.begin(request_id, identity.caller, "" if presented is None else presented.call))
         return identity
 
 
@@ -215,7 +216,48 @@ async def test_a_request_is_not_taken_for_the_one_before_it_on_its_connection() 
     assert frontend.presented() is None
 
 
+def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
+    """A request that ends while the server stops waits for nobody's answer any more."""
+    logged: list[Any] = []
+
+    async def give_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        engine = EngineClient(Settings(store="memory://"))
+        engine.delay = 60.0
+        asked = asyncio.create_task(frontend.ask_engines(engine, "stats"))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        del asked
+        gc.collect()
+
+    asyncio.run(give_up())
+    assert not logged
+
+
 class TestFigures:
+    def test_requests_that_have_one_id_have_their_own(self) -> None:
+        metrics = Metrics()
+        for call, tokens in (("first", 5), ("second", 7)):
+            figures = metrics.begin("r", "ada", call)
+            figures.tokens += tokens
+            metrics.begin("r", "ada", call).tokens += 1  # its other sample
+        for call, tokens in (("first", 6), ("second", 8)):
+            assert metrics.request("r", "ada", call=call) == {**(metrics.request("r", "ada") or {}), "tokens": tokens}
+        assert (metrics.request("r", "ada") or {})["tokens"] == 8
+        assert metrics.request("r", "ada", call="third") is None and metrics.request("r", "bob", call="first") is None
+
+    def test_an_id_that_is_used_again_and_again_takes_no_more_memory(self) -> None:
+        metrics = Metrics()
+        for number in range(20_000):
+            metrics.end(metrics.begin(f"r{number % 7}", "ada", str(number)))
+        assert metrics.request("r1", "ada") is not None and metrics.request("r1", "ada", call="1") is None
+        for number in range(20_000):
+            metrics.end(metrics.begin(f"other{number}", "ada", str(number)))
+        assert metrics.request("r1", "ada") is None
+        assert len(metrics._latest) == len(metrics._finished) == 4_096
+
     def test_those_of_a_running_request_outlast_any_number_of_others(self) -> None:
         metrics = Metrics()
         running = metrics.begin("long", "ada")

@@ -437,6 +437,17 @@ def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> Non
     assert batch.proposer.stats()["steps"] == 14
 
 
+def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> None:
+    """The response ends within the draft, but vLLM's row still has the token behind it when the step is counted."""
+    batch = Rows()
+    both = ("0", "1")
+    batch.step(both)
+    batch.proposer._requests["0"].end_tokens = frozenset({5})  # its tokens count up from 3
+    batch.step(both, drafted=3)
+    assert batch.tokens_and_steps("0") == (3, 2)
+    assert batch.tokens_and_steps("1") == (5, 2)
+
+
 def test_a_row_that_failed_gets_no_drafts_and_those_beside_it_do() -> None:
     rows = Rows()
     start = rows.proposer.cache.start

@@ -148,10 +148,10 @@ class Scraped:
         def other() -> Response:
             return Response(VLLMS, media_type="text/plain")
 
-        async def ask(engine: Any, *question: str) -> Any:
+        async def ask(engine: Any, *question: str, seconds: float) -> Any:
             assert question == ("stats",)
             self.asked += 1
-            await asyncio.sleep(0.01)
+            await asyncio.wait_for(asyncio.sleep(0.01), seconds)
             return answers()
 
         monkeypatch.setattr(prometheus, "ask_engines", ask)

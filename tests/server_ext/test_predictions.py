@@ -19,7 +19,7 @@ from agentspec.server_ext.identity import IDENTITY_KEY, PREDICTION_KEY, RequestT
 from agentspec.server_ext.identity.callers import Presented
 from agentspec.server_ext.vllm_adapter import frontend
 
-from .test_endpoints import EngineClient, Start, bearer, shown, start
+from .test_endpoints import EngineClient, Start, bearer, start
 from .test_response_figures import ASK, chunks_of
 
 __all__ = ["start"]
@@ -42,8 +42,13 @@ def serve(start: Start, *keys: str) -> tuple[TestClient, EngineClient, list[Any]
 
     async def chat(request: Request) -> Response:
         body = await request.json()
-        seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), frontend.presented()).get(PREDICTION_KEY)))
-        answer = {"id": "r", "choices": [], "usage": USAGE}
+        sender = frontend.presented()
+        assert sender is not None
+        seen.append((body, engine.tagger.tag(body.get("vllm_xargs"), sender).get(PREDICTION_KEY)))
+        figures = engine.metrics[0].begin("r", engine.ran("r", sender).caller, sender.call)
+        figures.drafted[PREDICTED], figures.accepted[PREDICTED] = 7, 5
+        engine.metrics[0].end(figures)
+        answer = {"id": "r", "choices": [], "usage": {**USAGE, **body.get("usage", {})}}
 
         def chunks() -> Iterator[str]:
             yield f"data: {json.dumps({'id': 'r', 'choices': [{'delta': 'x'}]})}\n\n"
@@ -55,12 +60,6 @@ def serve(start: Start, *keys: str) -> tuple[TestClient, EngineClient, list[Any]
         return Response(json.dumps(answer), media_type="application/json")
 
     app.post("/v1/chat/completions")(chat)
-    for key in keys or (None,):
-        sender = None if key is None else shown(key)
-        caller = engine.ran("r", sender).caller
-        figures = engine.metrics[0].begin("r", caller)
-        figures.drafted[PREDICTED], figures.accepted[PREDICTED] = 7, 5
-        engine.metrics[0].end(figures)
     return server, engine, seen
 
 
@@ -78,6 +77,14 @@ def test_it_reaches_the_engine_and_usage_has_its_figures(start: Start, content: 
     assert seen == [(body, [ord(c) for c in TEXT])]
     plain = server.post("/v1/chat/completions", json={"messages": []}, headers=headers).json()
     assert plain["usage"] == USAGE and seen[1] == ({"messages": []}, None)
+
+
+def test_what_lies_behind_a_stop_text_is_not_accepted(start: Start) -> None:
+    """vLLM finds stop texts in the API server, when the engine has accepted what follows."""
+    server, _, _ = serve(start)
+    body = {"messages": [], "prediction": PREDICTION, "usage": {"completion_tokens": 4}}
+    usage = server.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
 
 
 @pytest.mark.parametrize("headers", [{}, ASK])

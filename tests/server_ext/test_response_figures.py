@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,28 @@ from fastapi.testclient import TestClient
 
 from agentspec.server_ext.api import response_figures
 from agentspec.server_ext.identity import FIGURES_HEADER
+from agentspec.server_ext.identity.callers import Presented
+from agentspec.server_ext.vllm_adapter.frontend import presented
 
-from .test_endpoints import Start, bearer, shown, start
+from .test_endpoints import EngineClient, Start, bearer, shown, start
 
 __all__ = ["start"]
 
 ASK = {FIGURES_HEADER: "summary"}
 
 
-def add_chat(server: TestClient) -> None:
-    """Lets the server answer chats, as vLLM does."""
+def add_chat(server: TestClient, engine: EngineClient, runs: bool = True, sender: Presented | None = None) -> None:
+    """Lets the server answer chats, as vLLM does, all under one id.
+
+    runs: whether the engine has run the request. sender: as whose request; None: whoever sent it.
+    """
     app = server.app
     assert isinstance(app, FastAPI)
 
     async def chat(body: dict[str, Any]) -> Response:
+        now = presented()
+        if runs and now is not None:
+            engine.ran("r", now if sender is None else replace(sender, call=now.call))
         if body.get("status"):
             return JSONResponse({"error": "no", "id": "r"}, status_code=body["status"])
         if not body.get("stream"):
@@ -49,8 +58,7 @@ def chunks_of(response: Any) -> list[Any]:
 
 def test_a_response_has_the_figures_of_its_request(start: Start) -> None:
     server, engine = start()
-    add_chat(server)
-    engine.ran("r", None)
+    add_chat(server, engine)
     plain = server.post("/v1/chat/completions", json={}).json()
     asked = server.post("/v1/chat/completions", json={}, headers=ASK)
     assert int(asked.headers["content-length"]) == len(asked.content)
@@ -60,8 +68,7 @@ def test_a_response_has_the_figures_of_its_request(start: Start) -> None:
 
 def test_a_stream_has_them_before_its_end(start: Start) -> None:
     server, engine = start()
-    add_chat(server)
-    engine.ran("r", None)
+    add_chat(server, engine)
     plain = chunks_of(server.post("/v1/chat/completions", json={"stream": True}))
     asked = chunks_of(server.post("/v1/chat/completions", json={"stream": True}, headers=ASK))
     figures = server.get("/v1/agentspec/requests/r").json()
@@ -71,8 +78,7 @@ def test_a_stream_has_them_before_its_end(start: Start) -> None:
 
 def test_nobody_is_told_anothers_figures(start: Start) -> None:
     server, engine = start("ada", "bob")
-    add_chat(server)
-    engine.ran("r", shown("ada"))
+    add_chat(server, engine, sender=shown("ada"))
     for key, told in (("ada", True), ("bob", False)):
         for body in ({}, {"stream": True}):
             response = server.post("/v1/chat/completions", json=body, headers={**ASK, **bearer(key)})
@@ -85,8 +91,7 @@ def test_an_engine_that_is_busy_costs_the_figures_only(
 ) -> None:
     monkeypatch.setattr(response_figures, "_WAIT_SECONDS", 0.05)
     server, engine = start()
-    add_chat(server)
-    engine.ran("r", None)
+    add_chat(server, engine)
     plain = server.post("/v1/chat/completions", json=body)
     engine.delay = 1.0
     asked = server.post("/v1/chat/completions", json=body, headers=ASK)

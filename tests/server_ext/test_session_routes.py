@@ -436,8 +436,7 @@ class TestExportAndImport:
         server.say(server.identity(ADA, "one"))
         for _ in range(3):
             assert server.call(ADA, "GET", "one").status_code == 200
-        held = [futures[0].result() for engine in server.engines for futures in engine._sessions._jobs.values()]
-        assert not any(isinstance(value, list) and value for value in held)
+        assert not any(engine._sessions._jobs for engine in server.engines)
 
 
 class TestTexts:
@@ -622,6 +621,25 @@ def stored(file: Path, what: Sequence[int] | str | bytes) -> bool:
         what = what.encode()
     wanted = what if isinstance(what, bytes) else np.array(what, np.int32).tobytes()
     return any(wanted in each.read_bytes() for each in file.parent.glob(f"{file.name}*"))
+
+
+def test_a_question_too_many_is_refused_and_no_other_is_forgotten(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(ADA, engines=1)
+    server.say(server.identity(ADA, "one"))
+    admin = server.engines[0]._sessions
+    session = server.identity(ADA, "one").session
+    for number in range(256):
+        server.wait(lambda number=number: admin.begin(f"job{number}", "tenants", session) == {})  # type: ignore[misc]
+    assert admin.begin("job256", "tenants", session)["error"] == "unavailable"
+    answer = server.call(ADA, "GET", "one")
+    assert answer.status_code == 503 and "try again" in answer.text
+    server.wait(lambda: all("value" in admin.poll("job0") for _ in range(1)))
+    assert admin.poll("job0")["error"] == "unavailable"  # told already
+    assert server.call(ADA, "GET", "one").status_code == 200
+    monkeypatch.setattr("agentspec.server_ext.session_admin._ABANDONED_SECONDS", 0.0)
+    assert admin.begin("job257", "tenants", session) == {} and len(admin._jobs) == 1
 
 
 def test_no_engine_waits_for_a_store_that_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

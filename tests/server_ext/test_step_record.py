@@ -130,6 +130,23 @@ def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> Non
     assert lines(recorder.path) == [line(1, "fix-42", OTHER)]
 
 
+def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    recorder = Recorder(path, max_bytes=4 * 1024)
+    path.unlink()
+    path.mkdir()
+    for number in range(3):
+        recorder.add(line(number, "fix-42", KEY))
+    recorder._stop.set()
+    recorder._thread.join()  # it writes what waits
+    assert recorder.lost == 3
+    path.rmdir()
+    for number in range(10):  # of which four have room
+        recorder.add(line(number, "fix-42", KEY))
+    recorder._write()
+    assert recorder.lost == 3 + 6 and len(lines(path)) == 4
+
+
 def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     recorder = Recorder(path)

@@ -60,6 +60,7 @@ _COUNTERS = (
     _Figure("steps_held_back", "steps_held_back", "Steps without drafts because erasures may not be known yet."),
     _Figure("store_lost_records", "store.lost", "Records that the store acknowledged to this engine and lost since."),
     _Figure("store_missing_records", "store.missing", "Records that reads found referred to, but gone."),
+    _Figure("record_lost_lines", "record.lost", "Lines of the step record that were lost: the disk is full or slow."),
 )
 _GAUGES = (
     _Figure("requests_running", "running", "Requests that drafts are made for."),
@@ -154,7 +155,7 @@ class MetricsMiddleware:
 
     async def _ask(self, engine: Any) -> bytes:
         try:
-            answers = await asyncio.wait_for(ask_engines(engine, "stats"), _ASK_SECONDS)
+            answers = await ask_engines(engine, "stats", seconds=_ASK_SECONDS)
             text = exposition(answers)
         except Exception as error:  # a scrape must have vLLM's own figures, whatever our engine does
             if not self._failed:

@@ -41,15 +41,20 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-async def figures_of(engine: Any, request_id: str) -> dict[str, Any] | None:
+async def figures_of(
+    engine: Any, request_id: str, call: str | None = None, seconds: float | None = None
+) -> dict[str, Any] | None:
     """Return the figures of one request, or None if it is another principal's, unknown or forgotten.
 
-    engine: vLLM's EngineClient. Raises what `ask_engines` does.
+    engine: vLLM's EngineClient. call: the one of several with this id (`Presented.call`); None: the one that began
+    last. Raises what `ask_engines` does.
     """
     sender = presented()
     admin = shows_admin_key(sender)
     caller = tagger_of(engine).callers.caller_of(sender).principal
-    answers = await ask_engines(engine, "request", request_id, caller, admin) if admin or caller != NOBODY else []
+    if caller == NOBODY and not admin:
+        return None
+    answers = await ask_engines(engine, "request", request_id, caller, admin, call, seconds=seconds)
     if not answers:
         return None
     answer = _added_up(answers)
@@ -204,6 +209,7 @@ class _Response:
         if not self._predicts or not isinstance(usage, dict):
             return
         drafted, accepted = (figures[f"{what}_by_source"].get("prediction", 0) for what in ("drafted", "accepted"))
+        accepted = min(accepted, usage.get("completion_tokens", accepted))  # some may lie behind a stop text
         usage["completion_tokens_details"] = {
             **(usage.get("completion_tokens_details") or {}),
             "accepted_prediction_tokens": accepted,
@@ -214,8 +220,9 @@ class _Response:
         request_id = answer.get("id")
         if not isinstance(request_id, str):
             return None
+        sender = presented()
         try:
-            return await asyncio.wait_for(figures_of(self._engine, request_id), _WAIT_SECONDS)
+            return await figures_of(self._engine, request_id, None if sender is None else sender.call, _WAIT_SECONDS)
         except Exception:  # the response is worth more than its figures
             logger.debug("agentspec: no figures of %s", request_id, exc_info=True)
             return None

@@ -6,7 +6,7 @@ from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.figures.metrics import Metrics, Recorder
 from agentspec.server_ext.figures.traces import Traces
-from agentspec.server_ext.step import RequestState, Step
+from agentspec.server_ext.step import Int32, RequestState, Step
 
 
 class Accounts:
@@ -53,16 +53,25 @@ class Accounts:
                 self._traces.add(state.trace, row[state.length : length].tolist(), 0, 0)
             state.length = length
 
+    @staticmethod
+    def _said(state: RequestState, row: Int32, length: int) -> int:
+        """Return how many tokens a row gained, without one that was sampled behind an accepted end of the response."""
+        added = length - state.length
+        if added > 1 and state.end_tokens:
+            new = row[state.length : length].tolist()
+            return next((place for place, token in enumerate(new, 1) if token in state.end_tokens), added)
+        return added
+
     def _add(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         lengths: list[int] = lookup.pick(step.lengths).tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
         for i, state in enumerate(lookup.states):
-            added = lengths[i] - state.length
+            added = self._said(state, step.tokens[lookup.rows[i]], lengths[i])
             by_source = drafted_by_source[i], accepted_by_source[i]
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if state.trace is not None:
                 row, own = step.tokens[lookup.rows[i]], slice(drafts.offsets[i], drafts.offsets[i + 1])
-                self._traces.add(state.trace, row[state.length : lengths[i]].tolist(), drafted, accepted)
+                self._traces.add(state.trace, row[state.length : state.length + added].tolist(), drafted, accepted)
                 state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
             state.length = lengths[i]
             if self._recorder is None:

@@ -34,15 +34,18 @@ _FLUSH_SECONDS = 0.1
 _QUEUED_LINES = 200_000
 
 
+FiguresKey = tuple[str | None, str, str]
+
+
 @dataclass(slots=True)
 class RequestFigures:
     """Count what drafting did for one request (for all its samples together).
 
-    key: who sent it and the id that the API returned, by which `Metrics` keeps the figures. running: its samples that
-    have not ended. trace: its steps, if it asked for them.
+    key: who sent it, the id that the API returned, and the call, which tells it from others with that id. running: its
+    samples that have not ended. trace: its steps, if it asked for them.
     """
 
-    key: tuple[str | None, str] = (None, "")
+    key: FiguresKey = (None, "", "")
     running: int = 0
     tokens: int = 0
     steps: int = 0
@@ -90,8 +93,8 @@ class Histogram:
 class Metrics:
     """Hold counters and durations since start, and figures of running and of the latest finished requests.
 
-    Figures are kept by caller and id: a caller may choose the ids of its requests, but gets at nobody else's figures.
-    max_bytes: limit of what finished requests take.
+    Figures are kept by caller, id and call: a caller may choose the ids of its requests, and use one again, but gets at
+    nobody else's figures. max_bytes: limit of what finished requests take.
     """
 
     def __init__(self, max_bytes: int = _KEPT_REQUESTS * _REQUEST_BYTES) -> None:
@@ -101,15 +104,17 @@ class Metrics:
         self.accepted = [0] * len(SOURCES)
         self.draft_seconds = Histogram()
         self.beside_seconds = Histogram()
-        self._running: dict[tuple[str | None, str], RequestFigures] = {}
-        self._finished: OrderedDict[tuple[str | None, str], RequestFigures] = OrderedDict()
+        self._running: dict[FiguresKey, RequestFigures] = {}
+        self._finished: OrderedDict[FiguresKey, RequestFigures] = OrderedDict()
+        self._latest: dict[tuple[str | None, str], FiguresKey] = {}  # of the figures that are kept for a caller's id
 
-    def begin(self, api_id: str, caller: str | None) -> RequestFigures:
-        """Return the figures for a new engine request. The samples of one API request share them."""
-        key = (caller, api_id)
+    def begin(self, api_id: str, caller: str | None, call: str = "") -> RequestFigures:
+        """Return the figures for a new engine request. The samples of one API request, or call, share them."""
+        key = (caller, api_id, call)
         figures = self._running.get(key) or self._finished.pop(key, None) or RequestFigures(key)
         figures.running += 1
         self._running[key] = figures
+        self._latest[caller, api_id] = key
         return figures
 
     def end(self, figures: RequestFigures) -> None:
@@ -118,7 +123,9 @@ class Metrics:
         if figures.running == 0 and self._running.pop(figures.key, None) is not None:
             self._finished[figures.key] = figures
             if len(self._finished) > self._kept:
-                self._finished.popitem(last=False)
+                (caller, api_id, _), oldest = self._finished.popitem(last=False)
+                if self._latest.get((caller, api_id)) == oldest.key:
+                    del self._latest[caller, api_id]
 
     def add_step(
         self, figures: RequestFigures, tokens: int, drafted: Sequence[int], accepted: Sequence[int]
@@ -152,12 +159,17 @@ class Metrics:
             "seconds": {"draft": self.draft_seconds.as_dict(), "beside": self.beside_seconds.as_dict()},
         }
 
-    def request(self, request_id: str, caller: str | None = None, *, any_caller: bool = False) -> dict[str, Any] | None:
-        """Return the figures of one API request of this caller, or None if it is unknown or forgotten."""
-        keys = [(caller, request_id)]
+    def request(
+        self, request_id: str, caller: str | None = None, *, call: str | None = None, any_caller: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the figures of one API request of this caller, or None if it is unknown or forgotten.
+
+        call: the one of several with this id; None: the one that began last.
+        """
+        keys = [self._latest.get((caller, request_id)) if call is None else (caller, request_id, call)]
         if any_caller:
-            keys = [key for held in (self._running, self._finished) for key in held if key[1] == request_id]
-        for key in keys:
+            keys = [key for (_, held), key in self._latest.items() if held == request_id]
+        for key in filter(None, keys):
             figures = self._running.get(key) or self._finished.get(key)
             if figures is not None:
                 return figures.as_dict(request_id)
@@ -173,12 +185,15 @@ class Recorder:
     rows. The lines of a session that was erased have neither its name nor its key.
 
     A thread of its own writes the file; the decode path only appends to a deque. max_bytes: limit of what waits there.
-    The constructor raises what `make_record` does.
+    lost: lines that were not written, because the disk was full or too slow. The constructor raises what `make_record`
+    does.
     """
 
     def __init__(self, path: str | Path, max_bytes: int = _QUEUED_LINES * _LINE_BYTES) -> None:
         self.path = make_record(path)  # an unusable path fails here, at start, and not in the thread
-        self._queue: deque[dict[str, Any]] = deque(maxlen=max(1, max_bytes // _LINE_BYTES))
+        self.lost = 0
+        self._most = max(1, max_bytes // _LINE_BYTES)
+        self._queue: deque[dict[str, Any]] = deque()
         self._erasures: deque[tuple[str, Future[None]]] = deque()
         self._stop = threading.Event()
         self._failed = False
@@ -192,8 +207,11 @@ class Recorder:
         return _LINE_BYTES * len(self._queue)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Queue one line. Drops the oldest if the disk is too slow. Never blocks."""
-        self._queue.append(line)
+        """Queue one line. Drops it if the disk is too slow. Never blocks."""
+        if len(self._queue) < self._most:
+            self._queue.append(line)
+        else:
+            self.lost += 1
 
     def erase(self, session_key: str) -> "Future[None]":
         """Remove a session's name and key from the lines that were added before. The future tells when it is done.
@@ -219,14 +237,13 @@ class Recorder:
         erasures = [self._erasures.popleft() for _ in range(len(self._erasures))]
         lines = []
         while self._queue:
-            lines.append(json.dumps(self._queue.popleft(), separators=(",", ":")))
-        try:
-            if lines:
-                _append("\n".join(lines).encode() + b"\n", self.path)
-        except OSError as error:
-            if not self._failed:  # log once, because a full disk must not fill the log too
+            lines.append(json.dumps(self._queue.popleft(), separators=(",", ":")).encode() + b"\n")
+        if lines:
+            written, error = _append(b"".join(lines), self.path)
+            self.lost += len(lines) - written
+            if error is not None and not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
-            self._failed = True
+                self._failed = True
         for session_key, done in erasures:
             try:
                 with contextlib.suppress(FileNotFoundError):  # moved away, and nothing was written since
@@ -248,20 +265,27 @@ def make_record(path: str | Path) -> Path:
         raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None
 
 
-def _append(lines: bytes, path: Path) -> None:
-    """Append lines to a file. Where the disk is full, those that fit: of half a line an erasure could miss the name."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    written = 0
+def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
+    """Append lines to a file. Return how many were written, and why not all.
+
+    Where the disk is full, those that fit are: of half a line an erasure could miss the name.
+    """
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as error:
+        return 0, error
+    written, failure = 0, None
     try:
         while written < len(lines):
             written += os.write(file, lines[written:])
-    except OSError:
+    except OSError as error:
+        failure = error
         end, whole = os.lseek(file, 0, os.SEEK_CUR), lines.rfind(b"\n", 0, written) + 1
         if os.fstat(file).st_size == end:  # no other process has appended since
             os.ftruncate(file, end - (written - whole))
-        raise
     finally:
         os.close(file)
+    return lines.count(b"\n", 0, written), failure
 
 
 def _blank_session(path: Path, session_key: str) -> None:

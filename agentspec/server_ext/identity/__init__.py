@@ -7,6 +7,7 @@
 """
 
 from agentspec.server_ext.identity.identity import (
+    CALL_KEY,
     DETAIL_KEY,
     FIGURES_HEADER,
     IDENTITY_KEY,
@@ -18,6 +19,7 @@ from agentspec.server_ext.identity.identity import (
 )
 
 __all__ = [
+    "CALL_KEY",
     "DETAIL_KEY",
     "FIGURES_HEADER",
     "IDENTITY_KEY",

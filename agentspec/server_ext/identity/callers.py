@@ -13,8 +13,9 @@ import os
 import re
 import secrets
 import time
+import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentspec.cache.store import mac, open_store
@@ -42,12 +43,14 @@ class Presented:
     """Hold what an HTTP request shows of its sender.
 
     headers: as ASGI gives them, names in lower case. verified: whether vLLM found its key among ``--api-key``; None:
-    vLLM checks no keys. prediction: the tokens that it expects as its response.
+    vLLM checks no keys. prediction: the tokens that it expects as its response. call: tells it from others that have
+    the same ``X-Request-Id``.
     """
 
     headers: Sequence[tuple[bytes, bytes]]
     verified: bool | None = None
     prediction: tuple[int, ...] = ()
+    call: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def all(self, name: str) -> list[str]:
         """Return all values of a header, in order, as the text that a body or a path would have in its place.

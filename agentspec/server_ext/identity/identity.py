@@ -38,10 +38,12 @@ DETAIL_KEY = "agentspec_detailed"
 """Key in ``extra_args`` of a request that asked for the sources of its tokens."""
 PREDICTION_KEY = "agentspec_prediction"
 """Key in ``extra_args`` of the tokens that a request expects as its response (``predictions``)."""
+CALL_KEY = "agentspec_call"
+"""Key in ``extra_args`` of what tells a request's API call from others with the same id (`Presented.call`)."""
 FIGURES_HEADER = "x-agentspec-figures"
 """Header that asks for figures in the response: summary, or detailed, with the sources of the tokens."""
 
-_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY)  # which callers cannot set
+_OUR_KEYS = (IDENTITY_KEY, DETAIL_KEY, PREDICTION_KEY, CALL_KEY)  # which callers cannot set
 _ALL_CALLERS = "all callers"
 _LOOKS_QUALIFIED = re.compile("[0-9a-f]{32}(/.*)?", re.DOTALL)
 
@@ -113,6 +115,8 @@ class RequestTagger:
         adapter.
         """
         tagged = {key: value for key, value in (extra_args or {}).items() if key not in _OUR_KEYS}
+        if presented is not None:
+            tagged[CALL_KEY] = presented.call
         if presented is not None and presented.prediction:
             tagged[PREDICTION_KEY] = list(presented.prediction)
         if presented is not None and presented.all(FIGURES_HEADER)[:1] == ["detailed"]:

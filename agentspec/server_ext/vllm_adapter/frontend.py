@@ -45,11 +45,13 @@ def api_request_id(engine_request_id: str) -> str:
     return _PROMPT_NUMBER.sub(r"\1", plain)
 
 
-async def ask_engines(engine_client: Any, *question: Any, engines: Sequence[int] | None = None) -> list[dict[str, Any]]:
+async def ask_engines(
+    engine_client: Any, *question: Any, engines: Sequence[int] | None = None, seconds: float | None = None
+) -> list[dict[str, Any]]:
     """Ask the workers of engines that draft (``worker_rpc``). Return the answers of those that know one.
 
-    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. Raises TimeoutError after 5
-    seconds, and the engine's own errors.
+    engine_client: vLLM's EngineClient. engines: numbers of the engines to ask; None: all. Raises TimeoutError after so
+    many seconds, 5 unless told otherwise, and the engine's own errors.
     """
     core = engine_client.engine_core
     # With data parallelism vLLM's own collective_rpc returns the first engine's answers alone. The workers get no
@@ -58,7 +60,10 @@ async def ask_engines(engine_client: Any, *question: Any, engines: Sequence[int]
         core._call_utility_async("collective_rpc", RPC_METHOD, None, question, None, engine=core.core_engines[number])
         for number in (engine_numbers(engine_client) if engines is None else engines)
     ]
-    answers = await asyncio.wait_for(asyncio.gather(*asked), _RPC_SECONDS)
+    together = asyncio.gather(*asked)
+    # Who asks may be gone, or given up, before the engines answer or end: asyncio must not log what nobody waits for.
+    together.add_done_callback(lambda done: done.cancelled() or done.exception())
+    answers = await asyncio.wait_for(together, _RPC_SECONDS if seconds is None else seconds)
     return [answer for workers in answers for answer in workers if answer is not None]
 
 

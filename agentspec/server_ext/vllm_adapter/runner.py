@@ -273,7 +273,7 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
-    """Answer ``ask_engines`` for ``stats``, ``request`` with an id and who asks, and ``session`` with a job.
+    """Answer ``ask_engines`` for ``stats``, ``request`` with an id, who asks and a call, and ``session`` with a job.
 
     Note a ``new_epoch`` of rollouts. Return None for that, and in a worker without an engine.
     """
@@ -285,8 +285,8 @@ def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     if what == "session":
         return extension.engine.session(*args)
     if what == "request":
-        request_id, caller, admin = args
-        return extension.engine.request(request_id, caller, admin=admin)
+        request_id, caller, admin, call = args
+        return extension.engine.request(request_id, caller, call=call, admin=admin)
     return extension.engine.stats()
 
 

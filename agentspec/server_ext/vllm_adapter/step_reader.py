@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.tokens import MAX_VOCAB
-from agentspec.server_ext.identity import DETAIL_KEY, PREDICTION_KEY, identify
+from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
@@ -161,15 +161,21 @@ class StepReader:
             state = runner.requests[request_id]
             if not self._knows(request_id, len(state.prompt_token_ids)):
                 params = state.sampling_params
-                extra = params.extra_args if params else None
-                identity = identify(extra)
+                extra = (params.extra_args if params else None) or {}
                 ends = sorted(end_tokens(params))
-                api_id = api_request_id(request_id)
                 # The engine's array holds the prompt, too; converting the list would take 10 ms for 100,000 tokens.
                 prompt = step.tokens[row, : len(state.prompt_token_ids)]
-                detailed = bool(extra and extra.get(DETAIL_KEY))
-                prediction = (extra or {}).get(PREDICTION_KEY, ())
-                started.append(NewRequest(request_id, prompt, identity, ends, api_id, detailed, prediction))
+                new = NewRequest(
+                    request_id,
+                    prompt,
+                    identify(extra),
+                    ends,
+                    api_id=api_request_id(request_id),
+                    call=str(extra.get(CALL_KEY, "")),
+                    detailed=bool(extra.get(DETAIL_KEY)),
+                    prediction=extra.get(PREDICTION_KEY, ()),
+                )
+                started.append(new)
         return started
 
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:
