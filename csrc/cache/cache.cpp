@@ -179,7 +179,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
     sharing = entries_.remove_session(session, tenant);
     for (const auto& current : requests_) {  // their drafts may quote it
       if (!current || !current->tenant || !tenant || current->tenant->key != *tenant) continue;
-      current->draft.clear();
+      current->draft.forget_tokens();
       current->forget_sibling();  // which may be a request of it
     }
   }

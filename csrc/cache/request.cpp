@@ -73,7 +73,8 @@ Verified Request::take(Drafter& drafter, const SuffixIndex* public_corpus, std::
   if (tokens.empty()) return verified;
   bool right = true;
   for (std::size_t d = 0; d < std::min(draft.taken.size(), num_verified); ++d) {
-    right = right && d < tokens.size() && tokens[d] == draft.taken[d].token;
+    const Token token = draft.taken[d].token;  // kBoundary: forgotten. A step gives the accepted tokens and one more
+    right = right && d < tokens.size() && (token == kBoundary ? d + 1 < tokens.size() : tokens[d] == token);
     const std::size_t source = source_of(draft.taken[d]);
     ++verified.drafted[source];
     if (right) ++verified.accepted[source];
@@ -163,7 +164,7 @@ void Request::forget_public() {
   state.matches[kPublic].clear();
   state.versions[kPublic] = 0;
   if (state.resume.source == kPublic) state.resume.drop();
-  draft.clear();
+  draft.forget_tokens();
 }
 
 DraftRequest Request::for_drafter(const SuffixIndex* public_corpus) {

@@ -105,6 +105,15 @@ struct Draft {
     match_length = 0;
     open = false;
   }
+
+  // Forgets the tokens, and what could be learned from them, but not how many there are and from where: the engine is
+  // verifying them.
+  void forget_tokens() {
+    path.clear();
+    for (Candidate& candidate : taken) candidate.token = kBoundary;
+    match_length = 0;
+    open = false;
+  }
 };
 
 // Refers to another drafter's tokens and, for each, the probability that it is accepted if those before it are.

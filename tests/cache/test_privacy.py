@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentspec.cache import DraftPolicy, Scope, SuffixCache
+from agentspec.cache import SOURCES, DraftPolicy, Scope, StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError
 
 SECRET = [71, 72, 73, 74, 75, 76, 77, 78, 79]
@@ -128,6 +128,28 @@ def test_erasing_one_session_keeps_the_others() -> None:
     assert cache.propose(["q"], 1)[0].token_ids.tolist() == [33]
     cache.abort("q")
     assert not leaks(cache, "kept", "acme")
+
+
+@pytest.mark.parametrize(("given", "accepted"), [(5, 4), (3, 2), (1, 0)])
+def test_erasing_any_session_leaves_the_figures_of_drafts_that_are_being_verified(given: int, accepted: int) -> None:
+    """The engine has the draft, and verifies it whatever is erased meanwhile."""
+    cache = SuffixCache()
+    cache.start("w", [1, 2], session="kept", tenant="acme")
+    cache.extend("w", list(range(31, 45)))
+    cache.finish("w")
+    cache.start("q", [1, 2, 31, 32], tenant="acme")
+    table = np.zeros((1, 40), np.int32)
+    table[0, :4] = [1, 2, 31, 32]
+
+    def step(length: int, verified: int) -> StepDrafts:
+        return cache.step(["q"], table, [0], [length], [4], [verified], cost=0.001)
+
+    assert step(4, 0).token_ids.tolist() == [33, 34, 35, 36]
+    cache.remove_session("acme", "nobody's")
+    table[0, 4 : 4 + given] = [33, 34, 35, 36, 37][: given - 1] + [99 if given < 5 else 37]
+    after = step(4 + given, 4)
+    assert (after.drafted.sum(), after.accepted.sum()) == (4, accepted)
+    assert after.accepted[0, SOURCES.index("global")] == accepted
 
 
 def test_a_session_erased_while_it_runs() -> None:

@@ -16,7 +16,7 @@ from agentspec.cache.types import HistoryUnit
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
 from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
 from tests.oracle.entries import CacheEntries, CacheEntry, Group, Key, Limits, Session, Tenant, work_on
-from tests.oracle.index import OVERLAP, Match, SuffixIndex
+from tests.oracle.index import BOUNDARY, OVERLAP, Match, SuffixIndex
 from tests.oracle.scoring import Candidate as Proposed
 from tests.oracle.scoring import Learned
 from tests.oracle.session import BLOCK, Context, Turn
@@ -363,13 +363,13 @@ class Oracle:
         self._public.advance(self._public.pending)
         for request in self._requests.values():
             request.state.forget(PUBLIC)
-            request.draft = Draft()
+            request.draft.forget_tokens()
 
     def remove_session(self, tenant: str | None, session: str) -> None:
         self._held.remove_session(tenant, session)
         for request in self._requests.values():
             if request.tenant and request.tenant.name == (tenant or ""):
-                request.draft = Draft()  # it may quote the session
+                request.draft.forget_tokens()  # which may quote the session
                 request.forget_sibling()
 
     def free_session(self, tenant: str | None, session: str) -> None:
@@ -481,7 +481,10 @@ class Oracle:
         if not tokens:
             return accepted, verified
         checked = request.draft.taken[: max(num_verified, 0)]
-        right = common_prefix([candidate.token for candidate in checked], tokens)
+        drafted = [candidate.token for candidate in checked]
+        right = common_prefix(drafted, tokens)
+        if BOUNDARY in drafted:  # they were forgotten; a step gives the accepted tokens and one more
+            right = min(len(drafted), len(tokens) - 1)
         for depth, candidate in enumerate(checked):
             source = request.source_of(candidate)
             verified[source] += 1

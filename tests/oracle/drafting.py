@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from agentspec.cache import SOURCES
 from agentspec.cache.policy import DraftPolicy
-from tests.oracle.index import OVERLAP, Match, SuffixIndex
+from tests.oracle.index import BOUNDARY, OVERLAP, Match, SuffixIndex
 from tests.oracle.scoring import (
     Candidate,
     Learned,
@@ -40,6 +40,11 @@ class Draft:
     taken: list[Candidate] = field(default_factory=list)
     match_length: int = 0
     open: bool = False
+
+    def forget_tokens(self) -> None:
+        """Forget the tokens and what could be learned from them, but not how many there are and from where."""
+        self.path, self.match_length, self.open = [], 0, False
+        self.taken = [replace(candidate, token=BOUNDARY) for candidate in self.taken]
 
 
 ExternalDraft = Sequence[tuple[int, float]]
