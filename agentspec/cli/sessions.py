@@ -24,6 +24,8 @@ _commands = typer.Typer(
 
 _ERASURE_SECONDS = 120.0
 _WIDE = 1_000
+_PART_BYTES = 4 << 20
+"""Bytes of turns that one call imports: the server takes twice that."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
@@ -93,9 +95,12 @@ def import_session(
     header: HeaderOption = None,
 ) -> None:
     """Add the turns in a file to a session of yours, which alone will draft from them."""
+    added = turns = 0
     with server_at(url, header) as server:
-        answer = ask(server, "PUT", _path(session), "added", content=file.read_bytes()).json()
-    typer.echo(f"{answer['added']} of {answer['turns']} turns added; the others were there")
+        for part in _parts(file.read_bytes()):
+            answer = ask(server, "PUT", _path(session), "added", content=part).json()
+            added, turns = added + answer["added"], turns + answer["turns"]
+    typer.echo(f"{added} of {turns} turns added; the others were there")
 
 
 @_commands.command()
@@ -150,6 +155,27 @@ def convert(
         typer.echo(f"left out: {found.damaged:,} damaged")
     if found.kept_as:
         typer.echo(f"the old data are still in {found.kept_as}; delete it when all is well")
+
+
+def _parts(exported: bytes) -> list[bytes]:
+    """Return an exported session as bodies of calls that import it: the turns of a long one go a few at a time."""
+    if len(exported) <= _PART_BYTES:
+        return [exported]
+    try:
+        session = json.loads(exported)
+        turns = [json.dumps(turn) for turn in session.pop("turns")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [exported]  # the server says what is wrong
+    parts: list[list[str]] = []
+    size = 0
+    for turn in turns:
+        if not parts or size + len(turn) > _PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(turn)
+        size += len(turn)
+    head = json.dumps(session)[:-1]
+    return [f'{head}, "turns": [{", ".join(part)}]}}'.encode() for part in parts]
 
 
 def _path(session: str) -> str:

@@ -96,6 +96,24 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     assert not server.drafts(server.identity(BOB, "copy of it"))
 
 
+def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
+    sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(7):
+        server.say(server.identity(ADA, "long"), [*TEXT, number])
+    file = tmp_path / "long.json"
+    assert sessions("export", "long", str(file))[0] == 0
+    part = file.stat().st_size // 3
+    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", part)
+    monkeypatch.setattr("agentspec.server_ext.api.session_routes._MAX_BODY", 2 * part)
+    refused = server.call(BOB, "PUT", "copy", content=file.read_bytes())
+    assert refused.status_code == 413 and "agentspec sessions import" in refused.text
+    assert "7 of 7 turns added" in sessions("import", "copy", str(file), key=BOB)[1]
+    assert "0 of 7 turns added" in sessions("import", "copy", str(file), key=BOB)[1]
+    exported = [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "long"), (BOB, "copy"))]
+    assert exported[0] == exported[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "message"),
     [

@@ -217,7 +217,8 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY:
-            raise HTTPException(status_code=413, detail=f"an imported session has at most {_MAX_BODY} bytes")
+            why = f"body: at most {_MAX_BODY} bytes are taken at once; import the turns a part at a time"
+            raise HTTPException(status_code=413, detail=f"{why}, as `agentspec sessions import` does")
     return bytes(body)
 
 
