@@ -7,7 +7,7 @@ fails.
 import logging
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from agentspec.server_ext.turnover import Text, Turnover
 
 logger = logging.getLogger(__name__)
 
+_TOLD_SECONDS = 1.0
+"""How long a response waits to be told its length. It is told at once, unless its caller has gone."""
 _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 
@@ -165,27 +167,51 @@ class DraftingEngine:
                 self._fail(request_id)
             return [[] for _ in step.batch.request_ids]
 
-    def finish(self, request_id: str, output_limit: int | None = None, text: Text | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        output_limit: int | None = None,
+        text: Text | None = None,
+        *,
+        may_be_shorter: bool = False,
+    ) -> None:
         """Keep the response of a finished request, for later drafts and in the store. Never raises.
 
         The next steps do so, or this call if no request is left. output_limit: tokens of the response that the engine
         returned. text: returns prompt and response, for a request that waits for its start. Without it such a request
-        is not kept.
+        is not kept. may_be_shorter: ``note_lengths`` will say how much of it the caller got.
         """
         begin = time.thread_time_ns()
-        self._end(request_id, output_limit, text)
+        self._end(request_id, output_limit, text, time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0)
         if not self._requests:
             self._turnover.finish_all()
         self._beside_ns += time.thread_time_ns() - begin
 
-    def _end(self, request_id: str, output_limit: int | None, text: Text | None = None) -> None:
+    def note_lengths(self, lengths: Mapping[str, int]) -> None:
+        """Note how many tokens of their responses callers got. lengths: by request id; unknown ones are ignored.
+
+        vLLM finds stop texts in the API server. The engine has verified what follows by then, and often goes on.
+        """
+        self._accounts.settle(self._lookup)
+        for request_id, length in lengths.items():
+            state = self._requests.get(request_id) or self._turnover.ending(request_id)
+            if state is not None and state.told is None:
+                state.told = length
+                counted = state.length - state.prompt_length - state.uncounted
+                state.figures.tokens -= max(counted - length, 0)
+        if not self._requests:
+            self._turnover.finish_all()
+
+    def _end(
+        self, request_id: str, output_limit: int | None, text: Text | None = None, told_until: float = 0.0
+    ) -> None:
         """Take a request out of the batch, and let it wait for its end."""
         self._leave_batch()
         state = self._requests.pop(request_id, None)
         if state is not None:
             self.metrics.end(state.figures)
             self._traces.running -= state.trace is not None
-            self._turnover.end(state, output_limit, text)
+            self._turnover.end(state, output_limit, text, told_until)
 
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
@@ -237,7 +263,7 @@ class DraftingEngine:
         self.cache.close()
         if self._public is not None:
             self._public.close()
-        self._turnover.finish_all()
+        self._turnover.finish_all(untold=True)
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()

@@ -129,6 +129,10 @@ class RequestState:
     """tokens of its prompt"""
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
+    uncounted: int = 0
+    """tokens of its text that its figures leave out, because they lie behind the end of the response"""
+    told: int | None = None
+    """length of its response, in tokens, as the API server told it; None: it did not"""
     failed: bool = False
     """whether an error occurred for it, after which it gets no drafts"""
     waits: bool = False

@@ -38,10 +38,18 @@ class Beginning:
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Hold a request to be finished. output_limit: tokens of the response that the engine returned."""
+    """Hold a request to be finished.
+
+    output_limit: tokens of the response that the engine returned. until: time (``time.monotonic``) until which it waits
+    to be told how many of them the caller got.
+    """
 
     state: RequestState
     output_limit: int | None
+    until: float = 0.0
+
+    def waits(self) -> bool:
+        return self.state.told is None and time.monotonic() < self.until
 
 
 class Turnover:
@@ -64,6 +72,10 @@ class Turnover:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __bool__(self) -> bool:
+        """Return whether there is something to do now."""
+        return any(isinstance(item, Beginning) or not item.waits() for item in self._waiting)
+
     def states(self) -> list[RequestState]:
         """Return the state of each request that waits, some of them twice. Any thread may call it."""
         return [item.state for item in list(self._waiting)]
@@ -77,8 +89,11 @@ class Turnover:
         state.waits = True
         self._waiting.append(Beginning(state, new))
 
-    def end(self, state: RequestState, output_limit: int | None, text: Text | None) -> None:
-        """Let a request wait for its end. Forget it if it waits for its start and nothing tells what it said."""
+    def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
+        """Let a request wait for its end. Forget it if it waits for its start and nothing tells what it said.
+
+        until: time until which it waits for ``state.told``.
+        """
         if state.waits:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
             beginning = self._waiting[place]
@@ -86,7 +101,12 @@ class Turnover:
                 del self._waiting[place]
                 return
             beginning.text = text
-        self._waiting.append(Ending(state, output_limit))
+        self._waiting.append(Ending(state, output_limit, until))
+
+    def ending(self, request_id: str) -> RequestState | None:
+        """Return the state of a request that waits for its end; None if there is none."""
+        found = (item.state for item in self._waiting if isinstance(item, Ending))
+        return next((state for state in found if state.request_id == request_id), None)
 
     def advance(self, step: Step, seconds: float) -> None:
         """Start and finish what fits into so much CPU time of this thread, and a part of what waits at least.
@@ -130,25 +150,31 @@ class Turnover:
         for item in self._waiting:
             session, request_id = item.state.identity.session, item.state.request_id
             if isinstance(item, Ending):
-                rest.append(item)
-                sessions.add(session)
-                ids.add(request_id)
+                if not item.waits():
+                    rest.append(item)
+                    sessions.add(session)
+                    ids.add(request_id)
             else:
                 behind = request_id in ids or (session is not None and session in sessions)
                 (rest if behind else first).append(item)
         return first, rest
 
-    def finish_all(self) -> None:
-        """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will."""
-        while self._waiting:
-            item = self._waiting[0]
+    def finish_all(self, *, untold: bool = False) -> None:
+        """Finish all requests that have ended. Those that wait for their start have all ended, too, or never will.
+
+        untold: even those that wait to be told the lengths of their responses.
+        """
+        for item in list(self._waiting):
+            if isinstance(item, Ending) and item.waits() and not untold:
+                continue
             if isinstance(item, Ending) or item.text is not None:
                 self._do(item, None)
-            self._waiting.popleft()
+            self._waiting.remove(item)  # an erasure finds it there until it is done
 
     def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
         if isinstance(item, Ending):
-            self._finish(item.state, item.output_limit)
+            lengths = [length for length in (item.output_limit, item.state.told) if length is not None]
+            self._finish(item.state, min(lengths, default=None))
             return
         response: Sequence[int] = ()
         if item.text is not None:

@@ -11,6 +11,7 @@ import pytest
 from agentspec import AgentClient
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.mixed_load import code
+from tests.end_to_end.test_restart import all_stored, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -47,6 +48,35 @@ def test_a_second_turn_drafts_from_the_first_of_its_session(fast: ModelServer, w
     _, theirs = complete(text, other)
     assert theirs["accepted_by_source"]["session"] == 0
     assert theirs["accepted_by_source"]["global"] > 0  # without keys all callers are one
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_behind_a_stop_text_counts_or_is_kept(fast: ModelServer, stream: bool) -> None:
+    """vLLM finds the stop text in the API server, when the engine has accepted a draft that goes far beyond it."""
+    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+    name, tokens = f"stopped-{stream}", 100
+    ask: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": tokens, "prompt": code(270, 12)}
+    whole = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
+    stop = whole[len(whole) // 3 :][:6]
+    headers = {"X-Session-ID": name, "X-Agentspec-Figures": "summary"}
+    ask |= {"stop": [stop], "extra_headers": headers, "extra_body": {"ignore_eos": True}}
+    if stream:
+        parts = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+        text = "".join(part.choices[0].text for part in parts if part.choices)
+        (said,) = [part.usage.completion_tokens for part in parts if part.usage]
+        (found,) = [
+            part.model_extra["agentspec"] for part in parts if part.model_extra and "agentspec" in part.model_extra
+        ]
+    else:
+        reply = client.completions.create(**ask)
+        assert reply.usage is not None and reply.model_extra is not None
+        text, said, found = reply.choices[0].text, reply.usage.completion_tokens, reply.model_extra["agentspec"]
+    assert whole.startswith(text) and text == whole[: whole.index(stop)]
+    assert 0 < said < tokens / 2 and found["drafted"] > said
+    assert figures(fast, found["request_id"])["tokens"] == found["tokens"] == said
+    wait_for(lambda: all_stored(fast))
+    (turn,) = fast.get(f"/v1/agentspec/sessions/{name}")["turns"]
+    assert len(turn["response"]) == said
 
 
 def test_a_child_agent_drafts_from_its_parent_and_ends(fast: ModelServer) -> None:

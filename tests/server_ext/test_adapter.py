@@ -262,8 +262,11 @@ class Extension:
     def __init__(self, vllm_config: Any, native: Any = None) -> None:
         self.vllm_config = vllm_config
         self.waiting = None
+        self.lengths: dict[str, int] = {}
         self.engine = SimpleNamespace(
-            stats=lambda: {"steps": 7}, request=lambda name, caller, admin: {"asked": (name, caller, admin)}
+            stats=lambda: {"steps": 7},
+            request=lambda name, caller, call, admin: {"asked": (name, caller, call, admin)},
+            note_lengths=self.lengths.update,
         )
         self.finished: list[tuple[str, Any]] = []
         self.passes: list[ForwardPass] = []
@@ -304,7 +307,9 @@ class TestRunner:
         assert runner.input_fits_in_drafter(pytest.fail, holder, object())
         worker = SimpleNamespace(model_runner=holder)
         assert vllm_adapter.worker_rpc(worker, "stats") == {"steps": 7}
-        assert vllm_adapter.worker_rpc(worker, "request", "a", "p", True) == {"asked": ("a", "p", True)}
+        answer = vllm_adapter.worker_rpc(worker, "request", "a", "p", True, "call")
+        assert answer == {"asked": ("a", "p", "call", True)}
+        assert vllm_adapter.worker_rpc(worker, "lengths", {"a": 3}) is None and holder.agentspec.lengths == {"a": 3}
 
     def test_a_runner_of_another_method_stays_vllms(self, monkeypatch: pytest.MonkeyPatch) -> None:
         holder = self.made(monkeypatch, "ngram")

@@ -65,9 +65,9 @@ class Rows:
         batch = Batch(tuple(self.rows), rows)
         return self.engine.propose(Step(batch, new, self.tokens, lengths, none + 8, none, num_draft_tokens=0))
 
-    def end(self, name: str, *, told: bool = True) -> None:
+    def end(self, name: str, *, told: bool = True, may_be_shorter: bool = False) -> None:
         text = self.tokens[self.rows.pop(name), : self.lengths.pop(name)].tolist()
-        self.engine.finish(name, len(text) - PROMPT, (lambda: text) if told else None)
+        self.engine.finish(name, len(text) - PROMPT, (lambda: text) if told else None, may_be_shorter=may_be_shorter)
 
     @property
     def started(self) -> int:
@@ -298,6 +298,71 @@ def test_what_waits_is_kept_when_the_engine_closes(rows: Rows) -> None:
     assert rows.finished == 0
     rows.engine.close()
     assert rows.finished == 1
+
+
+def figures(rows: Rows, name: str) -> dict[str, Any]:
+    found = rows.engine.request(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("first", ["told", "ended"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_response_ends_where_its_caller_was_told(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, first: str, alone: bool
+) -> None:
+    """A stop text is found in the API server, which tells the length: before or after the engine hears of the end."""
+    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0)
+    rows.begin("a0", session="s")
+    if not alone:
+        rows.begin("b1")
+    for _ in range(8):
+        rows.step()
+    said = rows.lengths["a0"] - PROMPT
+    if first == "told":
+        rows.engine.note_lengths({"a0": 3, "unknown": 1})
+        rows.step()  # which the engine takes because it does not know yet
+        assert figures(rows, "a0")["tokens"] == 3
+        rows.end("a0", may_be_shorter=True)
+    else:
+        assert figures(rows, "a0")["tokens"] == said
+        rows.end("a0", may_be_shorter=True)
+        for _ in range(0 if alone else 20):
+            rows.step()
+        assert rows.finished == 0 and not rows.engine._turnover
+        rows.engine.note_lengths({"a0": 3})
+    if not alone:
+        rows.step()
+    (turn,) = rows.stored()
+    assert turn.response.tolist() == rows.tokens[0, PROMPT : PROMPT + 3].tolist()
+    assert figures(rows, "a0")["tokens"] == 3 and figures(rows, "a0")["steps"] >= said
+    rows.engine.note_lengths({"a0": 2})  # late, or twice
+    assert figures(rows, "a0")["tokens"] == 3
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_response_whose_length_nobody_tells_is_kept_whole(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """Its caller has gone."""
+    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0 if closed else 0.0)
+    rows.begin("a0")
+    rows.step()
+    said = rows.lengths["a0"] - PROMPT
+    rows.end("a0", may_be_shorter=True)
+    if closed:
+        assert rows.finished == 0
+        rows.engine._turnover.finish_all(untold=True)
+    (turn,) = rows.stored()
+    assert len(turn.response) == said
+
+
+def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0)
+    rows.begin("a0", session="s")
+    rows.end("a0", may_be_shorter=True)
+    rows.begin("b1", session="s")
+    assert (rows.started, rows.finished) == (2, 0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])

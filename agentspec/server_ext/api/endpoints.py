@@ -27,6 +27,7 @@ from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import (
     ROUTES,
     CallerMiddleware,
+    ResponseLengths,
     ask_or_refuse,
     drafting_engine,
 )
@@ -57,6 +58,7 @@ class AgentSpecEndpoints:
         state.agentspec_loopback = getattr(args, "uds", None) is not None or is_loopback(args.host)
         if engine_client is not None and uses_agentspec(engine_client.vllm_config):
             config = engine_client.vllm_config
+            engine_client.output_processor.agentspec = ResponseLengths(engine_client)
             settings = load_settings(config.additional_config)
             has_keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
             logger.info("agentspec: %s", what_drafts(config.speculative_config, settings, has_keys=has_keys))

@@ -23,7 +23,13 @@ from starlette.datastructures import Headers
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
 from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import ask_engines, presented, tagger_of, tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend import (
+    ask_engines,
+    presented,
+    response_lengths_of,
+    tagger_of,
+    tokenizer_of,
+)
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -54,6 +60,8 @@ async def figures_of(
     caller = tagger_of(engine).callers.caller_of(sender).principal
     if caller == NOBODY and not admin:
         return None
+    if lengths := response_lengths_of(engine):
+        await lengths.told(_WAIT_SECONDS)
     answers = await ask_engines(engine, "request", request_id, caller, admin, call, seconds=seconds)
     if not answers:
         return None

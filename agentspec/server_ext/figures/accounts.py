@@ -33,7 +33,7 @@ class Accounts:
         if lookup is None or not lookup.quiet:
             return
         for state in lookup.states:
-            state.figures.tokens += lookup.quiet
+            state.figures.tokens += lookup.quiet if state.told is None else 0
             state.figures.steps += lookup.quiet
             state.length += lookup.quiet
         lookup.quiet = 0
@@ -55,11 +55,13 @@ class Accounts:
 
     @staticmethod
     def _said(state: RequestState, row: Int32, length: int) -> int:
-        """Return how many tokens a row gained, without one that was sampled behind an accepted end of the response."""
-        added = length - state.length
-        if added > 1 and state.end_tokens:
+        """Return how many tokens a row gained, without those behind the end of the response."""
+        gained = length - state.length
+        added = gained if state.told is None else 0
+        if added > 1 and state.end_tokens:  # one was sampled behind a drafted end that was accepted
             new = row[state.length : length].tolist()
-            return next((place for place, token in enumerate(new, 1) if token in state.end_tokens), added)
+            added = next((place for place, token in enumerate(new, 1) if token in state.end_tokens), added)
+        state.uncounted += gained - added
         return added
 
     def _add(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:

@@ -173,6 +173,7 @@ _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _MIDDLEWARE = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 _OLD_MIDDLEWARE = "vllm.entrypoints.serve.utils.server_utils:AuthenticationMiddleware"
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
+_OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 _CONFIG = "vllm.config:VllmConfig"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -215,6 +216,8 @@ PATCHES = (
           "takes that along into the thread that prepares prompts, and makes what tells callers apart"),
     Patch("frontend", _INPUTS, "process_inputs", frontend.process_inputs,
           "writes the identity where the worker finds it"),
+    Patch("frontend", _OUTPUTS, "process_outputs", frontend.process_outputs,
+          "tells the engines where stop texts have ended responses"),
     Patch("frontend", _MANAGER, "__init__", shutdown.init_engine_manager,
           "notes whether the engines have something to save", until=(0, 32)),
     Patch("frontend", _MANAGER, "shutdown", shutdown.shut_down_engines,

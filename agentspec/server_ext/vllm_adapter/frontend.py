@@ -5,8 +5,9 @@ vLLM's ``session_id`` does not get past the engine core, nor headers and API key
 """
 
 import asyncio
+import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -17,6 +18,8 @@ from agentspec.server_ext.identity.callers import Callers, Presented, admin_key,
 from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+
+logger = logging.getLogger("vllm.agentspec")
 
 ROUTES = "/v1/agentspec"
 """Path under which agentspec's HTTP routes lie."""
@@ -117,6 +120,11 @@ def tokenizer_of(engine_client: Any) -> Any:
         return None
 
 
+def response_lengths_of(engine_client: Any) -> "ResponseLengths | None":
+    """Return the object that tells the engines how long responses are; None where nothing does."""
+    return getattr(getattr(engine_client, "output_processor", None), "agentspec", None)
+
+
 def tagger_of(engine_client: Any) -> RequestTagger:
     """Return the object that finds out the identities of this server's requests."""
     tagger: RequestTagger = engine_client.input_processor.agentspec
@@ -196,6 +204,50 @@ def process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **k
             adapter=_adapter_name(request.lora_request),
         )
     return request
+
+
+class ResponseLengths:
+    """Tell the engines how many tokens of a response its caller gets, where stop texts may end it.
+
+    engine_client: vLLM's EngineClient.
+    """
+
+    def __init__(self, engine_client: Any) -> None:
+        self._client = engine_client
+        self._telling = set[asyncio.Task[Any]]()
+
+    def tell(self, lengths: Mapping[str, int]) -> None:
+        """Tell the lengths of responses that have ended, by the engine's request ids. Never waits or raises."""
+        task = asyncio.get_running_loop().create_task(ask_engines(self._client, "lengths", dict(lengths)))
+        self._telling.add(task)
+        task.add_done_callback(self._told)
+
+    async def told(self, seconds: float) -> None:
+        """Wait until the engines know the lengths that were told so far, at most so long."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=seconds)
+
+    def _told(self, task: "asyncio.Task[Any]") -> None:
+        self._telling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("agentspec: the engines do not know where responses ended: %r", error)
+
+
+def process_outputs(original: Callable[..., Any], processor: Any, outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
+    """Tell the engines where responses with stop texts have ended. vLLM finds these texts here."""
+    lengths: ResponseLengths | None = getattr(processor, "agentspec", None)
+    if lengths is None:
+        return original(processor, outputs, *args, **kw)
+    watched = {}
+    for output in outputs:
+        state = processor.request_states.get(output.request_id)
+        if state is not None and getattr(state.detokenizer, "stop", None):
+            watched[output.request_id] = state.detokenizer
+    result = original(processor, outputs, *args, **kw)
+    ended = {name: text for name, text in watched.items() if name not in processor.request_states}
+    if ended:
+        lengths.tell({name: text.num_output_tokens() for name, text in ended.items()})
+    return result
 
 
 def _adapter_name(lora_request: Any) -> str | None:

@@ -30,7 +30,13 @@ from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.shutdown import note_saved
-from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, StepReader, returned_tokens, text_of
+from agentspec.server_ext.vllm_adapter.step_reader import (
+    ForwardPass,
+    StepReader,
+    is_told_later,
+    returned_tokens,
+    text_of,
+)
 from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
 
 logger = logging.getLogger("vllm.agentspec")
@@ -126,7 +132,8 @@ class RunnerExtension:
             if state is None:
                 self.engine.finish(request_id)
             else:
-                self.engine.finish(request_id, returned_tokens(state), functools.partial(text_of, state))
+                text = functools.partial(text_of, state)
+                self.engine.finish(request_id, returned_tokens(state), text, may_be_shorter=is_told_later(state))
 
     def _make_memory_ready(self, limits: EngineLimits) -> None:
         """Keep freed memory from the first step on. Before it, vLLM's KV cache would take the pages that are ready."""
@@ -275,13 +282,16 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
     """Answer ``ask_engines`` for ``stats``, ``request`` with an id, who asks and a call, and ``session`` with a job.
 
-    Note a ``new_epoch`` of rollouts. Return None for that, and in a worker without an engine.
+    Note a ``new_epoch`` of rollouts, and the ``lengths`` of responses. Return None for these, and in a worker without
+    an engine.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:
         return None
     if what == "new_epoch":
         return extension.engine.note_new_epoch()
+    if what == "lengths":
+        return extension.engine.note_lengths(*args)
     if what == "session":
         return extension.engine.session(*args)
     if what == "request":

@@ -214,9 +214,9 @@ def end_tokens(params: Any) -> set[int]:
 
 
 def returned_tokens(state: Any) -> int:
-    """Return how many tokens of a response vLLM returned: accepted drafts may run past a stop or ``max_tokens``.
+    """Return how many tokens of a response vLLM returned: accepted drafts may run past an end token or ``max_tokens``.
 
-    state: vLLM's CachedRequestState.
+    Where a stop text ends it, they are fewer (`is_told_later`). state: vLLM's CachedRequestState.
     """
     output = state.output_token_ids
     params = state.sampling_params
@@ -228,6 +228,15 @@ def returned_tokens(state: Any) -> int:
         if output[i] in stops:
             return i + 1
     return end
+
+
+def is_told_later(state: Any) -> bool:
+    """Return whether the API server will say how many tokens it returned (``frontend.process_outputs``).
+
+    That is so where stop texts may end a response. state: vLLM's CachedRequestState.
+    """
+    params = state.sampling_params
+    return bool(params is not None and params.stop and (params.extra_args or {}).get(CALL_KEY))
 
 
 def text_of(state: Any) -> list[int]:
