@@ -18,7 +18,7 @@ from agentspec.client.priming import Priming, prime_history, prime_resumed, prim
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
-from agentspec.client.session_log import open_log
+from agentspec.client.session_log import SessionLog, open_log
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
 
@@ -63,7 +63,7 @@ class ClientBase(Generic[OpenAIT]):
         self._process: int | None = None  # in which it was used first
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
-            self, self._log.close
+            self, _close, self._conversations, self._log, os.getpid()
         )  # also runs when the interpreter exits
 
     @property
@@ -171,3 +171,10 @@ class StreamBase(Generic[ParsedT]):
         if self._reply is None:
             raise AgentSpecError("reply: the stream was not read to its end; iterate over it, or call until_done()")
         return self._reply
+
+
+def _close(conversations: Conversations, log: SessionLog, process: int) -> None:
+    """Store what waits. A fork of the process in which it was said leaves that to its parent."""
+    if os.getpid() == process:
+        conversations.save()
+    log.close()

@@ -42,7 +42,8 @@ class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
-    loaded: whether the stored messages have been read; True for a new session, which has none.
+    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: where it puts
+    itself while it has messages that it can store only behind those.
     """
 
     def __init__(
@@ -53,16 +54,19 @@ class Conversation:
         group: str | None = None,
         parent: str | None = None,
         new: bool = False,
+        unsaved: set[Conversation] | None = None,
     ) -> None:
         self.id = session
         self.group = group
         self.parent = parent
         self.cache_salts: set[str] = set()  # salts that its calls have sent: each makes another session on the server
         self.helpers: dict[str, None] = {}  # ids of the sessions that its loops used, oldest first
+        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # with which no other session's id begins
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.offered = False  # whether a server was told of those messages
         self._log = log
+        self._unsaved = set[Conversation]() if unsaved is None else unsaved
         self._history: list[Said] = []
         self._next_position = 0
         self._place = Place(session)
@@ -90,6 +94,7 @@ class Conversation:
                 self._take(stored)
                 self.loaded = True
                 self._append(added)
+                self._unsaved.discard(self)
         self._report_gaps()
 
     def reload(self) -> None:
@@ -233,6 +238,8 @@ class Conversation:
         self._next_position += len(said)
         if self.loaded:
             self._save(said)
+        elif said:
+            self._unsaved.add(self)
 
     def _save(self, said: list[Said]) -> None:
         if said:
@@ -258,6 +265,15 @@ class Conversations:
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
         self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
+        self._unsaved: set[Conversation] = set()  # which must not be lost when nobody uses them
+
+    def save(self) -> None:
+        """Store what was added to sessions before they were read. May block. Logs what cannot be stored."""
+        for conversation in list(self._unsaved):
+            try:
+                conversation.load()
+            except Exception as error:  # a store may raise anything, and the other sessions count
+                logger.warning("agentspec: messages added to session %r are lost: %s", conversation.id, error)
 
     def get(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
         """Return the conversation of this id, or without an id a new one. A group or parent replaces the former one.
@@ -271,7 +287,7 @@ class Conversations:
                 name = f"session-{uuid.uuid4().hex}"
                 found = self._unnamed[name] = Conversation(name, SessionLog(), new=True)
             elif found is None:
-                found = self._known[session] = Conversation(session, self._log)
+                found = self._known[session] = Conversation(session, self._log, unsaved=self._unsaved)
             if group is not None:
                 found.group = group
             if parent is not None:

@@ -238,7 +238,7 @@ def _refine(
     for number in range(1, attempts + 1):
         attempt = yield from _ask(account, session.chat, content, stage or f"attempt {number}", options)
         if critic is not None:
-            attempt = yield from _judge(account, attempt, critic, "feedback")
+            attempt = yield from _judge(account, attempt, critic, "feedback", _feedback)
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()
@@ -261,7 +261,7 @@ def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any,
         short: list[Stopped] = []
 
         def candidate(number: int) -> Steps[None]:
-            name = f"{session.id[:200]}.{number}"
+            name = f"{session._conversation.helpers_begin}.{number}"
             session._conversation.add_helper(name)
             tags = {"session": name, "parent": session.id, "group": session.group or session.id}
             try:
@@ -370,7 +370,7 @@ def _ask(
 
 
 def _judge(
-    account: Account, attempt: Attempt[Any], judge: Any, name: str, read: Callable[[Any], Any] = lambda found: found
+    account: Account, attempt: Attempt[Any], judge: Any, name: str, read: Callable[[Any], Any]
 ) -> Steps[Attempt[Any]]:
     """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised.
 
@@ -384,6 +384,19 @@ def _judge(
     except Exception as error:  # the caller's function; its attempts so far must not be lost
         found = {"error": error}
     return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
+
+
+def _feedback(found: Any) -> Any:
+    """Return what a critic returned; None if it has no objection. Raises for what cannot be said to the model."""
+    if not found:
+        return None
+    try:
+        as_messages(found)
+    except InvalidInputError:
+        raise InvalidInputError(
+            f"critic: the next message to the model is needed, or None if the answer is good, not {shown(found)}"
+        ) from None
+    return found
 
 
 def _score(found: Any) -> float | None:

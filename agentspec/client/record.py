@@ -26,7 +26,8 @@ class ReplyRecord:
             raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
         path = Path(path).expanduser()
         path.touch(0o600)
-        self._file = path.open("a", encoding="utf-8")
+        # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._lock = threading.Lock()
 
     def add(self, reply: Reply[Any], parent: str | None, seconds: float) -> None:

@@ -13,7 +13,7 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageToolCallUnion
 from typing_extensions import TypeVar
 
-from agentspec.client.messages import assistant_message
+from agentspec.client.messages import assistant_message, encodable
 from agentspec.errors import AgentSpecError
 
 ParsedT = TypeVar("ParsedT", default=None)
@@ -150,7 +150,7 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
 
     Raises AgentSpecError if the server sent no choice, and pydantic.ValidationError if the text does not fit.
     """
-    if isinstance(raw, str):  # the OpenAI client returns what is no JSON as text
+    if not isinstance(raw, ChatCompletion):  # the OpenAI client returns what is no JSON object as it is
         raise AgentSpecError(
             "the server's answer is no chat completion: give the address of an OpenAI-compatible API as base_url, such"
             " as http://localhost:8000/v1"
@@ -161,6 +161,8 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         raise AgentSpecError(f"the server's answer {raw.id!r} has no choices{why}")
     choice = raw.choices[0]
     message = choice.message
+    if message is None:
+        raise AgentSpecError(f"the server's answer {raw.id!r} has no message; its log should say why")
     for call in message.tool_calls or ():
         if not getattr(call, "id", None):  # some servers send none; the tool's answer needs one
             call.id = f"call-{uuid.uuid4().hex}"
@@ -168,7 +170,7 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
     if parsed is None and model_class is not None and message.content and not message.refusal:
         parsed = pydantic.TypeAdapter(model_class).validate_json(message.content)
     return Reply(
-        text=message.content or "",
+        text=encodable(message.content or ""),
         message=assistant_message(message),
         finish_reason=choice.finish_reason,
         tool_calls=tuple(message.tool_calls or ()),

@@ -101,7 +101,7 @@ class Call:
         self.cache_salt = salt if isinstance(salt, str) else None
         if self.cache_salt is not None:
             conversation.cache_salts.add(self.cache_salt)
-        self.resumed = conversation.resumed
+        self._conversation = conversation
         self.turn = conversation.turn([] if content is None else as_messages(content), self)
         self.response_format = response_format
         self.begin = time.monotonic()
@@ -110,6 +110,11 @@ class Call:
         self.max_retries: int | None = options.get("max_retries")
         if "prediction" in options:
             self.options["prediction"] = as_prediction(options["prediction"])
+
+    @property
+    def resumed(self) -> int:
+        """Return how many messages of its session came from the store, which may be read after the call was made."""
+        return self._conversation.resumed
 
     @property
     def model_class(self) -> type[Any] | None:
@@ -142,7 +147,7 @@ class RequestBuilder:
             raise ConfigurationError(
                 f"session_tags: one of {', '.join(get_args(SessionTags))} is needed, not {session_tags!r}"
             )
-        if speculation not in (True, False, "summary", "detailed"):
+        if not isinstance(speculation, bool) and speculation not in ("summary", "detailed"):
             raise ConfigurationError(f"speculation: True, False or 'detailed' is needed, not {speculation!r}")
         self.model = model
         self.extension = False

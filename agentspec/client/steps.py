@@ -70,9 +70,13 @@ def _drive(steps: Steps[T]) -> T:
 
 def _perform(step: Any) -> Any:
     if isinstance(step, Apply):
-        if inspect.iscoroutinefunction(step.function):
-            raise InvalidInputError(f"{step.function.__qualname__}: asynchronous functions need an AsyncSession")
-        return step.function(*step.arguments, **step.options)
+        result = _call(step)
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()  # or Python warns that it was never awaited
+            name = getattr(step.function, "__qualname__", type(step.function).__name__)
+            raise InvalidInputError(f"{name}: asynchronous functions need an AsyncSession")
+        return result
     check_count("at_once", step.at_once)
     pool = ThreadPoolExecutor(min(step.at_once, len(step.loops)), thread_name_prefix="agentspec-loop")
     try:
@@ -81,6 +85,18 @@ def _perform(step: Any) -> Any:
     finally:  # after an error or an interrupt the calls that run end by themselves, and change nothing here
         pool.shutdown(wait=False, cancel_futures=True)
     return None
+
+
+def _call(step: Apply) -> Any:
+    """Call a function of the caller's. It may run the model's code, whose exit must not end the program."""
+    try:
+        return step.function(*step.arguments, **step.options)
+    except SystemExit as error:
+        raise _ended(error) from error
+
+
+def _ended(error: SystemExit) -> RuntimeError:
+    return RuntimeError(f"SystemExit: {error.code}")
 
 
 async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
@@ -113,8 +129,13 @@ async def _perform_async(step: Any) -> Any:
     if isinstance(step, Apply):
         async with asyncio.timeout(step.seconds):
             if inspect.iscoroutinefunction(step.function):
-                return await step.function(*step.arguments, **step.options)
-            return await asyncio.to_thread(step.function, *step.arguments, **step.options)
+                result = _call(step)
+            else:
+                result = await asyncio.to_thread(_call, step)
+            try:
+                return await result if inspect.isawaitable(result) else result
+            except SystemExit as error:
+                raise _ended(error) from error
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)
 

@@ -36,13 +36,15 @@ class ToolBox:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools: dict[str, Tool] = {}
         self._models: dict[str, type[pydantic.BaseModel]] = {}
+        self._schemas: dict[str, dict[str, Any]] = {}
         if not isinstance(tools, Iterable):
             raise InvalidInputError(f"tools: a list of functions is needed, not {shown(tools)}")
         for tool in tools:
             name = getattr(tool, "__name__", None)
             if not callable(tool) or not name or name == "<lambda>" or name in self._tools:
                 raise InvalidInputError(f"tools: functions with names of their own are needed, not {tool!r}")
-            self._tools[name], self._models[name] = tool, _parameters(name, tool)
+            self._tools[name] = tool
+            self._models[name], self._schemas[name] = _parameters(name, tool)
         if not self._tools:
             raise InvalidInputError("tools: at least one function is needed; chat() calls the model without")
 
@@ -54,7 +56,7 @@ class ToolBox:
                 "function": {
                     "name": name,
                     "description": inspect.getdoc(tool) or "",
-                    "parameters": self._models[name].model_json_schema(),
+                    "parameters": self._schemas[name],
                 },
             }
             for name, tool in self._tools.items()
@@ -69,7 +71,8 @@ class ToolBox:
         if getattr(call, "function", None) is None or name not in self._tools:
             raise InvalidInputError(f"no tool {name!r}; there are: {', '.join(self._tools)}")
         tool, checked = self._tools[name], self._models[name].model_validate_json(arguments or "{}")
-        values = {key: getattr(checked, key) for key in checked.model_fields_set}
+        fields = type(checked).model_fields
+        values = {str(fields[key].alias): getattr(checked, key) for key in checked.model_fields_set}
         if inspect.iscoroutinefunction(tool):
 
             async def called() -> object:
@@ -93,8 +96,12 @@ def answer_text(value: object) -> str:
     return encodable(value) if isinstance(value, str) else pydantic_core.to_json(value, fallback=str).decode()
 
 
-def _parameters(name: str, tool: Tool) -> type[pydantic.BaseModel]:
-    """Return a model of a function's parameters. Raises InvalidInputError if they cannot be given by name."""
+def _parameters(name: str, tool: Tool) -> tuple[type[pydantic.BaseModel], dict[str, Any]]:
+    """Return a model of a function's parameters, and its JSON schema.
+
+    The model's fields have names of their own, because pydantic's may not be those of its methods, nor begin with "_".
+    Raises InvalidInputError if the parameters cannot be given by name.
+    """
     fields: dict[str, Any] = {}
     try:
         signature = inspect.signature(tool, eval_str=True)
@@ -104,8 +111,10 @@ def _parameters(name: str, tool: Tool) -> type[pydantic.BaseModel]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise InvalidInputError(f"tools: {name}({parameter}): each parameter needs a name of its own")
         kind = Any if parameter.annotation is parameter.empty else parameter.annotation
-        fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[f"p{len(fields)}"] = (kind, pydantic.Field(default, alias=parameter.name))
     try:
-        return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+        model = pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+        return model, model.model_json_schema()
     except (pydantic.errors.PydanticUserError, NameError) as error:
         raise InvalidInputError(f"tools: {name}: its parameters cannot be described: {error}") from error

@@ -112,7 +112,7 @@ def read_run(path: str | Path) -> Run:
     A line that was not written to its end, as when the program was killed or the disk was full, is left out. The next
     run goes on in the same file, so such a line may be in its middle, and hold the beginning of another one.
     """
-    sessions: dict[str, Session] = {}
+    sessions: dict[str | None, Session] = {}
     requests: dict[str, Turn] = {}
     broken: InvalidInputError | None = None
     with Path(path).open("rb") as file:
@@ -140,11 +140,11 @@ def _refused(path: str | Path, number: int, error: Exception) -> InvalidInputErr
     )
 
 
-def _add(line: dict[str, Any], sessions: dict[str, Session], requests: dict[str, Turn]) -> None:
+def _add(line: dict[str, Any], sessions: dict[str | None, Session], requests: dict[str, Turn]) -> None:
     """Add a line's reply, or step, to its session. Raises ValueError, KeyError, TypeError or AttributeError."""
     turn = _step(line, requests.get(line["request"])) if "request" in line else _reply(line)
-    name = _text(line, "session") or "without a session"
-    session = sessions.setdefault(name, Session(name, _text(line, "parent")))
+    name = _text(line, "session")
+    session = sessions.setdefault(name, Session(name or "without a session", _text(line, "parent")))
     if "request" not in line:
         session.turns.append(turn)
     elif line["request"] not in requests:
@@ -172,7 +172,7 @@ def _reply(line: dict[str, Any]) -> Turn:
     return Turn(
         tokens=_count(line["tokens"]),
         steps=_count(line.get("steps")),
-        seconds=seconds,
+        seconds=None if line["tokens"] is None else seconds,  # the server did not say how many: they have no speed
         drafted=_counts(line.get("drafted_by_source")),
         accepted=_counts(line.get("accepted_by_source")),
         text=str(line["text"]),

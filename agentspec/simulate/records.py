@@ -137,7 +137,7 @@ def _record(text: bytes) -> Record:
         first = error.errors(include_url=False, include_context=False)[0]
         name, *rest = first["loc"]  # leave out the names of a union's members
         index = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-        given = "nothing" if isinstance(first["input"], dict) else repr(first["input"])
+        given = "nothing" if first["type"] == "missing" else repr(first["input"])
         short = given if len(given) <= 60 else given[:57] + "..."
         raise InvalidInputError(f"{name}{index}: {first['msg']}, got {short}") from None
 

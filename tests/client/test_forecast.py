@@ -79,6 +79,22 @@ def test_a_resumed_session_is_forecast_before_its_first_call(plain_server: FakeS
         assert session.forecast().steps > 0.7 * before.steps, "nothing of it is left to draft from"
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_resumed_session_is_forecast_after_its_first_call(
+    plain_server: FakeServer, tmp_path: Path, loaded: bool
+) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(plain_server, store=url) as client:
+        for content in ("one", "two", "three"):
+            client.session("s").chat(content)
+    with connect(plain_server, store=url) as client:
+        session = client.session("s")
+        if loaded:
+            session.load()
+        session.chat("four")
+        assert session.forecast().calls == 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_of_the_server_are_taken(server: FakeServer, stream: bool) -> None:
     server.token_ids = ([1, 2, 3], [*range(100, 120)])

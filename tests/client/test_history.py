@@ -454,7 +454,44 @@ def test_clear_erases_what_its_loops_said_in_other_sessions(server: FakeServer) 
         used = {chat.headers["x-session-id"] for chat in server.chats}
         session.clear()
     assert set(server.erased) == used | {"s"} and len(used) == 4
-    assert {"s.1", "s.2"} < used
+    assert {name.rpartition(".")[2] for name in used if name.startswith("s.")} >= {"1", "2"}
+
+
+def test_clear_leaves_a_session_alone_whose_name_a_loop_might_choose(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        client.session("s.1").chat("my own")
+        session = client.session("s")
+        session.best_of("count", 2, lambda reply: 1.0)
+        session.clear()
+        assert "s.1" not in server.erased and "s" in server.erased
+        assert contents(client.session("s.1")) == ["my own", "answer 1"]
+
+
+@pytest.mark.parametrize("end", ["close", "use"])
+def test_what_is_added_before_a_session_is_read_is_stored_behind_it(
+    server: FakeServer, tmp_path: Path, end: str
+) -> None:
+    """Nobody holds the session meanwhile."""
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(server, url) as client:
+        client.session("old").chat("one")
+    with connect(server, url) as client:
+        client.session("old").add({"role": "user", "content": "more"})
+        client.session("new").add({"role": "system", "content": "be brief"})
+        if end == "use":
+            assert contents(client.session("old")) == ["one", "answer 1", "more"]
+            client.session("new").chat("hello")
+            assert [message["content"] for message in server.chats[-1].body["messages"]] == ["be brief", "hello"]
+    with connect(server, url) as client:
+        assert contents(client.session("old")) == ["one", "answer 1", "more"]
+        assert contents(client.session("new"))[0] == "be brief"
+
+
+def test_what_was_added_and_cannot_be_stored_is_said(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    store = FailingStore("read")
+    with connect(server, store) as client:
+        client.session("s").add({"role": "system", "content": "be brief"})
+    assert "messages added to session 's' are lost" in caplog.text
 
 
 def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -126,6 +127,22 @@ class TestRefine:
         assert isinstance(result.attempts[0].error, ZeroDivisionError) and result.attempts[0].reply is not None
         assert len(messages) == 2
 
+    @pytest.mark.parametrize("found", [True, 1, ["x"], [{"no": "role"}]])
+    def test_keeps_the_attempt_whose_critic_returned_no_message(self, run: Any, found: Any) -> None:
+        result, messages = run("refine", "count", lambda reply: found)
+        assert result.stopped == "error" and len(messages) == 2
+        assert result.attempts[0].reply is not None and str(result.attempts[0].error).startswith("critic: ")
+
+    def test_a_critic_that_exits_ends_no_program(self, run: Any) -> None:
+        """It may run what the model wrote."""
+
+        def critic(answer: Reply) -> str | None:
+            exec("raise SystemExit(3)")
+            return None
+
+        result, _ = run("refine", "count", critic)
+        assert result.stopped == "error" and str(result.attempts[0].error) == "SystemExit: 3"
+
     @pytest.mark.parametrize(
         ("arguments", "options", "field"),
         [
@@ -211,7 +228,10 @@ class TestBestOf:
         assert [message["content"] for message in messages] == ["count", "answer 4"]
         tags = [chat.body["vllm_xargs"] for chat in server.chats]
         assert {tag["group_id"] for tag in tags} == {"s"}
-        assert {tag["session_id"] for tag in tags} == {"s.1", "s.2", "s.3", "s.4"}
+        names = {tag["session_id"] for tag in tags}
+        assert {name.rpartition(".")[2] for name in names} == {"1", "2", "3", "4"}
+        (begin,) = {name.rpartition(".")[0] for name in names}
+        assert begin.startswith("s.") and len(begin) == len("s.") + 8  # no session that somebody has named
 
     def test_keeps_the_errors_of_the_others(self, run: Any, server: FakeServer) -> None:
         server.failures = [500]
@@ -311,6 +331,24 @@ class TestTools:
         assert result.stopped == "done"
         assert result.attempts[0].tools[0].error is not None
         assert messages[2]["content"].startswith("error: ") and said in messages[2]["content"]
+
+    def test_parameters_may_have_the_names_of_pydantics_methods(self, run: Any, server: FakeServer) -> None:
+        def tool(_x: int, model_dump: int, model_extra: int = 3, schema: int = 4) -> list[int]:
+            return [_x, model_dump, model_extra, schema]
+
+        server.answers = [calls(("tool", '{"_x": 1, "model_dump": 2, "schema": 5}')), {"content": "done"}]
+        result, _ = run("run_tools", "go", [tool])
+        assert result.attempts[0].tools[0].answer == "[1,2,3,5]"
+        described = server.chats[0].body["tools"][0]["function"]["parameters"]
+        assert list(described["properties"]) == ["_x", "model_dump", "model_extra", "schema"]
+        assert described["required"] == ["_x", "model_dump"]
+
+    def test_a_parameter_that_json_cannot_hold_is_refused(self, run: Any) -> None:
+        def tool(call: Callable[[], int]) -> int:
+            return call()
+
+        with pytest.raises(InvalidInputError, match="tools: tool: its parameters cannot be described"):
+            run("run_tools", "go", [tool])
 
     def test_leaves_no_call_unanswered_when_its_attempts_are_over(self, run: Any, server: FakeServer) -> None:
         server.answers = [calls(("add", '{"a": 2}'))]
@@ -461,6 +499,41 @@ async def test_functions_of_an_asyncio_loop_may_be_asynchronous(server: FakeServ
         server.answers = [calls(("double", json.dumps({"a": 4}))), {"content": "8"}]
         result = await client.session().run_tools("double", [double])
         assert result.attempts[0].tools[0].answer == "8"
+
+
+async def test_any_callable_of_an_asyncio_loop_may_be_asynchronous(server: FakeServer) -> None:
+    """Decorated functions, lambdas and objects return awaitables without being coroutine functions."""
+
+    async def double(a: int) -> int:
+        return 2 * a
+
+    @functools.wraps(double)
+    def traced(a: int) -> Any:
+        return double(a)
+
+    async def critic(reply: Reply) -> str | None:
+        return short(reply)
+
+    class Reward:
+        async def __call__(self, reply: Reply) -> float:
+            return 1.0
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        assert (await client.session().refine("count", lambda reply: critic(reply))).done
+        assert (await client.session().best_of("count", 2, Reward())).attempts[0].score == 1.0
+        server.answers = [calls(("double", json.dumps({"a": 4}))), {"content": "8"}]
+        result = await client.session().run_tools("double", [traced])
+        assert result.attempts[0].tools[0].answer == "8"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_synchronous_loop_refuses_what_returns_an_awaitable(server: FakeServer) -> None:
+    async def critic(reply: Reply) -> str | None:
+        return None
+
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        result = client.session().refine("count", lambda reply: critic(reply))  # type: ignore[arg-type, return-value]
+    assert result.stopped == "error" and "AsyncSession" in str(result.attempts[0].error)
 
 
 def test_a_synchronous_loop_refuses_asynchronous_functions(server: FakeServer) -> None:

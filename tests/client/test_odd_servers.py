@@ -26,7 +26,12 @@ def answer_with(server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [("<html>Sign in</html>", "base_url"), ({"choices": None, "error": {"message": "no credits"}}, "no credits")],
+    [
+        ("<html>Sign in</html>", "base_url"),
+        ([1], "base_url"),
+        ({"choices": None, "error": {"message": "no credits"}}, "no credits"),
+        ({"choices": [{"index": 0, "finish_reason": "stop", "message": None}]}, "no message"),
+    ],
 )
 def test_what_is_no_answer_says_why(
     client: AgentClient, plain_server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any, message: str

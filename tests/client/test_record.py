@@ -58,6 +58,16 @@ def test_a_record_has_a_line_for_each_reply(server: FakeServer, tmp_path: Path) 
     assert all(line["seconds"] > 0 for line in lines)
 
 
+def test_half_a_character_is_recorded(server: FakeServer, tmp_path: Path) -> None:
+    """Some gateways divide a character of two halves between chunks, or cut it off."""
+    path = tmp_path / "replies.jsonl"
+    server.answers = [{"content": "a\ud83d\ude00b"}, {"content": "cut \ud83d"}]
+    with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+        replies = [client.chat("one"), client.chat("two")]
+    assert [reply.text for reply in replies] == ["a\U0001f600b", "cut \\ud83d"]
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [reply.text for reply in replies]
+
+
 async def test_the_asyncio_client_records_too(server: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "replies.jsonl"
     async with AsyncAgentClient(base_url=server.url, model="small", store=None, record=path) as client:

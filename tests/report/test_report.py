@@ -62,6 +62,15 @@ def test_a_run_adds_up(record: Path) -> None:
     assert (plain.tokens_per_step, plain.acceptance, plain.speed) == (None, None, 12.0)
 
 
+def test_a_reply_whose_tokens_are_not_told_has_no_speed(tmp_path: Path) -> None:
+    lines = [reply("s"), {**reply("s"), "tokens": None}, {**reply("without a session"), "tokens": None}, reply(None)]
+    run = read_run(write(tmp_path / "replies.jsonl", *lines))
+    told, untold = run.sessions[0].turns
+    assert told.speed == run.sessions[0].total.speed == run.total.speed and untold.speed is None
+    assert [len(session.turns) for session in run.sessions] == [2, 1, 1]  # one is named like those without a name
+    assert "0 tokens a second" not in render(run)
+
+
 def test_every_source_has_a_meaning_and_a_colour(record: Path) -> None:
     page = render(read_run(record))
     for source in SOURCES:

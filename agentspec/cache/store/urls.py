@@ -27,6 +27,7 @@ FORMS = (
 )
 """Supported forms of a store URL, for messages."""
 
+_CERTIFICATES = ("required", "optional", "none")
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
 _REDIS: dict[str, RedisForm] = {
     "redis": "server",
@@ -214,4 +215,6 @@ def _redis_options(url: str, scheme: str, parts: SplitResult) -> dict[str, str]:
     for name in options:
         if name not in known:
             raise _refused(url, f"unknown option {name!r} after '?', known are {', '.join(sorted(known))}")
+    if options.get("ssl_cert_reqs", "required") not in _CERTIFICATES:
+        raise _refused(url, f"ssl_cert_reqs is one of {', '.join(_CERTIFICATES)}")
     return options
