@@ -27,15 +27,14 @@ from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
 from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
+from agentspec.server_ext.running_requests import RunningRequests
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import DraftRows, NewRequest, RequestState, Step
+from agentspec.server_ext.step import DraftRows, Step
 from agentspec.server_ext.turnover import Text, Turnover
 
 logger = logging.getLogger(__name__)
 
-_TOLD_SECONDS = 1.0
-"""How long a response waits to be told its length. It is told at once, unless its caller has gone."""
 _JOIN_SECONDS = 1.0
 """How long closing waits for the indexing thread. A process that ends while native code runs in a thread is aborted."""
 
@@ -79,12 +78,13 @@ class DraftingEngine:
         self._recorder = Recorder(settings.record, shares.figures // 8) if settings.record else None
         self._traces = Traces(shares.figures // 8)
         self._accounts = Accounts(self.metrics, self._traces, self._recorder)
-        self._requests: dict[str, RequestState] = {}
         self._groups = PromptGroups(shares.figures // 4)
         self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups, self._count_error)
         self._turnover = Turnover(self._cached.start, self._cached.keep)
+        lengths = self.pricing.acceptance_lengths
+        self._requests = RunningRequests(self._turnover, self.metrics, self._traces, lengths)
         self._sessions = SessionAdmin(
-            self.cache, persistence, self._states, self._traces, self._recorder, self._drop_snapshot
+            self.cache, persistence, self._requests.states, self._traces, self._recorder, self._drop_snapshot
         )
         persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
@@ -148,7 +148,7 @@ class DraftingEngine:
 
         The prompt of a request with streamed input grows: by its responses so far and by what came in.
         """
-        state = self._requests.get(request_id)
+        state = self._requests.by_id.get(request_id)
         return state is not None and state.prompt_length == prompt_length
 
     def propose(self, step: Step, model: StepModel | None = None) -> list[list[int]]:
@@ -182,36 +182,18 @@ class DraftingEngine:
         is not kept. may_be_shorter: ``note_lengths`` will say how much of it the caller got.
         """
         begin = time.thread_time_ns()
-        self._end(request_id, output_limit, text, time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0)
-        if not self._requests:
+        self._leave_batch()
+        self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
+        if not self._requests.by_id:
             self._turnover.finish_all()
         self._beside_ns += time.thread_time_ns() - begin
 
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
-        """Note how many tokens of their responses callers got. lengths: by request id; unknown ones are ignored.
-
-        vLLM finds stop texts in the API server. The engine has verified what follows by then, and often goes on.
-        """
+        """Note how many tokens of their responses callers got (`RunningRequests.note_lengths`)."""
         self._accounts.settle(self._lookup)
-        for request_id, length in lengths.items():
-            state = self._requests.get(request_id) or self._turnover.ending(request_id)
-            if state is not None and state.told is None:
-                state.told = length
-                counted = state.length - state.prompt_length - state.uncounted
-                state.figures.tokens -= max(counted - length, 0)
-        if not self._requests:
+        self._requests.note_lengths(lengths)
+        if not self._requests.by_id:
             self._turnover.finish_all()
-
-    def _end(
-        self, request_id: str, output_limit: int | None, text: Text | None = None, told_until: float = 0.0
-    ) -> None:
-        """Take a request out of the batch, and let it wait for its end."""
-        self._leave_batch()
-        state = self._requests.pop(request_id, None)
-        if state is not None:
-            self.metrics.end(state.figures)
-            self._traces.running -= state.trace is not None
-            self._turnover.end(state, output_limit, text, told_until)
 
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
@@ -232,7 +214,7 @@ class DraftingEngine:
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},
             "steps": self._steps,
             "steps_held_back": self._held_back,
-            "running": sum(not state.failed for state in self._requests.values()),
+            "running": sum(not state.failed for state in self._requests.by_id.values()),
             **self.metrics.stats(),
             "verify_cost": self.pricing.cost.stats(),
             "step_budget": self.pricing.budget.stats(),
@@ -292,7 +274,7 @@ class DraftingEngine:
             lookup = self._lookup
         if lookup is None or lookup.batch is not step.batch:
             self._leave_batch()
-            lookup = self._lookup = BatchLookup.of(step.batch, self._requests, self.cache)
+            lookup = self._lookup = BatchLookup.of(step.batch, self._requests.by_id, self.cache)
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -328,14 +310,14 @@ class DraftingEngine:
         """Start and finish requests, and apply stored turns, as far as there is time. lookup: of the step before."""
         begin = time.thread_time_ns()
         for new in step.started:
-            known = self._requests.get(new.request_id)
+            known = self._requests.by_id.get(new.request_id)
             if known is not None:
                 self._leave_batch()  # which counts its tokens
                 # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
                 said = max(known.length - known.prompt_length - 1, 0)
                 before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
-                self._end(new.request_id, said, partial(tuple, before))
-            self._begin(new)
+                self._requests.end(new.request_id, said, partial(tuple, before))
+            self._requests.begin(new, self._steps)
         work = lookup.allowance.work if lookup else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
@@ -383,23 +365,6 @@ class DraftingEngine:
         self._model_seconds = fused.seconds
         return fused.drafts
 
-    def _begin(self, new: NewRequest) -> None:
-        """Let a request wait for its start."""
-        identity, length = new.identity, len(new.prompt)
-        figures = self.metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
-        accepted = self.pricing.acceptance_lengths.begin(length + 1, self._steps)  # prefill gives a token, too
-        ends = frozenset(new.end_tokens)
-        state = RequestState(new.request_id, identity, figures, accepted, length, length, ends)
-        if new.detailed and figures.trace is None:  # of several samples, the first is traced
-            shared = identity.tenant != identity.principal
-            state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
-        self._requests[new.request_id] = state
-        self._turnover.begin(state, new)
-
-    def _states(self) -> list[RequestState]:
-        """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
-        return [*list(self._requests.values()), *self._turnover.states()]
-
     def _drop_snapshot(self) -> None:
         """Delete the snapshot, because a session was erased."""
         if self._keeper is not None:
@@ -412,7 +377,8 @@ class DraftingEngine:
 
     def _make_way(self, outdated: Set[str | None]) -> None:
         """Let tenants be forgotten: their running requests get no more drafts, and their turns are not kept."""
-        running = [state for state in self._requests.values() if not state.failed and state.identity.tenant in outdated]
+        states = self._requests.by_id.values()
+        running = [state for state in states if not state.failed and state.identity.tenant in outdated]
         for state in running:
             self._fail(state.request_id)
         if running and "outdated" not in self._logged:
@@ -426,7 +392,7 @@ class DraftingEngine:
     def _fail(self, request_id: str) -> None:
         """Stop drafting for a request."""
         self._leave_batch()
-        state = self._requests.get(request_id)
+        state = self._requests.by_id.get(request_id)
         if state is not None and not state.failed:
             state.failed = True
             self._cached.drop(request_id)

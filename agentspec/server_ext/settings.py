@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _LARGEST_FIGURES = 32 << 20
 _LARGEST_MEMORY_STORE = 256 << 20
 _MOST_BYTES = 1 << 50
+LONGEST_STEP = 2.0
+"""Longest duration of a step with several requests, in multiples of one without drafts, unless all of them gain more or
+the operator says otherwise."""
 ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _SETTINGS = "AGENTSPEC_SETTINGS"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -137,7 +140,7 @@ class Settings(BaseModel):
     """Price of verifying one more draft token, as a share of a decode step. None: measured while serving."""
     step_draft_tokens: int = Field(default=1024, ge=1)
     """Most draft tokens in one decode step, for all rows together; `pricing.draft_budget` says what lowers it."""
-    longest_step: float | None = Field(default=2.0, gt=1.0)
+    longest_step: float | None = Field(default=LONGEST_STEP, gt=1.0)
     """Longest duration of a step with several requests, in multiples of one without drafts. None: no limit."""
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     """Most rows of a step with drafts. None: no limit; the measured cost decides."""

@@ -442,7 +442,7 @@ def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> Non
     batch = Rows()
     both = ("0", "1")
     batch.step(both)
-    batch.proposer._requests["0"].end_tokens = frozenset({5})  # its tokens count up from 3
+    batch.proposer._requests.by_id["0"].end_tokens = frozenset({5})  # its tokens count up from 3
     batch.step(both, drafted=3)
     assert batch.tokens_and_steps("0") == (3, 2)
     assert batch.tokens_and_steps("1") == (5, 2)

@@ -13,10 +13,10 @@ from agentspec.server_ext.pricing.step_cost import (
     AIMED_DEVIATIONS,
     HIGHEST_COST,
     LEAST_AIMED_SHARE,
-    LONGEST_STEP,
     LOWEST_COST,
     StepCost,
 )
+from agentspec.server_ext.settings import LONGEST_STEP
 
 AIMED = LONGEST_STEP / (1 + AIMED_DEVIATIONS * 0.05)
 """Duration that a measured step aims at with the usual noise, in multiples of one without drafts."""

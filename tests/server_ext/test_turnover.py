@@ -312,7 +312,7 @@ def test_a_response_ends_where_its_caller_was_told(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, first: str, alone: bool
 ) -> None:
     """A stop text is found in the API server, which tells the length: before or after the engine hears of the end."""
-    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     if not alone:
         rows.begin("b1")
@@ -345,7 +345,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
     rows: Rows, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     """Its caller has gone."""
-    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0 if closed else 0.0)
+    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0 if closed else 0.0)
     rows.begin("a0")
     rows.step()
     said = rows.lengths["a0"] - PROMPT
@@ -358,7 +358,7 @@ def test_a_response_whose_length_nobody_tells_is_kept_whole(
 
 
 def test_the_next_turn_does_not_wait_for_a_length(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.server_ext.engine._TOLD_SECONDS", 1000.0)
+    monkeypatch.setattr("agentspec.server_ext.running_requests._TOLD_SECONDS", 1000.0)
     rows.begin("a0", session="s")
     rows.end("a0", may_be_shorter=True)
     rows.begin("b1", session="s")

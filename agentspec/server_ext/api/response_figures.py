@@ -217,7 +217,8 @@ class _Response:
         if not self._predicts or not isinstance(usage, dict):
             return
         drafted, accepted = (figures[f"{what}_by_source"].get("prediction", 0) for what in ("drafted", "accepted"))
-        accepted = min(accepted, usage.get("completion_tokens", accepted))  # some may lie behind a stop text
+        if isinstance(told := usage.get("completion_tokens"), int):
+            accepted = min(accepted, told)  # some may lie behind a stop text
         usage["completion_tokens_details"] = {
             **(usage.get("completion_tokens_details") or {}),
             "accepted_prediction_tokens": accepted,

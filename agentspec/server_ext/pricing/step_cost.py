@@ -35,14 +35,12 @@ from typing import Any
 
 from agentspec.cache.policy import DEFAULT_COST
 from agentspec.server_ext.pricing.step_times import RowTimes, StepTimes
+from agentspec.server_ext.settings import LONGEST_STEP
 
 logger = logging.getLogger(__name__)
 
 LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
-LONGEST_STEP = 2.0
-"""Longest duration of a step with several rows, in multiples of a step without drafts, unless all rows gain more or the
-operator says otherwise."""
 LEAST_AIMED_SHARE = 0.75
 AIMED_DEVIATIONS = 5.0
 """A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not

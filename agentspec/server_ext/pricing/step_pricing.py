@@ -8,7 +8,8 @@ from agentspec.cache import StepDrafts
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits
-from agentspec.server_ext.pricing.step_cost import LONGEST_STEP, StepCost
+from agentspec.server_ext.pricing.step_cost import StepCost
+from agentspec.server_ext.settings import LONGEST_STEP
 from agentspec.server_ext.step import AcceptanceLength
 
 _WORK_SHARE = 0.02

@@ -1,0 +1,65 @@
+"""Hold an engine's requests from their beginning to their end, and how long their responses were."""
+
+import time
+from collections.abc import Mapping
+
+from agentspec.server_ext.figures.metrics import Metrics
+from agentspec.server_ext.figures.traces import Traces
+from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
+from agentspec.server_ext.step import NewRequest, RequestState
+from agentspec.server_ext.turnover import Text, Turnover
+
+_TOLD_SECONDS = 1.0
+"""How long a response waits to be told its length. It is told at once, unless its caller has gone."""
+
+
+class RunningRequests:
+    """Hold the states of requests that run, and those that wait for their start or end in the cache (``turnover``).
+
+    by_id: the requests that have begun and not ended, as far as the engine knows.
+    """
+
+    def __init__(self, turnover: Turnover, metrics: Metrics, traces: Traces, lengths: AcceptanceLengths) -> None:
+        self.by_id: dict[str, RequestState] = {}
+        self.turnover = turnover
+        self._metrics, self._traces, self._lengths = metrics, traces, lengths
+
+    def begin(self, new: NewRequest, step: int) -> None:
+        """Let a request of that step wait for its start."""
+        identity, length = new.identity, len(new.prompt)
+        figures = self._metrics.begin(new.api_id or new.request_id, identity.caller, new.call)
+        accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too
+        ends = frozenset(new.end_tokens)
+        state = RequestState(new.request_id, identity, figures, accepted, length, prompt_length=length, end_tokens=ends)
+        if new.detailed and figures.trace is None:  # of several samples, the first is traced
+            shared = identity.tenant != identity.principal
+            state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)
+        self.by_id[new.request_id] = state
+        self.turnover.begin(state, new)
+
+    def end(
+        self, request_id: str, output_limit: int | None, text: Text | None = None, *, may_be_shorter: bool = False
+    ) -> None:
+        """Let a request wait for its end. The arguments are those of ``DraftingEngine.finish``."""
+        state = self.by_id.pop(request_id, None)
+        if state is not None:
+            self._metrics.end(state.figures)
+            self._traces.running -= state.trace is not None
+            until = time.monotonic() + _TOLD_SECONDS if may_be_shorter else 0.0
+            self.turnover.end(state, output_limit, text, until)
+
+    def note_lengths(self, lengths: Mapping[str, int]) -> None:
+        """Note how many tokens of their responses callers got. lengths: by request id; unknown ones are ignored.
+
+        vLLM finds stop texts in the API server. The engine has verified what follows by then, and often goes on.
+        """
+        for request_id, length in lengths.items():
+            state = self.by_id.get(request_id) or self.turnover.ending(request_id)
+            if state is not None and state.told is None:
+                state.told = length
+                counted = state.length - state.prompt_length - state.uncounted
+                state.figures.tokens -= max(counted - length, 0)
+
+    def states(self) -> list[RequestState]:
+        """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""
+        return [*list(self.by_id.values()), *self.turnover.states()]
