@@ -194,7 +194,8 @@ class StreamedAnswer:
         self._first: ChatCompletionChunk | None = None
         self._texts: dict[str, list[str]] = {}  # "content", "refusal" and fields that some servers add, "reasoning" say
         self._logprobs: dict[str, list[Any]] = {}
-        self._tool_calls: dict[int, dict[str, Any]] = {}
+        self._tool_calls: list[dict[str, Any]] = []
+        self._call_at: dict[int, dict[str, Any]] = {}  # the one that chunks of an index go on with
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
         self._figures: Any = None
@@ -225,7 +226,10 @@ class StreamedAnswer:
             if isinstance(text, str):
                 self._texts.setdefault(name, []).append(text)
         for part in delta.tool_calls or ():
-            call = self._tool_calls.setdefault(part.index, {"id": "", "name": "", "arguments": []})
+            call = self._call_at.get(part.index)
+            if call is None or (part.id and call["id"] not in ("", part.id)):  # some servers number all of them 0
+                call = self._call_at[part.index] = {"id": "", "name": "", "arguments": [], "index": part.index}
+                self._tool_calls.append(call)
             call["id"] = part.id or call["id"]
             if part.function is not None:
                 call["name"] = part.function.name or call["name"]
@@ -249,7 +253,7 @@ class StreamedAnswer:
                     "type": "function",
                     "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
                 }
-                for _, call in sorted(self._tool_calls.items())
+                for call in sorted(self._tool_calls, key=lambda call: call["index"])
             ]
         choice: dict[str, Any] = {
             "index": 0,

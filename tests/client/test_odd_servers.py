@@ -112,3 +112,21 @@ def test_chunks_without_choices_or_delta_are_passed_over() -> None:
     ):
         answer.add(ChatCompletionChunk.construct(None, id="x", choices=choices))
     assert answer.completion().choices[0].message.content == "hi"
+
+
+def test_streamed_tool_calls_that_have_one_number_stay_apart() -> None:
+    answer = StreamedAnswer()
+    for call in (
+        {"index": 0, "id": "a", "function": {"name": "f", "arguments": "{"}},
+        {"index": 0, "id": "a", "function": {"name": None, "arguments": "}"}},
+        {"index": 0, "id": "b", "function": {"name": "g", "arguments": "[]"}},
+    ):
+        choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
+        answer.add(ChatCompletionChunk.construct(None, id="x", choices=[choice]))
+    last = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    answer.add(ChatCompletionChunk.construct(None, id="x", choices=[last]))
+    calls: Any = answer.completion().choices[0].message.tool_calls
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == [
+        ("a", "f", "{}"),
+        ("b", "g", "[]"),
+    ]
