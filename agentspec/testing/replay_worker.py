@@ -169,7 +169,7 @@ class Engine:
         """
         if self.spec.method != "agentspec":
             return {}
-        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id, None, True))
+        (figures,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("request", request_id, None, True, None))
         (stats,) = self.llm.llm_engine.collective_rpc(worker_rpc, args=("stats",))
         errors = {name: n for name, n in stats["counters"].items() if name.startswith("errors")}
         if errors:
