@@ -100,8 +100,8 @@ class Replica:
 
     def erase(self, session: str) -> None:
         self.engine.session("begin", f"job-{session}", "erase", session, [TENANT])
-        wait_until(lambda: self.engine.session("poll", f"job-{session}"))
-        answer = self.engine.session("poll", f"job-{session}")
+        answer: dict[str, Any] = {}  # it is told once
+        wait_until(lambda: answer.update(self.engine.session("poll", f"job-{session}")) or answer)
         assert "error" not in answer, answer
 
 
