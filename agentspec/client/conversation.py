@@ -94,7 +94,6 @@ class Conversation:
                 self._take(stored)
                 self.loaded = True
                 self._append(added)
-                self._unsaved.discard(self)
         self._report_gaps()
 
     def reload(self) -> None:
@@ -227,6 +226,7 @@ class Conversation:
         stored = stored or Stored()
         self._history, self._next_position = list(stored.history), stored.next_position
         self.resumed = len(self._history)
+        self._unsaved.discard(self)
 
     def _commit(self, messages: Sequence[dict[str, Any]]) -> None:
         with self._guard:

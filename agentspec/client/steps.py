@@ -64,17 +64,18 @@ def _drive(steps: Steps[T]) -> T:
                 return value
             try:
                 result, error = _perform(step), None
-            except Exception as raised:
-                result, error = None, raised
+            except (Exception, SystemExit) as raised:
+                result, error = None, _as_error(raised)
 
 
 def _perform(step: Any) -> Any:
     if isinstance(step, Apply):
-        result = _call(step)
+        result = step.function(*step.arguments, **step.options)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()  # or Python warns that it was never awaited
-            name = getattr(step.function, "__qualname__", type(step.function).__name__)
+            function = getattr(step.function, "func", step.function)  # of a tool with its arguments
+            name = getattr(function, "__qualname__", type(function).__name__)
             raise InvalidInputError(f"{name}: asynchronous functions need an AsyncSession")
         return result
     check_count("at_once", step.at_once)
@@ -87,16 +88,13 @@ def _perform(step: Any) -> Any:
     return None
 
 
-def _call(step: Apply) -> Any:
-    """Call a function of the caller's. It may run the model's code, whose exit must not end the program."""
-    try:
-        return step.function(*step.arguments, **step.options)
-    except SystemExit as error:
-        raise _ended(error) from error
-
-
-def _ended(error: SystemExit) -> RuntimeError:
-    return RuntimeError(f"SystemExit: {error.code}")
+def _as_error(raised: Exception | SystemExit) -> Exception:
+    """Return an error for the loop. A tool or critic may run the model's code, whose exit must not end the program."""
+    if isinstance(raised, Exception):
+        return raised
+    error = RuntimeError(f"SystemExit: {raised.code}")
+    error.__cause__ = raised
+    return error
 
 
 async def run_loop_async(account: Account, steps: Steps[Stopped]) -> LoopResult[Any]:
@@ -121,21 +119,18 @@ async def _drive_async(steps: Steps[T]) -> T:
                 return value
             try:
                 result, error = await _perform_async(step), None
-            except Exception as raised:
-                result, error = None, raised
+            except (Exception, SystemExit) as raised:
+                result, error = None, _as_error(raised)
 
 
 async def _perform_async(step: Any) -> Any:
     if isinstance(step, Apply):
         async with asyncio.timeout(step.seconds):
             if inspect.iscoroutinefunction(step.function):
-                result = _call(step)
+                result = step.function(*step.arguments, **step.options)
             else:
-                result = await asyncio.to_thread(_call, step)
-            try:
-                return await result if inspect.isawaitable(result) else result
-            except SystemExit as error:
-                raise _ended(error) from error
+                result = await asyncio.to_thread(step.function, *step.arguments, **step.options)
+            return await result if inspect.isawaitable(result) else result
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)
 

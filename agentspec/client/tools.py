@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -73,13 +74,7 @@ class ToolBox:
         tool, checked = self._tools[name], self._models[name].model_validate_json(arguments or "{}")
         fields = type(checked).model_fields
         values = {str(fields[key].alias): getattr(checked, key) for key in checked.model_fields_set}
-        if inspect.iscoroutinefunction(tool):
-
-            async def called() -> object:
-                return await tool(**values)
-
-            return called
-        return lambda: tool(**values)
+        return functools.partial(tool, **values)
 
 
 def named(call: ChatCompletionMessageToolCallUnion) -> tuple[str, str]:

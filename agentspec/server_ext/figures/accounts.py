@@ -6,7 +6,7 @@ from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.figures.metrics import Metrics, Recorder
 from agentspec.server_ext.figures.traces import Traces
-from agentspec.server_ext.step import Int32, RequestState, Step
+from agentspec.server_ext.step import RequestState, Step
 
 
 class Accounts:
@@ -45,35 +45,38 @@ class Accounts:
             place = places.get(state.request_id)
             if place is None or state.failed:
                 continue
-            length = int(step.lengths[place])
-            state.figures.tokens += length - state.length
+            length, row = int(step.lengths[place]), int(step.batch.rows[place])
+            added = self._said(state, step, row, length)
+            state.figures.tokens += added
             state.figures.steps += 1
             if state.trace is not None:
-                row = step.tokens[step.batch.rows[place]]
-                self._traces.add(state.trace, row[state.length : length].tolist(), 0, 0)
+                said = step.tokens[row, state.length : state.length + added].tolist()
+                self._traces.add(state.trace, said, 0, 0)
             state.length = length
 
     @staticmethod
-    def _said(state: RequestState, row: Int32, length: int) -> int:
-        """Return how many tokens a row gained, without those behind the end of the response."""
+    def _said(state: RequestState, step: Step, row: int, length: int) -> int:
+        """Return how many tokens a row of the engine's array gained, without those behind the end of the response."""
         gained = length - state.length
         added = gained if state.told is None else 0
         if added > 1 and state.end_tokens:  # one was sampled behind a drafted end that was accepted
-            new = row[state.length : length].tolist()
+            new = step.tokens[row, state.length : length].tolist()
             added = next((place for place, token in enumerate(new, 1) if token in state.end_tokens), added)
         state.uncounted += gained - added
         return added
 
     def _add(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         lengths: list[int] = lookup.pick(step.lengths).tolist()
+        rows: list[int] = lookup.rows.tolist()
         drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
         for i, state in enumerate(lookup.states):
-            added = self._said(state, step.tokens[lookup.rows[i]], lengths[i])
+            added = self._said(state, step, rows[i], lengths[i])
             by_source = drafted_by_source[i], accepted_by_source[i]
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if state.trace is not None:
-                row, own = step.tokens[lookup.rows[i]], slice(drafts.offsets[i], drafts.offsets[i + 1])
-                self._traces.add(state.trace, row[state.length : state.length + added].tolist(), drafted, accepted)
+                own = slice(drafts.offsets[i], drafts.offsets[i + 1])
+                said = step.tokens[rows[i], state.length : state.length + added].tolist()
+                self._traces.add(state.trace, said, drafted, accepted)
                 state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
             state.length = lengths[i]
             if self._recorder is None:
