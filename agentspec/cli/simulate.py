@@ -92,14 +92,24 @@ def simulate(
 
 
 def _policy(rule: Rule, common: Options, learned: Options, arctic: Options) -> DraftPolicy:
-    """Return the policy with the given options. Raises ConfigurationError for an option of the other rule."""
+    """Return the policy with the given options.
+
+    Raises ConfigurationError for an option of the other rule, and for a value out of range.
+    """
     own, other = (arctic, learned) if rule is Rule.ARCTIC else (learned, arctic)
     wrong = next((option for option, value in other.items() if value is not None), None)
     if wrong is not None:
-        flag = "--verify-cost" if wrong == "cost" else f"--{wrong.replace('_', '-')}"
-        raise ConfigurationError(f"{flag} has no effect with --rule {rule.value}: leave one of them out")
+        raise ConfigurationError(f"{_flag(wrong)} has no effect with --rule {rule.value}: leave one of them out")
     given: dict[str, Any] = {option: value for option, value in {**common, **own}.items() if value is not None}
-    return DraftPolicy.fixed(**given) if rule is Rule.ARCTIC else DraftPolicy(**given)
+    try:
+        return DraftPolicy.fixed(**given) if rule is Rule.ARCTIC else DraftPolicy(**given)
+    except ConfigurationError as error:
+        option, _, remedy = str(error).partition("=")
+        raise ConfigurationError(f"{_flag(option)}={remedy}") from None
+
+
+def _flag(option: str) -> str:
+    return "--verify-cost" if option == "cost" else f"--{option.replace('_', '-')}"
 
 
 def _table(title: str, figures: Figures) -> Table:

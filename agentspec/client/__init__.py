@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentspec.client.client import AgentClient, ReplyStream, Session
     from agentspec.client.conversation import Gap
     from agentspec.client.forecast import Forecast
-    from agentspec.client.loops import Stage
+    from agentspec.client.loop_generators import Stage
     from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
     from agentspec.client.tools import ToolRun
 
@@ -59,7 +59,7 @@ _MODULES = {
     "Session": "client",
     "Speculation": "reply",
     "Spent": "budget",
-    "Stage": "loops",
+    "Stage": "loop_generators",
     "ToolRun": "tools",
 }
 

@@ -1,79 +1,28 @@
-"""Run loops on a session: refine an answer, take the best of several, call tools, pass work through stages.
+"""Give sessions their loops: refine an answer, take the best of several, call tools, pass work through stages.
 
-Each loop is written once, as a generator of steps (`steps`). Whatever ends it early closes the generator, which frees
-the session.
+Each loop is written once, in `loop_generators`.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import openai
-from openai.types.chat import ChatCompletionMessageToolCallUnion
-
-from agentspec.client.budget import (
-    Account,
-    Attempt,
-    Budget,
-    BudgetSpentError,
-    LoopResult,
-    OnProgress,
-    Stopped,
-    check_function,
-    check_loop_options,
-)
-from agentspec.client.messages import Content, as_messages, encodable, shown
+from agentspec.client.budget import Account, Budget, LoopResult, OnProgress
+from agentspec.client.loop_generators import Stage, best_of, pipeline, refine, run_tools
+from agentspec.client.messages import Content
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.request import ResponseFormat
-from agentspec.client.steps import Apply, Steps, Together, check_count, run_loop, run_loop_async
-from agentspec.client.tools import Tool, ToolBox, ToolRun, answer_text, named
-from agentspec.errors import InvalidInputError, SessionBusyError
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Describe one stage of a pipeline: a sub-agent with a session of its own.
-
-    name: what its attempts are called. prompt: text that is put before the stage's input, or a function that makes the
-    message of it. system: the stage's system message. critic, attempts: refine the stage's answer, as
-    `Session.refine` does. options: options of its calls, above those of the pipeline.
-    Raises InvalidInputError for fields that cannot be used.
-    """
-
-    name: str
-    prompt: str | Callable[[str], Content]
-    system: str | None = None
-    critic: Callable[[Reply[Any]], Any] | None = None
-    attempts: int = 4
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str) and not callable(self.prompt):
-            raise InvalidInputError(
-                f"prompt: a text, or a function that makes a message, is needed, not {self.prompt!r}"
-            )
-        check_function("critic", self.critic)
-        check_count("attempts", self.attempts)
-        if not isinstance(self.options, Mapping):
-            raise InvalidInputError(f"options: a dict is needed, not {shown(self.options)}")
-        check_loop_options(self.options)
-
-    def content(self, given: str) -> Content:
-        """Return the stage's message for this input."""
-        return f"{self.prompt}\n\n{given}" if isinstance(self.prompt, str) else self.prompt(given)
+from agentspec.client.steps import run_loop, run_loop_async
+from agentspec.client.tools import Tool, ToolBox
 
 
 class Loops:
     """Give a Session its loops, which take the options of chat() besides their own.
 
     budget: what the loop may spend in all. on_progress: called after each attempt.
-    An error of a call, a critic, a reward or a tool is kept in the result; `stopped` is then "error" unless the loop
-    could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
+    An error of a call, a critic, a reward, a tool or a stage's prompt is kept in the result; `stopped` is then "error"
+    unless the loop could go on. KeyboardInterrupt and errors of on_progress end the loop, and leave the session usable.
     """
 
     def refine(
@@ -94,7 +43,7 @@ class Loops:
         the last one with an answer.
         """
         account = Account(budget, on_progress, response_format, options)
-        return run_loop(account, _refine(self, account, task, critic, attempts))
+        return run_loop(account, refine(self, account, task, critic, attempts))
 
     def best_of(
         self,
@@ -114,7 +63,7 @@ class Loops:
         of the session. It is there if any answer has a reward; the errors of the others are in their attempts.
         """
         account = Account(budget, on_progress, response_format, options)
-        return run_loop(account, _best_of(self, account, task, n, reward, at_once))
+        return run_loop(account, best_of(self, account, task, n, reward, at_once))
 
     def run_tools(
         self,
@@ -135,7 +84,7 @@ class Loops:
         fit. Each tool call in the session gets an answer, also if the loop is cancelled.
         """
         account = Account(budget, on_progress, response_format, options)
-        return run_loop(account, _run_tools(self, account, task, ToolBox(tools), attempts, at_once))
+        return run_loop(account, run_tools(self, account, task, ToolBox(tools), attempts, at_once))
 
     def pipeline(
         self,
@@ -151,14 +100,14 @@ class Loops:
         This session gets the task and the last stage's answer, if all stages were done.
         """
         account = Account(budget, on_progress, None, options)
-        return run_loop(account, _pipeline(self, account, task, stages))
+        return run_loop(account, pipeline(self, account, task, stages))
 
 
 class AsyncLoops:
     """Give an AsyncSession the loops of `Loops`.
 
-    Critics, rewards and tools may be asynchronous; those that are not run in threads. Cancelling the task ends a loop,
-    and leaves the session usable.
+    Critics, rewards, tools and prompts may be asynchronous; those that are not run in threads. Cancelling the task ends
+    a loop, and leaves the session usable.
     """
 
     async def refine(
@@ -174,7 +123,7 @@ class AsyncLoops:
     ) -> LoopResult[ParsedT]:
         """Refine an answer until the critic is content, as Session.refine() does."""
         account = Account(budget, on_progress, response_format, options)
-        return await run_loop_async(account, _refine(self, account, task, critic, attempts))
+        return await run_loop_async(account, refine(self, account, task, critic, attempts))
 
     async def best_of(
         self,
@@ -190,7 +139,7 @@ class AsyncLoops:
     ) -> LoopResult[ParsedT]:
         """Keep the best of n answers, as Session.best_of() does."""
         account = Account(budget, on_progress, response_format, options)
-        return await run_loop_async(account, _best_of(self, account, task, n, reward, at_once))
+        return await run_loop_async(account, best_of(self, account, task, n, reward, at_once))
 
     async def run_tools(
         self,
@@ -206,7 +155,7 @@ class AsyncLoops:
     ) -> LoopResult[ParsedT]:
         """Let the model call functions, as Session.run_tools() does."""
         account = Account(budget, on_progress, response_format, options)
-        return await run_loop_async(account, _run_tools(self, account, task, ToolBox(tools), attempts, at_once))
+        return await run_loop_async(account, run_tools(self, account, task, ToolBox(tools), attempts, at_once))
 
     async def pipeline(
         self,
@@ -219,202 +168,4 @@ class AsyncLoops:
     ) -> LoopResult:
         """Pass the task through stages, as Session.pipeline() does."""
         account = Account(budget, on_progress, None, options)
-        return await run_loop_async(account, _pipeline(self, account, task, stages))
-
-
-def _refine(
-    session: Any,
-    account: Account,
-    task: Content,
-    critic: Any,
-    attempts: int,
-    stage: str | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> Steps[Stopped]:
-    """Refine an answer. Returns why that ended."""
-    check_count("attempts", attempts)
-    check_function("critic", critic)
-    content = task
-    for number in range(1, attempts + 1):
-        attempt = yield from _ask(account, session.chat, content, stage or f"attempt {number}", options)
-        if critic is not None:
-            attempt = yield from _judge(account, attempt, critic, "feedback", _feedback)
-        account.record(attempt)
-        if attempt.error is not None:
-            return account.why_failed()
-        account.best = attempt
-        if not attempt.feedback:
-            return "done"
-        content = attempt.feedback
-    return "attempts"
-
-
-def _best_of(session: Any, account: Account, task: Content, n: int, reward: Any, at_once: int) -> Steps[Stopped]:
-    """Add the best of n answers to the session. Returns why that ended."""
-    check_count("n", n)
-    check_count("at_once", at_once)
-    if not callable(reward):
-        raise InvalidInputError(f"reward: a function is needed, not {shown(reward)}")
-    yield Apply(session.load)
-    with session._conversation.turn(as_messages(task)) as turn:
-        yield Apply(session._conversation.check)
-        short: list[Stopped] = []
-
-        def candidate(number: int) -> Steps[None]:
-            name = f"{session._conversation.helpers_begin}.{number}"
-            session._conversation.add_helper(name)
-            tags = {"session": name, "parent": session.id, "group": session.group or session.id}
-            try:
-                attempt = yield from _ask(
-                    account, session._client.chat, turn.messages, f"answer {number}", tags, among=n + 1 - number
-                )
-            except BudgetSpentError as error:
-                short.append(error.what)
-            else:
-                account.record((yield from _judge(account, attempt, reward, "score", _score)))
-
-        yield Together([candidate(number + 1) for number in range(n)], at_once)
-        scored = [
-            (attempt.score, -attempt.number, attempt) for attempt in account.attempts if attempt.score is not None
-        ]
-        if not scored:
-            return short[0] if short else account.why_failed()
-        account.best = max(scored)[-1]
-        assert account.best.reply is not None
-        turn.commit(account.best.reply.message)
-    yield Apply(session._conversation.confirm)
-    return short[0] if short else "done"
-
-
-def _run_tools(
-    session: Any, account: Account, task: Content | None, box: ToolBox, attempts: int, at_once: int
-) -> Steps[Stopped]:
-    """Answer the model's tool calls until it makes none. Returns why that ended."""
-    check_count("attempts", attempts)
-    check_count("at_once", at_once)
-    content, tools = task, {"tools": box.described()}
-    for number in range(1, attempts + 1):
-        attempt = yield from _ask(account, session.chat, content, f"answer {number}", tools)
-        calls = attempt.reply.tool_calls if attempt.reply is not None else ()
-        if calls:
-            runs: dict[int, ToolRun] = {}
-            try:
-                yield Together(
-                    [_call_tool(account, box, runs, index, call) for index, call in enumerate(calls)], at_once
-                )
-            finally:  # the API refuses a history with unanswered calls
-                ran = tuple(
-                    runs.get(index) or ToolRun(call.id, *named(call), answer="error: cancelled before it ended")
-                    for index, call in enumerate(calls)
-                )
-                session._conversation.add(
-                    [{"role": "tool", "tool_call_id": run.id, "content": run.answer} for run in ran]
-                )
-            attempt = replace(attempt, tools=ran)
-        account.record(attempt)
-        if attempt.error is not None:
-            return account.why_failed()
-        account.best = attempt
-        if not calls:
-            return "done"
-        content = None
-    return "attempts"
-
-
-def _pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage]) -> Steps[Stopped]:
-    """Pass the task through the stages. Returns why that ended."""
-    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, Stage) for stage in stages):
-        raise InvalidInputError(f"stages: a list of Stage, one at least, is needed, not {shown(stages)}")
-    yield Apply(session.load)
-    with session._conversation.turn(as_messages(task)) as turn:
-        yield Apply(session._conversation.check)
-        text = task
-        for stage in stages:
-            account.best = None
-            child = session.child()
-            session._conversation.add_helper(child.id)
-            if stage.system is not None:
-                child.add({"role": "system", "content": stage.system})
-            attempts = stage.attempts if stage.critic is not None else 1
-            stopped = yield from _refine(
-                child, account, stage.content(text), stage.critic, attempts, stage.name, stage.options
-            )
-            if stopped != "done" or account.best is None:
-                return stopped
-            text = account.best.reply.text
-        turn.commit({"role": "assistant", "content": text})
-    yield Apply(session._conversation.confirm)
-    return "done"
-
-
-def _ask(
-    account: Account, chat: Any, content: Content | None, name: str, options: Mapping[str, Any], among: int = 1
-) -> Steps[Attempt[Any]]:
-    """Call the model. Returns the attempt, with the call's error if it failed.
-
-    Raises BudgetSpentError before the call, and the errors of wrong use.
-    """
-    begin, reply, refused = time.monotonic(), None, False
-    call = account.begin(options, among)
-    try:
-        reply = yield Apply(chat, (content,), call.options, account.seconds_left)
-        return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
-    except (InvalidInputError, SessionBusyError):
-        refused = True
-        raise
-    except Exception as error:  # a client of any kind may fail in any way, and the other attempts count
-        refused = isinstance(error, openai.APIStatusError)
-        return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
-    finally:
-        account.end(call, reply, refused)
-
-
-def _judge(
-    account: Account, attempt: Attempt[Any], judge: Any, name: str, read: Callable[[Any], Any]
-) -> Steps[Attempt[Any]]:
-    """Return the attempt with what `judge` says of it in the field `name`, or with the error that it raised.
-
-    read: makes the field's value of what `judge` returned.
-    """
-    if attempt.error is not None:
-        return attempt
-    begin = time.monotonic()
-    try:
-        found = {name: read((yield Apply(judge, (attempt.reply,), seconds=account.seconds_left)))}
-    except Exception as error:  # the caller's function; its attempts so far must not be lost
-        found = {"error": error}
-    return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
-
-
-def _feedback(found: Any) -> Any:
-    """Return what a critic returned; None if it has no objection. Raises for what cannot be said to the model."""
-    if not found:
-        return None
-    try:
-        as_messages(found)
-    except InvalidInputError:
-        raise InvalidInputError(
-            f"critic: the next message to the model is needed, or None if the answer is good, not {shown(found)}"
-        ) from None
-    return found
-
-
-def _score(found: Any) -> float | None:
-    """Return what a reward function returned as a number; None if that is None. Raises for what cannot be compared."""
-    score = None if found is None else float(found)
-    if score is not None and math.isnan(score):
-        raise InvalidInputError("reward: nan is neither higher nor lower than another reward; return a number")
-    return score
-
-
-def _call_tool(
-    account: Account, box: ToolBox, runs: dict[int, ToolRun], index: int, call: ChatCompletionMessageToolCallUnion
-) -> Steps[None]:
-    """Run one tool call, and put its answer or its error into `runs`."""
-    try:
-        answer = answer_text((yield Apply(box.prepare(call), seconds=account.seconds_left)))
-    except Exception as error:  # the model hears of it, and may try again
-        answer = encodable(f"error: {type(error).__name__}: {error}")
-        runs[index] = ToolRun(call.id, *named(call), answer=answer, error=error)
-    else:
-        runs[index] = ToolRun(call.id, *named(call), answer=answer)
+        return await run_loop_async(account, pipeline(self, account, task, stages))

@@ -112,12 +112,12 @@ def test_a_table_without_json(simulate: Program, conversations: Path) -> None:
     ("line", "options", "message"),
     [
         ("{}", (), "calls.jsonl, line 4: session: Field required"),
-        ("", ("--verify-cost", "99"), "cost"),
-        ("", ("--max-draft", "1000"), "max_draft"),
+        ("", ("--verify-cost", "nan"), "--verify-cost=nan"),
+        ("", ("--max-draft", "1000"), "--max-draft=1000"),
         ("", ("--tenant", "a\nb"), "tenant"),
         ("", ("--max-depth", "8"), "--max-depth has no effect with --rule learned"),
         ("", ("--rule", "arctic", "--verify-cost", "0.1"), "--verify-cost has no effect with --rule arctic"),
-        ("", ("--rule", "arctic", "--min-token-prob", "7"), "min_token_prob"),
+        ("", ("--rule", "arctic", "--min-token-prob", "7"), "--min-token-prob=7"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -400,6 +400,25 @@ class TestPipeline:
         assert [attempt.name for attempt in result.attempts] == ["count"] * 3 + ["say"]
         assert messages[-1]["content"] == "answer 4"
 
+    @pytest.mark.parametrize(
+        ("prompt", "error"), [(lambda plan: plan[99], IndexError), (lambda plan: None, InvalidInputError)]
+    )
+    def test_keeps_what_was_done_before_a_prompt_that_fails(self, run: Any, prompt: Any, error: type) -> None:
+        result, messages = run("pipeline", "a game", [Stage("plan", "Plan this:"), Stage("code", prompt)])
+        assert (result.stopped, result.best, messages) == ("error", None, [])
+        assert [attempt.name for attempt in result.attempts] == ["plan", "code"]
+        assert result.attempts[0].reply.text == "answer 1"
+        assert isinstance(result.attempts[1].error, error)
+
+    async def test_a_prompt_may_be_asynchronous(self, server: FakeServer) -> None:
+        async def prompt(plan: str) -> str:
+            await asyncio.sleep(0)
+            return f"Do: {plan}"
+
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+            result = await client.session("s").pipeline("a game", [Stage("code", prompt)])
+        assert (result.stopped, server.chats[0].body["messages"][0]["content"]) == ("done", "Do: a game")
+
     def test_stops_at_a_stage_without_an_answer(self, run: Any, server: FakeServer) -> None:
         stages = [Stage("count", "Count", critic=short, attempts=2), Stage("say", "Say")]
         result, messages = run("pipeline", "a game", stages)

@@ -185,13 +185,13 @@ class Recorder:
     rows. The lines of a session that was erased have neither its name nor its key.
 
     A thread of its own writes the file; the decode path only appends to a deque. max_bytes: limit of what waits there.
-    lost: lines that were not written, because the disk was full or too slow. The constructor raises what `make_record`
-    does.
+    The constructor raises what `make_record` does.
     """
 
     def __init__(self, path: str | Path, max_bytes: int = _QUEUED_LINES * _LINE_BYTES) -> None:
         self.path = make_record(path)  # an unusable path fails here, at start, and not in the thread
-        self.lost = 0
+        self._dropped = 0  # lines that the queue had no room for; counted by the thread that decodes
+        self._unwritten = 0  # counted by the recorder's thread
         self._most = max(1, max_bytes // _LINE_BYTES)
         self._queue: deque[dict[str, Any]] = deque()
         self._erasures: deque[tuple[str, Future[None]]] = deque()
@@ -200,6 +200,11 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="agentspec-recorder", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def lost(self) -> int:
+        """Return how many lines were not written, because the disk was full or too slow."""
+        return self._dropped + self._unwritten
 
     @property
     def bytes(self) -> int:
@@ -211,7 +216,7 @@ class Recorder:
         if len(self._queue) < self._most:
             self._queue.append(line)
         else:
-            self.lost += 1
+            self._dropped += 1
 
     def erase(self, session_key: str) -> "Future[None]":
         """Remove a session's name and key from the lines that were added before. The future tells when it is done.
@@ -240,7 +245,7 @@ class Recorder:
             lines.append(json.dumps(self._queue.popleft(), separators=(",", ":")).encode() + b"\n")
         if lines:
             written, error = _append(b"".join(lines), self.path)
-            self.lost += len(lines) - written
+            self._unwritten += len(lines) - written
             if error is not None and not self._failed:  # log once, because a full disk must not fill the log too
                 logger.warning("agentspec: the step record %s cannot be written: %s", self.path, error)
                 self._failed = True
