@@ -17,7 +17,7 @@ class BatchLookup:
     """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
-    quiet: steps without drafts that its requests' figures do not count yet. allowance: what its steps may draft.
+    steps: its steps that the figures of some of its requests do not count yet. allowance: what its steps may draft.
     """
 
     batch: Batch
@@ -25,19 +25,18 @@ class BatchLookup:
     handle: BatchHandle
     rows: Int32
     picked: NDArray[np.intp] | None
-    quiet: int = 0
+    steps: int = 0
     allowance: Allowance = field(default_factory=Allowance)
 
     @classmethod
     def of(cls, batch: Batch, requests: Mapping[str, RequestState], cache: SuffixCache) -> "BatchLookup":
         """Look up the requests of a batch. Requests that failed, have ended or wait for their start get no drafts."""
         known = [requests.get(request_id) for request_id in batch.request_ids]
-        picked = [i for i, state in enumerate(known) if state is not None and not (state.failed or state.waits)]
-        states = [state for state in known if state is not None and not (state.failed or state.waits)]
-        handle = cache.batch([state.request_id for state in states])
-        some = None if len(picked) == len(batch) else np.array(picked, np.intp)
-        rows = batch.rows if some is None else batch.rows[some]
-        return cls(batch, states, handle, rows, some)
+        states = [state for state in known if state is not None and state.gets_drafts]
+        if len(states) == len(batch):
+            return cls(batch, states, cache.batch(batch.request_ids), batch.rows, None)
+        picked = np.array([i for i, state in enumerate(known) if state is not None and state.gets_drafts], np.intp)
+        return cls(batch, states, cache.batch([state.request_id for state in states]), batch.rows[picked], picked)
 
     def pick(self, values: Int32) -> Int32:
         """Return the values of the k rows. values: one for each row of the batch."""

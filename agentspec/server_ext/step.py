@@ -106,7 +106,7 @@ class RunningMean:
         self.value += min(times / self.count, 1.0) * (value - self.value)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AcceptanceLength:
     """Hold the mean acceptance length of a row: ``mean``, until step ``step``, when its text had ``length`` tokens."""
 
@@ -129,6 +129,8 @@ class RequestState:
     """tokens of its prompt"""
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
+    noted: int = 0
+    """steps of its batch that its figures count"""
     uncounted: int = 0
     """tokens of its text that its figures leave out, because they lie behind the end of the response"""
     told: int | None = None
@@ -149,6 +151,11 @@ class RequestState:
     """expected accepted tokens of its latest suffix draft"""
     model_gain: RunningMean = field(default_factory=RunningMean)
     """tokens that the draft model adds to its drafts beyond the usual gain"""
+
+    @property
+    def gets_drafts(self) -> bool:
+        """Return whether it has started in the cache, and did not fail."""
+        return not (self.failed or self.waits)
 
 
 @dataclass(slots=True, eq=False)

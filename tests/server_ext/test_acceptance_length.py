@@ -30,7 +30,7 @@ class Rows:
             self.step += 1
             self.texts = [text + gain for text, gain in zip(self.texts, self.gains, strict=True)]
             if self.step % every == 0:
-                measured = zip(self.rows, map(int, self.texts), strict=True)
+                measured = list(zip(self.rows, map(int, self.texts), strict=True))
                 lowest = self.lengths.lowest(measured, self.step, len(self.rows) + failed)
         return lowest
 
@@ -99,3 +99,26 @@ def test_where_half_of_the_rows_get_no_drafts_they_decide() -> None:
     rows = Rows(9.0, 9.0)
     assert rows.run(300, failed=1) > 8
     assert rows.run(1, failed=2) == 1.0
+
+
+def test_among_many_rows_a_new_one_counts_at_once() -> None:
+    """All rows are measured each 16 steps then, and those that are new in between begin with what rows usually get."""
+    many = Rows(*[9.0] * 64)
+    many.begin(3.0)
+    assert many.run(320) == pytest.approx(3.0, rel=0.05)
+    many.rows.pop(), many.gains.pop(), many.texts.pop()
+    assert many.run(16) > 8
+    many.begin(1.0)
+    assert many.run(1) == many.rows[-1].mean.value < 8.9
+    assert many.run(800) == pytest.approx(1.0, rel=0.1)
+
+
+def test_among_many_rows_steps_in_which_one_was_preempted_do_not_count() -> None:
+    many = Rows(*[9.0] * 64)
+    many.run(100)
+    away = many.rows.pop(), many.gains.pop(), many.texts.pop()
+    many.run(5)
+    many.rows.append(away[0])
+    many.gains.append(away[1])
+    many.texts.append(away[2])
+    assert many.run(40) > 8

@@ -58,7 +58,7 @@ class Runner:
         """A step that gives the rows so many tokens; the proposer knows the requests afterwards."""
         drafts = drafts or {}
         output = SimpleNamespace(
-            scheduled_new_reqs=[object()] if new else [],
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in self.input_batch.req_ids] if new else [],
             scheduled_spec_decode_tokens=drafts,
             num_spec_tokens_to_schedule=limit,
             total_num_scheduled_tokens=len(given) + sum(map(len, drafts.values())) + prefilled,

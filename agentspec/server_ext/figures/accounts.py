@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.figures.metrics import Metrics, Recorder
@@ -10,7 +12,7 @@ from agentspec.server_ext.step import RequestState, Step
 
 
 class Accounts:
-    """Count steps. Steps without drafts are counted together, when somebody asks or the batch changes.
+    """Count steps. A row's steps without drafts are counted together: at its next draft, or when somebody asks.
 
     recorder: writes the step record; None: there is none.
     """
@@ -22,21 +24,30 @@ class Accounts:
 
     def note(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         """Count a step. number: of the step. drafts: for the next one. ns: time that a row's draft took."""
-        if step.num_draft_tokens or self._recorder is not None or self._traces.running:
-            self.settle(lookup)
-            self._add(number, lookup, step, drafts, ns)
-        else:
-            lookup.quiet += 1
+        lookup.steps += 1
+        rows: Sequence[int] = ()
+        if self._recorder is not None or self._traces.running:
+            rows = range(len(lookup.states))
+        elif step.num_draft_tokens:
+            rows = np.flatnonzero(lookup.pick(step.num_verified_draft_tokens)).tolist()
+        if rows:
+            self._add(rows, number, lookup, step, drafts, ns)
 
     def settle(self, lookup: BatchLookup | None) -> None:
-        """Add the steps without drafts to the figures. Each of them added one token to every row."""
-        if lookup is None or not lookup.quiet:
+        """Add to the figures the steps that they do not count yet."""
+        if lookup is None or not lookup.steps:
             return
         for state in lookup.states:
-            state.figures.tokens += lookup.quiet if state.told is None else 0
-            state.figures.steps += lookup.quiet
-            state.length += lookup.quiet
-        lookup.quiet = 0
+            self._add_quiet(state, lookup.steps - state.noted)
+            state.noted = 0
+        lookup.steps = 0
+
+    @staticmethod
+    def _add_quiet(state: RequestState, steps: int) -> None:
+        """Add steps without drafts. Each of them added one token."""
+        state.figures.tokens += steps if state.told is None else 0
+        state.figures.steps += steps
+        state.length += steps
 
     def wait(self, step: Step, starting: Sequence[RequestState]) -> None:
         """Add the step to the figures of requests that get no drafts yet."""
@@ -65,17 +76,22 @@ class Accounts:
         state.uncounted += gained - added
         return added
 
-    def _add(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
+    def _add(
+        self, rows: Sequence[int], number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int
+    ) -> None:
+        """Add a step to the figures of these rows, of the k that get drafts."""
         lengths: list[int] = lookup.pick(step.lengths).tolist()
-        rows: list[int] = lookup.rows.tolist()
-        drafted_by_source, accepted_by_source = drafts.drafted.tolist(), drafts.accepted.tolist()
-        for i, state in enumerate(lookup.states):
-            added = self._said(state, step, rows[i], lengths[i])
-            by_source = drafted_by_source[i], accepted_by_source[i]
+        engine_rows: list[int] = lookup.rows.tolist()
+        drafted_by_source, accepted_by_source = drafts.drafted[rows].tolist(), drafts.accepted[rows].tolist()
+        for i, *by_source in zip(rows, drafted_by_source, accepted_by_source, strict=True):
+            state = lookup.states[i]
+            self._add_quiet(state, lookup.steps - 1 - state.noted)
+            state.noted = lookup.steps
+            added = self._said(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if state.trace is not None:
                 own = slice(drafts.offsets[i], drafts.offsets[i + 1])
-                said = step.tokens[rows[i], state.length : state.length + added].tolist()
+                said = step.tokens[engine_rows[i], state.length : state.length + added].tolist()
                 self._traces.add(state.trace, said, drafted, accepted)
                 state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
             state.length = lengths[i]

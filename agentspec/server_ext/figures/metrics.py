@@ -133,17 +133,19 @@ class Metrics:
         """Add one step of one request. drafted, accepted: counts by source. Returns their sums."""
         figures.tokens += tokens
         figures.steps += 1
-        total = sum(drafted)
-        if not total:
-            return 0, 0
-        figures.drafts += 1
-        for source, (n, ok) in enumerate(zip(drafted, accepted, strict=True)):
-            figures.drafted[source] += n
-            figures.accepted[source] += ok
-            self.drafted[source] += n
-            self.accepted[source] += ok
-        self.counters["drafts"] += 1
-        return total, sum(accepted)
+        total = right = 0
+        for source, n in enumerate(drafted):
+            if n:
+                ok = accepted[source]
+                figures.drafted[source] += n
+                figures.accepted[source] += ok
+                self.drafted[source] += n
+                self.accepted[source] += ok
+                total, right = total + n, right + ok
+        if total:
+            figures.drafts += 1
+            self.counters["drafts"] += 1
+        return total, right
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,7 @@ A new row counts with what rows get at their beginning, until it has steps of it
 then need not begin with short drafts each time, and short answers that repeat nothing stay protected.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from agentspec.server_ext.step import AcceptanceLength, RunningMean
 
@@ -12,6 +12,9 @@ _FIRST_STEPS = 8
 """Steps that a row's start counts for in its mean, and from which other rows' start is learned."""
 _MEAN_STEPS = 256
 """Most steps that a mean covers, of a row or of the first steps of all rows."""
+_MANY_ROWS = 16
+"""Rows beyond which only those that are new are looked at where rows change, and all of them each _MANY_STEPS."""
+_MANY_STEPS = 16
 
 
 class AcceptanceLengths:
@@ -19,31 +22,41 @@ class AcceptanceLengths:
 
     def __init__(self) -> None:
         self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
-        self._latest = 0  # step of the latest call of `lowest`
+        self._rows: set[AcceptanceLength] = set()  # of the latest call of `lowest`
+        self._lowest = 1.0
+        self._measured = -_MANY_STEPS  # the step at which all rows were measured
 
     def begin(self, length: int, step: int) -> AcceptanceLength:
         """Return the measure of a new row. length: tokens of its text at that step."""
         return AcceptanceLength(length, step, RunningMean(self._start.value, _FIRST_STEPS))
 
-    def lowest(self, rows: Iterable[tuple[AcceptanceLength, int]], step: int, count: int) -> float:
+    def lowest(self, rows: Sequence[tuple[AcceptanceLength, int]], step: int, count: int) -> float:
         """Note how long the rows' texts are at a step, and return the lowest mean.
 
-        Call it whenever the rows change. A row that the call before did not have was preempted meanwhile, so the steps
-        since it was last there say nothing.
+        Call it whenever the rows change. A row that the call before did not have is new or was preempted meanwhile, so
+        the steps since it was last there say nothing.
         rows: measure and tokens of each. count: rows of the batch, of which others get no drafts. If they are half of
         the batch or more, the result is 1.
         """
-        means = []
-        for row, length in rows:
-            steps = step - row.step
-            if row.step < self._latest:
-                row.length, row.step = length, step
-            elif steps > 0:
-                latest = (length - row.length) / steps
-                if row.mean.count < 2 * _FIRST_STEPS:
-                    self._start.add(latest, _MEAN_STEPS, steps)
-                row.mean.add(latest, _MEAN_STEPS, steps)
-                row.length, row.step = length, step
-            means.append(row.mean.value)
-        self._latest = step
-        return min(means) if 2 * len(means) > count else 1.0
+        joined = [row for row in rows if row[0] not in self._rows]
+        if joined or len(rows) < len(self._rows):
+            self._rows = {row for row, _ in rows}
+        for row, length in joined:
+            row.length, row.step = length, step
+        if len(rows) <= _MANY_ROWS or step - self._measured >= _MANY_STEPS:
+            self._measured = step
+            self._lowest = min((self._measure(row, length, step) for row, length in rows), default=1.0)
+        else:
+            self._lowest = min([self._lowest, *(row.mean.value for row, _ in joined)])
+        return self._lowest if 2 * len(rows) > count else 1.0
+
+    def _measure(self, row: AcceptanceLength, length: int, step: int) -> float:
+        """Return the row's mean, with the steps since it was measured before."""
+        steps = step - row.step
+        if steps > 0:
+            latest = (length - row.length) / steps
+            if row.mean.count < 2 * _FIRST_STEPS:
+                self._start.add(latest, _MEAN_STEPS, steps)
+            row.mean.add(latest, _MEAN_STEPS, steps)
+            row.length, row.step = length, step
+        return row.mean.value

@@ -1,7 +1,7 @@
 """Read a ``Step`` out of vLLM's model runner after each decode step.
 
-A batch's rows change in few steps only. So everything that depends on the set of rows is kept until the set changes,
-and a step in between touches no array, however many rows there are.
+What depends on the set of rows is kept until the set changes, and a step in between touches no array, however many rows
+there are. When it changes, only the rows that are new to it are read. (A large batch changes in nearly every step.)
 """
 
 import time
@@ -63,6 +63,10 @@ class _ReadBatch:
     """vLLM's InputBatch"""
     engine_ids: list[str]
     """ids of its requests when it was read, whether they were given tokens or not"""
+    blank: list[int]
+    """rows that were given no tokens: prompts that are still being prefilled"""
+    whole: bool
+    """whether all of its rows are in ``step``"""
     step: Step
     """the ``n`` rows that were given tokens; filled anew in every step"""
     longest: Int32
@@ -88,7 +92,8 @@ class StepReader:
         self._max_draft = max_draft
         self._max_model_len = max_model_len
         self._knows = knows
-        self._kept: _ReadBatch | None = None  # None unless the last step gave every row tokens
+        self._kept: _ReadBatch | None = None
+        self._longest: dict[str, int | None] = {}  # of each request that the last step gave tokens
         self._last = 0.0
 
     def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
@@ -99,17 +104,19 @@ class StepReader:
         now = time.perf_counter()
         kept = self._kept
         ids = runner.input_batch.req_ids
+        blank = [] if all(sampled) else [row for row, tokens in enumerate(sampled) if not tokens]
         if (
             kept is None
             or scheduler_output.scheduled_new_reqs
             or kept.engine_ids != ids
+            or kept.blank != blank
             or kept.engine_batch is not runner.input_batch
-            or not all(sampled)
         ):
-            kept = self._read_rows(runner, sampled)
-            kept.step.started = self._started(runner, kept.step)
+            kept = self._kept = self._read_rows(runner, scheduler_output.scheduled_new_reqs, sampled, blank)
         else:
             kept.step.started = ()
+            if not kept.whole:
+                kept.step.lengths = runner.input_batch.num_tokens_no_spec[kept.step.batch.rows]
         step = kept.step
         drafts = scheduler_output.scheduled_spec_decode_tokens
         step.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
@@ -125,58 +132,71 @@ class StepReader:
         self._last = now
         return step
 
-    def _read_rows(self, runner: Any, sampled: Sequence[Sequence[int]]) -> _ReadBatch:
-        """Read a batch whose rows may have changed since the last step."""
+    def _read_rows(
+        self, runner: Any, new: Sequence[Any], sampled: Sequence[Sequence[int]], blank: list[int]
+    ) -> _ReadBatch:
+        """Read a batch whose rows may have changed since the last step. new: vLLM's NewRequestData."""
         batch = runner.input_batch
-        states = [runner.requests[request_id] for request_id in batch.req_ids[: len(sampled)]]
-        # A prompt given as embeddings has no tokens to match.
-        picked = [i for i, new in enumerate(sampled) if new and states[i].prompt_token_ids is not None]
+        ids = batch.req_ids[: len(sampled)]
+        known, self._longest = self._longest, {}
+        for request in new:  # also one whose prompt has grown by streamed input
+            known.pop(request.req_id, None)
+        fresh, picked = [], []
+        for row, request_id in enumerate(ids):
+            if sampled[row]:
+                if request_id in known:
+                    longest = known[request_id]
+                else:
+                    longest = self._longest_of(runner.requests[request_id])
+                    fresh.append(row)
+                self._longest[request_id] = longest
+                if longest is not None:
+                    picked.append(row)
         whole = len(picked) == len(batch.req_ids)
         zeros = np.zeros(len(picked), dtype=np.int32)
         rows = np.array(picked, dtype=np.int32)
+        request_ids = tuple(ids) if whole else tuple(ids[row] for row in picked)
         step = Step(
             started=(),
-            batch=Batch(tuple(batch.req_ids[i] for i in picked), rows),
+            batch=Batch(request_ids, rows),
             tokens=batch.token_ids_cpu,
             lengths=batch.num_tokens_no_spec[: len(rows)] if whole else batch.num_tokens_no_spec[rows],
             max_draft_tokens=zeros,
             num_verified_draft_tokens=zeros,
             num_draft_tokens=0,
         )
-        kept = _ReadBatch(
+        begun = [self._new(runner, step, ids[row], row) for row in fresh]
+        step.started = [request for request in begun if request is not None]
+        return _ReadBatch(
             engine_batch=batch,
             engine_ids=list(batch.req_ids),
+            blank=blank,
+            whole=whole,
             step=step,
-            longest=np.array([self._longest(states[i]) for i in picked], dtype=np.int32),
+            longest=np.array([self._longest[request_id] for request_id in request_ids], dtype=np.int32),
             zeros=zeros,
             full_room=np.full(len(picked), self._max_draft, dtype=np.int32),
             room=np.empty(len(picked), dtype=np.int32),
         )
-        self._kept = kept if whole else None
-        return kept
 
-    def _started(self, runner: Any, step: Step) -> list[NewRequest]:
-        started = []
-        for request_id, row in zip(step.batch.request_ids, step.batch.rows.tolist(), strict=True):
-            state = runner.requests[request_id]
-            if not self._knows(request_id, len(state.prompt_token_ids)):
-                params = state.sampling_params
-                extra = (params.extra_args if params else None) or {}
-                ends = sorted(end_tokens(params))
-                # The engine's array holds the prompt, too; converting the list would take 10 ms for 100,000 tokens.
-                prompt = step.tokens[row, : len(state.prompt_token_ids)]
-                new = NewRequest(
-                    request_id,
-                    prompt,
-                    identify(extra),
-                    ends,
-                    api_id=api_request_id(request_id),
-                    call=str(extra.get(CALL_KEY, "")),
-                    detailed=bool(extra.get(DETAIL_KEY)),
-                    prediction=extra.get(PREDICTION_KEY, ()),
-                )
-                started.append(new)
-        return started
+    def _new(self, runner: Any, step: Step, request_id: str, row: int) -> NewRequest | None:
+        """Return what the engine has to know of a request; None if it knows, or the prompt has no tokens to match."""
+        state = runner.requests[request_id]
+        if state.prompt_token_ids is None or self._knows(request_id, len(state.prompt_token_ids)):
+            return None
+        params = state.sampling_params
+        extra = (params.extra_args if params else None) or {}
+        return NewRequest(
+            request_id,
+            # The engine's array holds the prompt, too; converting the list would take 10 ms for 100,000 tokens.
+            step.tokens[row, : len(state.prompt_token_ids)],
+            identify(extra),
+            sorted(end_tokens(params)),
+            api_id=api_request_id(request_id),
+            call=str(extra.get(CALL_KEY, "")),
+            detailed=bool(extra.get(DETAIL_KEY)),
+            prediction=extra.get(PREDICTION_KEY, ()),
+        )
 
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:
         """Return how many tokens each of the [n] rows may draft. Recount only where a row may be near its end."""
@@ -191,8 +211,13 @@ class StepReader:
         np.minimum(room, kept.full_room if self._max_draft <= limit else limit, out=room)
         return room
 
-    def _longest(self, state: Any) -> int:
-        """Return the length, in tokens, at which a request has one more token to come and no room for a draft."""
+    def _longest_of(self, state: Any) -> int | None:
+        """Return the length, in tokens, at which a request has one more token to come and no room for a draft.
+
+        None for a prompt of embeddings, which has no tokens to match.
+        """
+        if state.prompt_token_ids is None:
+            return None
         most = self._max_model_len
         max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
         if max_tokens is not None:
