@@ -55,6 +55,9 @@ def rollout(
     reward: Annotated[
         str | None, typer.Option(help="module:function(problem, sample) that returns a number, called in a thread.")
     ] = None,
+    reward_timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which a sample gets an error in place of its reward.")
+    ] = None,
     update_weights: Annotated[
         str | None, typer.Option(help="module:function(llm, epoch) that loads an epoch's weights, returns a version.")
     ] = None,
@@ -79,7 +82,8 @@ def rollout(
 ) -> None:
     """Sample answers to problems over several epochs, with drafts from earlier answers.
 
-    Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing.
+    Each sample is written as it finishes. Run the command again after it was killed: it samples what is missing, and
+    scores what has no reward.
     """
     from agentspec.rollout import (
         Journal,
@@ -90,27 +94,38 @@ def rollout(
         read_problems,
         rollout_options,
     )
-    from agentspec.rollout.formats import write_trl, write_verl
+    from agentspec.rollout.formats import folder_for, write_trl, write_verl
     from agentspec.rollout.generator import PLAIN_OPTIONS
     from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.launch import SWITCH, hand_on
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
+    if out.exists() and problems.exists() and out.samefile(problems):
+        raise ConfigurationError(f"--out {out}: holds the problems; give another file")
     tasks = read_problems(problems)
+    folder = None if format is None else folder_for(out, format.value)
     judge = None if reward is None else _function("--reward", reward)
     update = None if update_weights is None else _function("--update-weights", update_weights)
-    drafting = {"max_draft": max_draft, "verify_cost": verify_cost}
+    given = json_object("--engine", engine)
     hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
     if plain:
         os.environ[SWITCH] = "0"
-    options |= PLAIN_OPTIONS if plain else rollout_options(**drafting)
+        options |= PLAIN_OPTIONS
+    else:
+        additional = _object(given, "additional_config")
+        settings = {"verify_cost": verify_cost, **_object(additional, "agentspec")}
+        method = _object(given, "speculative_config") or None
+        options |= rollout_options(max_draft=max_draft, speculative_config=method, **settings)
+        options["additional_config"] |= additional
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-    options |= {name: value for name, value in limits.items() if value is not None} | json_object("--engine", engine)
+    options |= {name: value for name, value in limits.items() if value is not None} | given
     with Journal(out) as journal:
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
-        generator = RolloutGenerator(started, journal, reward=judge, update_weights=update)
+        generator = RolloutGenerator(
+            started, journal, reward=judge, reward_seconds=reward_timeout, update_weights=update
+        )
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         table = _table()
         console, total, said = Console(stderr=True), len(tasks) * samples * epochs, time.monotonic()
@@ -128,12 +143,19 @@ def rollout(
             for figures in generator.run(tasks, plan, show):
                 show(figures, complete=True)
                 _add_row(table, figures)
-                if format is not None:
+                if folder is not None:
                     write = write_trl if format is Format.TRL else write_verl
-                    folder = out.with_suffix(f".{format.value}")
-                    write(list(journal.samples(figures.epoch)), folder, figures.epoch, started.decode)
+                    write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
         started.close()
         Console().print(table)
+
+
+def _object(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take a JSON object out of these options of --engine; an empty one if it is not there."""
+    found = options.pop(name, None)
+    if not isinstance(found, dict | None):
+        raise ConfigurationError(f"--engine: {name} must be a JSON object, got {type(found).__name__}")
+    return dict(found or {})
 
 
 def _function(option: str, name: str) -> Callable[..., Any]:
@@ -169,6 +191,8 @@ def _table() -> Table:
 def _add_row(table: Table, figures: "EpochFigures") -> None:
     speed = figures.tokens / figures.seconds if figures.seconds else 0.0
     reward = "-" if figures.mean_reward is None else f"{figures.mean_reward:.3f}"
+    if figures.reward_errors:
+        reward += f" ({figures.reward_errors} failed)"
     table.add_row(
         str(figures.epoch),
         f"{figures.resumed + figures.finished}" + (f" ({figures.resumed} before)" if figures.resumed else ""),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,16 +13,28 @@ from agentspec.rollout.journal import Sample
 _LEAST_DEVIATION = 1e-4
 
 
+def folder_for(out: Path, format: str) -> Path:
+    """Return the folder of a rollout's epochs in a trainer's format ("trl" or "verl"), beside the file of its samples.
+
+    Raises ConfigurationError if it cannot be written there.
+    """
+    name = out.stem if out.suffix == ".jsonl" else out.name  # or run.1 and run.2 would have one folder
+    folder = out.with_name(f"{name}.{format}")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"--format {format} writes into the folder {folder}, which is a file; move it away")
+    if format == "trl" and find_spec("pyarrow") is None:
+        raise ConfigurationError("--format trl writes parquet: pip install 'agentspec[rollout]'")
+    return folder
+
+
 def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Callable[[list[int]], str]) -> Path:
     """Write ``completions_{epoch}.parquet`` with step, prompt, completion, reward and advantage, as TRL logs them.
 
-    decode: from token ids to text. Raises ConfigurationError without pyarrow.
+    decode: from token ids to text. Needs pyarrow.
     """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigurationError("--format trl writes parquet: pip install 'agentspec[rollout]'") from None
+    import pyarrow
+    from pyarrow import parquet
+
     ordered = _ordered(samples)
     table = pyarrow.table(
         {
@@ -65,19 +78,21 @@ def for_rollout_func(samples: Iterable[Sample]) -> dict[str, list[Any]]:
 def advantages(samples: Sequence[Sample]) -> list[float | None]:
     """Return the samples' advantages in their groups: (r - mean) / (deviation + 1e-4).
 
-    GRPO, arXiv 2402.03300, 4.1.2; deviation and constant as in TRL. None for a sample without a reward.
+    GRPO, arXiv 2402.03300, 4.1.2; deviation and constant as in TRL. None for a sample without a reward. A group is
+    what was sampled from one prompt of one problem.
     """
-    rewards: dict[str, list[float]] = {}
-    for sample in samples:
+    groups = [(sample.id, tuple(sample.prompt_ids)) for sample in samples]
+    rewards: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    for group, sample in zip(groups, samples, strict=True):
         if sample.reward is not None:
-            rewards.setdefault(sample.id, []).append(sample.reward)
+            rewards.setdefault(group, []).append(sample.reward)
     scale = {
         name: (fmean(values), (stdev(values) if len(values) > 1 else 0.0) + _LEAST_DEVIATION)
         for name, values in rewards.items()
     }
     return [
-        None if sample.reward is None else (sample.reward - scale[sample.id][0]) / scale[sample.id][1]
-        for sample in samples
+        None if sample.reward is None else (sample.reward - scale[group][0]) / scale[group][1]
+        for group, sample in zip(groups, samples, strict=True)
     ]
 
 

@@ -6,28 +6,27 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
-from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.errors import ConfigurationError, InvalidInputError, RolloutError
 from agentspec.rollout.journal import Journal, Key, Sample
 from agentspec.rollout.problems import Problem
 from agentspec.rollout.ray_engine import RayEngine
+from agentspec.rollout.rewards import Reward, Rewards
 from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sampling
 
 logger = logging.getLogger(__name__)
 
-Reward = Callable[[Problem, Sample], float]
-"""Called once for each finished sample, in a thread. Returns a finite number."""
-UpdateWeights = Callable[[Any, int], str | None]
-"""Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing. Returns a version."""
+UpdateWeights = Callable[[Any, int], Any]
+"""Called with the ``vllm.LLM`` and the epoch before each epoch of which samples are missing.
+
+Returns the weights' version: a text, a number, a path or None, or an awaitable of one.
+"""
 
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 """What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
-
-_REWARD_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Plan:
 class EpochFigures:
     """Count what an epoch brought so far.
 
-    resumed: samples that the journal held before. steps: decode steps of the samples, added up. seconds: since the
-    epoch began.
+    resumed: samples that the journal held before; their rewards count, their tokens don't. steps: decode steps of the
+    samples, added up. seconds: since the epoch began. reward_errors: samples whose reward failed.
     """
 
     epoch: int
@@ -106,10 +105,14 @@ class EpochFigures:
         self.steps += sample.steps
         self.drafted += sample.drafted
         self.accepted += sample.accepted
-        self.reward_errors += sample.reward_error is not None
-        if sample.reward is not None:
+        self.add_reward(sample.reward, failed=sample.reward_error is not None)
+
+    def add_reward(self, reward: float | None, *, failed: bool) -> None:
+        """Count the reward of a sample."""
+        self.reward_errors += failed
+        if reward is not None:
             self.rewarded += 1
-            self.reward_sum += sample.reward
+            self.reward_sum += reward
 
 
 def rollout_options(**options: Any) -> dict[str, Any]:
@@ -127,7 +130,9 @@ class RolloutGenerator:
 
     engine: of this process, or on Ray. Made with ``rollout_options`` it drafts, and the samples have draft figures.
     A problem's samples are a group: they draft from each other and from those of earlier epochs and runs.
-    max_waiting: requests given to the engine beyond those that it runs, so that it always has a next one.
+    reward_seconds: the longest that a call of ``reward`` may take; None: no limit. max_waiting: requests given to the
+    engine beyond those that it runs, so that it always has a next one. Raises ConfigurationError for reward_seconds
+    that are no time.
     """
 
     def __init__(
@@ -136,14 +141,18 @@ class RolloutGenerator:
         journal: Journal,
         *,
         reward: Reward | None = None,
+        reward_seconds: float | None = None,
         update_weights: UpdateWeights | None = None,
         max_waiting: int = 64,
     ) -> None:
         self._engine = engine
         self._journal = journal
-        self._reward, self._update_weights = reward, update_weights
+        self._reward, self._reward_seconds = reward, reward_seconds
+        Rewards(reward, reward_seconds)  # raises
+        self._update_weights = update_weights
         self._max_open = engine.max_running + max_waiting
-        self._prompts: dict[str, list[int]] = {}  # tokenised, by the problem's id
+        self._prompts: dict[str, list[int]] = {}  # of the latest run, tokenised, by the problem's id
+        self._samples = 0  # of each problem, in the latest run
 
     def run(
         self,
@@ -155,11 +164,14 @@ class RolloutGenerator:
 
         progress: called after each engine step that finished a sample. If the caller stops, or an error is raised, the
         engine's open requests are aborted; what was finished is in the journal. A sample is written once its reward is
-        known, whatever the rewards of others take. Raises InvalidInputError for two problems with one id.
+        known, whatever the rewards of others take. With a reward function, samples that the journal holds without a
+        reward are scored first. Raises InvalidInputError for two problems with one id, and for prompts that the model
+        cannot take.
         """
-        if len({problem.id for problem in problems}) < len(problems):
+        by_id = {problem.id: problem for problem in problems}
+        if len(by_id) < len(problems):
             raise InvalidInputError("two problems have one id; give each its own")
-        self._prompts = {problem.id: self._tokenise(problem) for problem in problems}
+        self._prompts, self._samples = self._tokenise(problems), plan.samples
         changed = [name for name, prompt in self._prompts.items() if self._journal.holds_another_prompt(name, prompt)]
         if changed:  # no error, as a chat template may write the day's date
             logger.warning(
@@ -167,17 +179,50 @@ class RolloutGenerator:
                 "the model's tokens changed. To keep the samples apart, write to another file",
                 *(self._journal.path, len(changed), changed[0]),
             )
+        self._score_again(by_id)
         for epoch in range(plan.epochs):
             keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
             missing = deque(key for key in keys if key not in self._journal)
             figures = EpochFigures(epoch, wanted=len(keys), resumed=len(keys) - len(missing))
+            for key in keys:
+                if key in self._journal:
+                    reward = self._journal.reward(key)
+                    figures.add_reward(reward, failed=reward is None and self._reward is not None)
             if missing:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
-                    version = self._engine.update_weights(self._update_weights, epoch)
-                    figures.weight_version = None if version is None else str(version)  # such as a path
-                self._run_epoch({problem.id: problem for problem in problems}, missing, plan, figures, progress)
+                    figures.weight_version = self._new_weights(self._update_weights, epoch)
+                self._run_epoch(by_id, missing, plan, figures, progress)
             yield figures
+
+    def samples(self, epoch: int) -> list[Sample]:
+        """Return an epoch's samples of the problems and the plan of the latest run, without the journal's others."""
+        keys = {Key(name, epoch, sample) for name in self._prompts for sample in range(self._samples)}
+        return [sample for sample in self._journal.samples(epoch) if sample.key in keys]
+
+    def _new_weights(self, update: UpdateWeights, epoch: int) -> str | None:
+        version = self._engine.update_weights(update, epoch)
+        if version is not None and not isinstance(version, str | int | float | PathLike):
+            raise RolloutError(
+                f"update_weights: returned {type(version).__name__}; return the weights' version, a text, or None"
+            )
+        return None if version is None else str(version)
+
+    def _score_again(self, problems: dict[str, Problem]) -> None:
+        """Score the samples of these problems that the journal holds without a reward."""
+        if self._reward is None:
+            return
+        rewards = Rewards(self._reward, self._reward_seconds)
+        scored: dict[Key, Sample] = {}
+        for sample in self._journal.samples():
+            if sample.reward is None and sample.id in problems:
+                rewards.give(problems[sample.id], sample)
+        while rewards:
+            scored.update((sample.key, sample) for sample in rewards.take(wait=True))
+        if scored:
+            self._journal.replace(scored)
+            rewarded = sum(sample.reward is not None for sample in scored.values())
+            logger.info("agentspec: %d of %d samples without a reward have one now", rewarded, len(scored))
 
     def _run_epoch(
         self,
@@ -189,41 +234,33 @@ class RolloutGenerator:
     ) -> None:
         begin = time.perf_counter()
         running: dict[str, Key] = {}
-        judged: SimpleQueue[Future[Sample]] = SimpleQueue()
-        judging, threads = 0, 1 if self._reward is None else _REWARD_THREADS
-        with ThreadPoolExecutor(threads, "agentspec-reward") as pool:
+        rewards = Rewards(self._reward, self._reward_seconds)
+        try:
+            while missing or running or rewards:
+                while missing and len(running) < self._max_open:
+                    key = missing.popleft()
+                    running[self._add(key, plan, figures.weight_version)] = key
+                for answer in self._engine.step() if running else ():
+                    key = running.pop(answer.request_id)
+                    sample = self._sample(key, problems[key.id], answer, figures.weight_version)
+                    rewards.give(problems[key.id], sample)
+                written = figures.finished
+                # If there is nothing else to do, wait for the next reward.
+                for sample in rewards.take(wait=not (running or missing)):
+                    self._write(sample, figures)
+                figures.seconds = time.perf_counter() - begin
+                if figures.finished > written:
+                    progress(figures)
+        finally:
             try:
-                while missing or running or judging:
-                    while missing and len(running) < self._max_open:
-                        key = missing.popleft()
-                        running[self._add(key, plan, figures.weight_version)] = key
-                    for answer in self._engine.step() if running else ():
-                        key = running.pop(answer.request_id)
-                        sample = self._sample(key, problems[key.id], answer, figures.weight_version)
-                        pool.submit(self._judge, problems[key.id], sample).add_done_callback(judged.put)
-                        judging += 1
-                    written = figures.finished
-                    waits = not (running or missing)  # for the next reward, as there is nothing else to do
-                    while judging and (waits or not judged.empty()):
-                        judging, waits = judging - 1, False
-                        self._write(judged.get(), figures)
-                    figures.seconds = time.perf_counter() - begin
-                    if figures.finished > written:
-                        progress(figures)
+                if running:
+                    self._engine.abort(list(running))
             finally:
-                try:
-                    if running:
-                        self._engine.abort(list(running))
-                finally:
-                    try:
-                        for _ in range(judging):
-                            self._write(judged.get(), figures)
-                    except BaseException:  # a second Ctrl-C: nobody would write the rewards that still wait
-                        pool.shutdown(wait=False, cancel_futures=True)
-                        raise
+                while rewards:  # a second Ctrl-C ends the wait for them
+                    for sample in rewards.take(wait=True):
+                        self._write(sample, figures)
 
-    def _write(self, judged: Future[Sample], figures: EpochFigures) -> None:
-        sample = judged.result()
+    def _write(self, sample: Sample, figures: EpochFigures) -> None:
         self._journal.write(sample)
         figures.add(sample)
 
@@ -237,11 +274,17 @@ class RolloutGenerator:
         self._engine.add(request_id, self._prompts[key.id], sampling, extra)
         return request_id
 
-    def _tokenise(self, problem: Problem) -> list[int]:
-        try:
-            return self._engine.tokenise(problem.prompt)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"problem {problem.id!r}: {error}") from None
+    def _tokenise(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
+        prompts, wrong = {}, []
+        for problem in problems:
+            try:
+                prompts[problem.id] = self._engine.tokenise(problem.prompt)
+            except InvalidInputError as error:
+                wrong.append(f"problem {problem.id!r}: {error}")
+        if wrong:
+            more = f" ({len(wrong)} problems have such prompts)" if len(wrong) > 1 else ""
+            raise InvalidInputError(f"{wrong[0]}{more}; leave it out or change it")
+        return prompts
 
     def _sample(self, key: Key, problem: Problem, answer: Answer, weight_version: str | None) -> Sample:
         return Sample(
@@ -259,18 +302,6 @@ class RolloutGenerator:
             accepted=answer.accepted,
             fields=problem.fields,
         )
-
-    def _judge(self, problem: Problem, sample: Sample) -> Sample:
-        if self._reward is None:
-            return sample
-        try:
-            reward = float(self._reward(problem, sample))
-            if not math.isfinite(reward):  # a group's advantages would all be nan, and JSON has no such number
-                raise ValueError(f"{reward} is not a finite number")
-            return replace(sample, reward=reward)
-        except (Exception, SystemExit) as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
-            logger.warning("agentspec: the reward of %s failed: %s", tuple(sample.key), error)
-            return replace(sample, reward_error=f"{type(error).__name__}: {error}")
 
 
 def _seed(seed: int, key: Key) -> int:

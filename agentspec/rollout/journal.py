@@ -1,7 +1,7 @@
 """Keep the samples of a rollout in a file of JSON lines, each (id, epoch, sample) exactly once.
 
 A sample is one line, written whole by one system call as soon as it is finished. So a run that is killed keeps every
-finished sample; the next one removes a line that was cut off, and samples what is missing.
+finished sample; the next one removes a line that was cut off, and samples and scores what is missing.
 """
 
 import errno
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -78,14 +78,15 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._rewards: dict[Key, float | None] = {}
+        self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
+        self._file = -1
+        self._open()
         try:
-            self._lock()
-            self._cut_torn_line()
-            self._keys: set[Key] = set()
-            self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
-            for sample in self.samples():
+            end = self._end_of_whole_lines()
+            for sample in self._read(end):
                 self._note(sample)
+            self._mend_last_line(end)
         except BaseException:
             self.close()
             raise
@@ -97,23 +98,43 @@ class Journal:
         self.close()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._keys
+        return key in self._rewards
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._rewards)
+
+    def reward(self, key: Key) -> float | None:
+        """Return the reward of a sample that it holds; None if it has none."""
+        return self._rewards[key]
 
     def write(self, sample: Sample) -> None:
         """Append a sample. Raises InvalidInputError if the file holds it, OSError if it cannot be written."""
-        if sample.key in self._keys:
+        if sample.key in self._rewards:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
-        text = json.dumps(_values(sample), ensure_ascii=False, default=str)
-        line = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{text}\n").encode()
+        line = _line(sample)
         written = os.write(self._file, line)
         if written != len(line):  # the disk is full: leave no half of a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             why = f"the disk is full; the sample {tuple(sample.key)} was not written"
             raise OSError(errno.ENOSPC, why, str(self.path))
         self._note(sample)
+
+    def replace(self, samples: Mapping[Key, Sample]) -> None:
+        """Write other samples in the place of those with their keys. A kill leaves the file as it was, or with them.
+
+        Raises OSError if the disk is full.
+        """
+        part = self.path.with_name(self.path.name + ".part")
+        with part.open("wb") as new:
+            for sample in self.samples():
+                new.write(_line(samples.get(sample.key, sample)))
+            new.flush()
+            os.fsync(new.fileno())
+        part.replace(self.path)
+        self.close()
+        self._open()
+        for sample in samples.values():
+            self._note(sample)
 
     def holds_another_prompt(self, problem_id: str, prompt_ids: list[int]) -> bool:
         """Return whether the first sample of a problem was sampled from other token ids."""
@@ -122,11 +143,7 @@ class Journal:
 
     def samples(self, epoch: int | None = None) -> Iterator[Sample]:
         """Yield the samples in the order in which they were written. epoch: only those of this epoch."""
-        with self.path.open(encoding="utf-8", errors="surrogatepass") as lines:
-            for number, line in enumerate(lines, 1):
-                sample = self._parse(number, line)
-                if epoch is None or sample.epoch == epoch:
-                    yield sample
+        return (sample for sample in self._read() if epoch is None or sample.epoch == epoch)
 
     def close(self) -> None:
         """Close the file."""
@@ -134,23 +151,33 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+        except BaseException:
+            self.close()
+            raise
+
     def _note(self, sample: Sample) -> None:
-        self._keys.add(sample.key)
+        self._rewards[sample.key] = sample.reward
         if sample.id not in self._prompts:
             self._prompts[sample.id] = hash(str(sample.prompt_ids))
 
-    def _parse(self, number: int, line: str) -> Sample:
-        try:
-            values = json.loads(line)
-            if not isinstance(values, dict) or not values.keys() >= _NEEDED:
-                raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
-            sample = Sample(**values)
-            hash(sample.key)  # a TypeError where it is no key
-            return sample
-        except (ValueError, TypeError, RecursionError) as error:
-            raise InvalidInputError(
-                f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
-            ) from None
+    def _read(self, end: int | None = None) -> Iterator[Sample]:
+        """Yield the samples of the first ``end`` bytes, or of all."""
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if end is not None:
+                    end -= len(line)
+                    if end < 0:
+                        return
+                try:
+                    yield _parse(line)
+                except (ValueError, TypeError, RecursionError) as error:
+                    raise InvalidInputError(
+                        f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
+                    ) from None
 
     def _lock(self) -> None:
         try:
@@ -171,21 +198,56 @@ class Journal:
 
         os.register_at_fork(after_in_child=close)
 
-    def _cut_torn_line(self) -> None:
-        size = os.fstat(self._file).st_size
-        end = size
+    def _end_of_whole_lines(self) -> int:
+        end = os.fstat(self._file).st_size
         while end > 0:
             begin = max(0, end - 65_536)
             newline = os.pread(self._file, end - begin, begin).rfind(b"\n")
             if newline >= 0:
-                end = begin + newline + 1
-                break
+                return begin + newline + 1
             end = begin
-        if end == size:
+        return 0
+
+    def _mend_last_line(self, begin: int) -> None:
+        """Remove a last line that was cut off, or end it if only that is missing. begin: where it begins, in bytes."""
+        last = os.pread(self._file, os.fstat(self._file).st_size - begin, begin)
+        if not last:
             return
-        if not _may_be_cut_off(os.pread(self._file, 65_536, end)):
-            raise InvalidInputError(f"{self.path}: its last line is not a sample of a rollout; write to another file")
-        os.ftruncate(self._file, end)
+        try:
+            sample = _parse(last)
+        except (ValueError, TypeError, RecursionError):
+            if _is_json(last) or not _may_be_cut_off(last):
+                raise InvalidInputError(
+                    f"{self.path}: its last line is not a sample of a rollout; write to another file"
+                ) from None
+            os.ftruncate(self._file, begin)
+        else:
+            os.write(self._file, b"\n")
+            self._note(sample)
+
+
+def _line(sample: Sample) -> bytes:
+    """Return the line of a sample."""
+    text = json.dumps(_values(sample), ensure_ascii=False, default=str)
+    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{text}\n").encode()
+
+
+def _parse(line: bytes) -> Sample:
+    """Return the sample of a line. Raises ValueError, TypeError or RecursionError if it is none."""
+    values = json.loads(line.decode("utf-8", errors="surrogatepass"))
+    if not isinstance(values, dict) or not values.keys() >= _NEEDED:
+        raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
+    sample = Sample(**values)
+    hash(sample.key)  # a TypeError where it is no key
+    return sample
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _may_be_cut_off(line: bytes) -> bool:

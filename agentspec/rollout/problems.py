@@ -95,18 +95,41 @@ def _problem(place: str, row: Any) -> Problem:
     if len(given) != 1:
         names = ", ".join(f'"{name}"' for name in _PROMPTS)
         raise InvalidInputError(f"{place}: needs one of {names}, has {', '.join(given) or 'none'}")
-    prompt = row[given[0]]
-    if not _usable(given[0], prompt):
-        raise InvalidInputError(f'{place}: "{given[0]}" is neither a text nor messages nor token ids, or it is empty')
+    prompt = _prompt(f'{place}: "{given[0]}"', given[0], row[given[0]])
     rest = {name: value for name, value in row.items() if name not in ("id", given[0])}
     return Problem(check_session_id(identifier, f"{place}: id"), prompt, rest)
 
 
-def _usable(name: str, prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return name == "prompt" and bool(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    if name == "prompt_token_ids":
-        return all(type(token) is int and token >= 0 for token in prompt)
-    return all(isinstance(message, dict) and "role" in message for message in prompt)
+def _prompt(place: str, name: str, prompt: Any) -> Any:
+    """Return a prompt; messages with their text parts joined. Raises InvalidInputError for what can be none."""
+    if isinstance(prompt, str) and name == "prompt":
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InvalidInputError(f"{place} holds half of a surrogate pair, which is no text") from None
+        if prompt:
+            return prompt
+    elif isinstance(prompt, list) and prompt:
+        numbers = all(type(token) is int and token >= 0 for token in prompt)
+        if name == "prompt_token_ids" and numbers:
+            return prompt
+        if numbers:
+            raise InvalidInputError(f'{place} holds token ids, which go into "prompt_token_ids"')
+        if name != "prompt_token_ids" and all(isinstance(message, dict) and "role" in message for message in prompt):
+            return [_message(f"{place}, message {number}", each) for number, each in enumerate(prompt, 1)]
+    raise InvalidInputError(f"{place} is neither a text nor messages nor token ids, or it is empty")
+
+
+def _message(place: str, message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(message["role"], str):
+        raise InvalidInputError(f"{place}: its role is a text, such as user")
+    if content is None and not (message.get("tool_calls") or message.get("function_call")):
+        raise InvalidInputError(f"{place}: needs a content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [None]
+    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise InvalidInputError(f"{place}: its content is neither a text nor a list of text parts")
+    return {**message, "content": "\n".join(texts)}  # as vLLM joins them for templates that take a text

@@ -26,7 +26,7 @@ _MOST_DEATHS = 3
 _HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")
 """Prefixes of the environment variables that the workers get from the driver."""
 
-Weights = tuple[Callable[[Any, int], str | None], int]
+Weights = tuple[Callable[[Any, int], Any], int]
 """A function that loads an epoch's weights, and the epoch."""
 Request = tuple[str, list[int], Sampling, dict[str, Any]]
 """Arguments of ``OfflineEngine.add``."""
@@ -80,7 +80,7 @@ class RayWorker:
         """Return the text of token ids."""
         return self._engine.decode(tokens)
 
-    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
+    def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
         """Load an epoch's weights. Return their version."""
         return self._engine.update_weights(update, epoch)
 
@@ -213,11 +213,11 @@ class RayEngine:
         text: str = self._ask("decode", tokens)
         return text
 
-    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
+    def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
         """Load an epoch's weights on every worker, at the same time. Return their version."""
         self._weights = None  # a worker in the place of a dead one is asked below
         calls = [member.actor.update_weights.remote(update, epoch) for member in self._members]
-        version: str | None = None
+        version: Any = None
         for member, call in zip(self._members, calls, strict=True):
             while call is not None:
                 try:

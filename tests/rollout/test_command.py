@@ -51,3 +51,77 @@ def test_progress_in_a_log_is_lines(
     assert end.value.code in (None, 0)
     assert [line.partition(" accepted")[2] for line in printed][-1] == ", 8 of 8 samples"
     assert len(printed) == lines
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    """Run ``agentspec rollout``. Return the options that its engine was made with."""
+    made: dict[str, Any] = {}
+
+    def start(*_: Any, **options: Any) -> OfflineEngine:
+        made.update(options)
+        return OfflineEngine(LLM(Engine()))
+
+    monkeypatch.setattr(OfflineEngine, "start", start)
+    monkeypatch.setenv("AGENTSPEC", "0")
+    monkeypatch.setattr(sys, "argv", ["agentspec", "rollout", *arguments, "--model", "m"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return made if end.value.code in (None, 0) else {}
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"id": "a", "epoch": 3, "prompt": "one two"}')  # begins as a sample does
+    return path
+
+
+def test_the_problems_are_never_written_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    text = problems.read_text()
+    (problems.parent / "link").symlink_to(problems)
+    for out in (problems, problems.parent / "link"):
+        assert not command(monkeypatch, str(problems), "--out", str(out))
+        assert "holds the problems; give another file" in capsys.readouterr().err
+    assert problems.read_text() == text
+
+
+def test_engine_options_go_together_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    window = {"additional_config": {"agentspec": {"history_window": "2 weights"}, "platform": 1}}
+    native = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "seed": 5}
+    base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--verify-cost", ".02", "--max-draft", "4"]
+    made = command(monkeypatch, *base, "--engine", json.dumps(window))
+    assert made["additional_config"] == {
+        "agentspec": {"verify_cost": 0.02, "history_window": "2 weights"},
+        "platform": 1,
+    }
+    assert made["speculative_config"]["num_speculative_tokens"] == 4
+    made = command(monkeypatch, *base, "--engine", json.dumps(native))
+    assert made["speculative_config"] == native["speculative_config"]
+    assert made["additional_config"] == {"agentspec": {"verify_cost": 0.02, "max_draft": 4}}
+    assert made["seed"] == 5
+    assert not command(monkeypatch, *base, "--engine", '{"additional_config": 3}')
+    assert "--engine: additional_config must be a JSON object, got int" in capsys.readouterr().err
+
+
+def test_epochs_in_a_trainers_format_hold_this_runs_samples(monkeypatch: pytest.MonkeyPatch, problems: Path) -> None:
+    folder = problems.parent
+    problems.write_text("".join(json.dumps({"id": name, "prompt": "one two"}) + "\n" for name in "ab"))
+    base = [str(problems), "--format", "verl", "--out"]
+    command(monkeypatch, *base, str(folder / "run.1"), "--samples", "3")
+    problems.write_text(json.dumps({"id": "a", "prompt": "one two"}))
+    command(monkeypatch, *base, str(folder / "run.1"), "--samples", "2")
+    assert len((folder / "run.1.verl" / "0.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "run.1").read_text().splitlines()) == 6
+
+
+def test_a_format_that_cannot_be_written_is_said_before_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    (problems.parent / "out.verl").write_text("a note")
+    out = str(problems.parent / "out.jsonl")
+    assert not command(monkeypatch, str(problems), "--format", "verl", "--out", out)
+    assert "which is a file; move it away" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
+import asyncio  # noqa: F401 (an answer that a reward runs)
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ class Engine:
         spec = SimpleNamespace(method="custom_class", model=PROPOSER_PATH) if drafts else None
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model, speculative_config=spec)
         self.told: list[tuple[int, tuple[str, ...]]] = []  # what the worker was told, after so many requests
+        self.resets: list[int] = []  # of the prefix cache, after so many requests
         self.batch, self.fail_after = batch, fail_after
         self.open: deque[str] = deque()
         self.asked: list[tuple[str, Any]] = []
@@ -64,6 +66,9 @@ class Tokenizer:
             raise TypeError("no text")  # as tokenizers says of half a surrogate pair
         return [len(word) for word in text.split()]
 
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         if messages[-1]["role"] == "system":
             raise ValueError("no user message")
@@ -76,6 +81,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        self.llm_engine.resets.append(len(self.llm_engine.asked))
+        return True
 
     def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
         self.llm_engine.told.append((len(self.llm_engine.asked), args))
@@ -176,10 +185,19 @@ def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> N
     assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 2)
 
 
+class Unprintable(BaseException):
+    """As pytest's Failed it is no Exception, and its text has an error."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise asyncio.CancelledError('late')", "CancelledError: late"),
+        ("raise Unprintable", "Unprintable"),
         ("float('inf')", "ValueError: inf is not a finite number"),
         ("float('nan')", "ValueError: nan is not a finite number"),
     ],
@@ -232,17 +250,79 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(t
         assert len(journal) == 6
 
 
-def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path) -> None:
+def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def reward(problem: Problem, sample: Sample) -> float:
         calls.append(sample.key)
         time.sleep(0.05)
+        return 1.0
+
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Journal, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "r.jsonl", Plan(samples=20), Engine(batch=64), reward=reward)
     assert len(calls) < 30
+
+
+def test_a_hung_reward_holds_up_nothing_but_its_sample(tmp_path: Path) -> None:
+    """Each hung call leaves its thread, and another begins in its place."""
+    hung = threading.Event()
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id == "a":
+            hung.wait(60)
+        return 1.0
+
+    plan = Plan(samples=6)  # so more hang than run at a time
+    figures, samples = run(tmp_path / "r.jsonl", plan, reward=reward, reward_seconds=0.2)
+    hung.set()
+    errors = {(sample.id, sample.reward, sample.reward_error) for sample in samples}
+    assert errors == {("a", None, "TimeoutError: took over 0.2 s"), ("b", 1.0, None), ("c", 1.0, None)}
+    assert (len(samples), figures[0].rewarded, figures[0].reward_errors) == (18, 12, 6)
+
+
+def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
+    async def reward(problem: Problem, sample: Sample) -> float:
+        return 0.5
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert [sample.reward for sample in samples] == [0.5] * 3
+
+
+def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def wrong(problem: Problem, sample: Sample) -> float:
+        return problem.fields["answer"] == sample.text and 1.0
+
+    _, before = run(path, Plan(samples=2), reward=wrong)
+    calls = []
+
+    def right(problem: Problem, sample: Sample) -> float:
+        calls.append(sample.id)
+        return 0.25
+
+    engine = Engine()
+    figures, after = run(path, Plan(samples=2), engine, reward=right)
+    assert not engine.asked and sorted(calls) == ["b", "b", "c", "c"]
+    assert [sample.key for sample in after] == [sample.key for sample in before]
+    assert {(sample.id, sample.reward, sample.reward_error) for sample in after} == {
+        ("a", 1.0, None),
+        ("b", 0.25, None),
+        ("c", 0.25, None),
+    }
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+    figures, _ = run(path, Plan(samples=2))  # without a reward function
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_wrong_limit_of_rewards_is_refused(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(AgentSpecError, match="reward_seconds"):
+        run(tmp_path / "r.jsonl", Plan(), reward_seconds=seconds)
 
 
 def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path) -> None:
@@ -257,10 +337,19 @@ def test_weights_are_updated_before_each_epoch_that_lacks_samples(tmp_path: Path
     engine = Engine()
     _, samples = run(path, Plan(samples=1, epochs=3), engine, update_weights=update)
     assert calls == [0, 1, 2]
+    assert engine.resets == [0, 3]  # or the next samples would begin with what the weights before computed
     assert [sample.weight_version for sample in samples] == [f"step {epoch}" for epoch in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     assert engine.asked[0][1].extra_args["weight_version"] == "step 1"
     run(tmp_path / "other.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: Path("step-7"))
     assert engine.asked[-1][1].extra_args["weight_version"] == "step-7"
+
+    async def load(llm: Any, epoch: int) -> int:
+        return 9
+
+    run(tmp_path / "async.jsonl", Plan(samples=1), engine, update_weights=load)
+    assert engine.asked[-1][1].extra_args["weight_version"] == "9"
+    with pytest.raises(AgentSpecError, match="update_weights: returned dict"):
+        run(tmp_path / "wrong.jsonl", Plan(samples=1), engine, update_weights=lambda llm, epoch: {})
 
 
 def test_each_epoch_that_lacks_samples_is_announced(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_sample_is_written_once(tmp_path: Path) -> None:
             journal.write(sample())
 
 
-@pytest.mark.parametrize("torn", ["{", '{"id": "p", "epoch"', json.dumps({"id": "p", "epoch": 0, "sample": 9})])
+@pytest.mark.parametrize("torn", ["{", '{"id": "p", "epoch"', json.dumps({"id": "p", "epoch": 0, "sample": 9})[:-1]])
 def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
@@ -90,10 +90,38 @@ def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Pat
     with Journal(path) as journal:
         journal.write(Sample('p "\\é', 0, 0, [1], [2], [-0.1], "long " * 40_000))  # longer than one look backwards
     whole = path.read_bytes()
-    for length in [*range(1, 40), 65_535, 65_537, len(whole) - 1]:
+    for length in [*range(1, 40), 65_535, 65_537, len(whole) - 2]:
         path.write_bytes(whole[:length])
         with Journal(path) as journal:
             assert len(journal) == 0 and path.stat().st_size == 0
+
+
+def test_a_last_sample_that_lacks_only_the_end_of_its_line_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        journal.write(sample(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with Journal(path) as journal:
+        assert Key("p", 0, 0) in journal and path.read_bytes() == whole
+        journal.write(sample(1))
+    with Journal(path) as journal:
+        assert len(journal) == 2
+
+
+def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Journal(path) as journal:
+        for number in range(3):
+            journal.write(sample(number))
+        journal.replace({Key("p", 0, 1): sample(1, reward=0.5)})
+        assert (journal.reward(Key("p", 0, 1)), journal.reward(Key("p", 0, 2))) == (0.5, None)
+        journal.write(sample(3))
+        with pytest.raises(AgentSpecError, match="another rollout writes it"):
+            Journal(path)
+    with Journal(path) as journal:
+        assert list(journal.samples()) == [sample(0), sample(1, reward=0.5), sample(2), sample(3)]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +132,8 @@ def test_a_long_line_that_was_cut_off_is_removed_wherever_that_was(tmp_path: Pat
         '{"id": "b", "prompt": "y"}',
         "a note",
         '{"id":"p","epoch":0',
+        '{"id": "a", "epoch": 3, "prompt": "a problem of somebody\'s"}',
+        json.dumps({"id": "p", "epoch": 0, "sample": 0, "completion_ids": []}) + '\n{"id": "b", "epoch": 3',
         json.dumps(
             {"id": ["a"], "epoch": 0, "sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
         )
@@ -117,6 +147,14 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     with pytest.raises(AgentSpecError, match=r"notes\.jsonl.* line.* not a sample of a rollout"):
         Journal(path)
     assert path.read_text() == text
+
+
+def test_a_file_that_is_no_text_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_bytes(b"\xff\xfe\x00\n\xff\n")
+    with pytest.raises(AgentSpecError, match=r"notes\.jsonl, line 1: not a sample of a rollout"):
+        Journal(path)
+    assert path.read_bytes() == b"\xff\xfe\x00\n\xff\n"
 
 
 def test_what_json_has_no_form_for_is_written_as_text(tmp_path: Path) -> None:

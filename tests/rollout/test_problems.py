@@ -94,3 +94,26 @@ def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
         read_problems(written(tmp_path, ""))
     with pytest.raises(AgentSpecError, match="no such file"):
         read_problems(tmp_path / "missing.jsonl")
+
+
+def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
+    """Templates that take a text would refuse them, with an error of their own."""
+    parts = [{"type": "text", "text": "Write f"}, {"type": "text", "text": "in C."}]
+    (problem,) = read_problems(written(tmp_path, {"id": "a", "messages": [{"role": "user", "content": parts}]}))
+    assert problem.prompt == [{"role": "user", "content": "Write f\nin C."}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "user"}], '"prompt", message 1: needs a content'),
+        ([*CHAT, {"role": "user", "content": None}], '"prompt", message 2: needs a content'),
+        ([{"role": 7, "content": "x"}], '"prompt", message 1: its role is a text'),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "neither a text nor a list of text parts"),
+        ([1, 2, 3], 'token ids, which go into "prompt_token_ids"'),
+        ("x\ud800", '"prompt" holds half of a surrogate pair'),
+    ],
+)
+def test_a_prompt_that_no_model_can_read_is_named(tmp_path: Path, prompt: Any, message: str) -> None:
+    with pytest.raises(AgentSpecError, match=rf"problems\.jsonl, line 1: .*{message}"):
+        read_problems(written(tmp_path, {"id": "a", "prompt": prompt}))

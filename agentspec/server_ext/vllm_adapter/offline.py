@@ -1,5 +1,7 @@
 """Run a ``vllm.LLM`` of this process one step at a time, so that each answer is seen as soon as it is finished."""
 
+import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -136,13 +138,31 @@ class OfflineEngine:
         for request_id in request_ids:
             self._steps.pop(request_id, None)
 
-    def update_weights(self, update: Callable[[Any, int], str | None], epoch: int) -> str | None:
-        """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return their version."""
-        return update(self.llm, epoch)
+    def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
+        """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return what it returns.
+
+        An awaitable is awaited. What the KV cache holds of prompts is dropped, as the weights before computed it.
+        Raises RolloutError if vLLM does not drop it, because requests run.
+        """
+        returned = awaited(update(self.llm, epoch))
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
+        return returned
 
     def close(self) -> None:
         """End the engine, once the store has every finished turn."""
         self._engine.engine_core.shutdown()
+
+
+def awaited(value: Any) -> Any:
+    """Return a value, or what an awaitable gives. No event loop may run in this thread then."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
 
 
 def _end_waiting_at_death(core: Any) -> None:
