@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from agentspec.testing.server import ModelServer
 from tests.end_to_end.greedy import Answers, run_all
@@ -92,3 +94,20 @@ def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 def plain_answers(plain: ModelServer) -> Answers:
     """What vLLM without the extension answers to the mixed load, greedily."""
     return run_all(plain, mixed_load())
+
+
+def other_weights(folder: Path) -> Path:
+    """Make a copy of the demo's model in a new folder, with weights that say something else."""
+    folder.mkdir()
+    for file in MODEL.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        name: (value + 0.12 * value.float().std().nan_to_num() * torch.randn(value.shape, generator=generator)).to(
+            value.dtype
+        )
+        for name, value in load_file(MODEL / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from agentspec.testing.server import CPU_ENVIRONMENT
 from demo.tasks import make_task
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, other_weights
 from tests.end_to_end.mixed_load import code
 
 pytestmark = [pytest.mark.engine, pytest.mark.rl, pytest.mark.timeout(3200)]
@@ -148,19 +147,7 @@ def test_sleeping_and_waking_keep_the_history(tmp_path: Path) -> None:
 
 
 def test_new_weights_with_the_old_policys_history(tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    new.mkdir()
-    for file in MODEL.iterdir():
-        if file.name != "model.safetensors":
-            (new / file.name).write_bytes(file.read_bytes())
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: (value + 0.12 * value.float().std().nan_to_num() * torch.randn(value.shape, generator=generator)).to(
-            value.dtype
-        )
-        for name, value in load_file(MODEL / "model.safetensors").items()
-    }
-    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    new = other_weights(tmp_path / "new")
     greedy = {"prompts": prompts(8), "temperature": 0.0, "max_tokens": 80}
     old, again, trained, later = run(tmp_path, "agentspec", [greedy, greedy, {**greedy, "weights": str(new)}, greedy])
     fresh = run(tmp_path, "plain", [greedy], new)[0]

@@ -14,7 +14,7 @@ import pytest
 
 from agentspec.testing.server import CPU_ENVIRONMENT
 from demo.tasks import make_task
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, other_weights
 
 pytestmark = pytest.mark.engine
 
@@ -81,6 +81,40 @@ def test_later_epochs_and_later_runs_draft_from_earlier_ones(folder: Path) -> No
     }
     assert len(repeated) < PROBLEMS * SAMPLES, "two runs must not draw the same random numbers"
     assert len((folder / "first.verl" / "1.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
+
+
+def test_an_epochs_samples_are_of_its_weights(folder: Path) -> None:
+    """vLLM's prefix cache would begin them with what the weights before computed of the prompts."""
+    other_weights(folder / "new")
+    (folder / "hooks.py").write_text(
+        "def load(llm, folder):\n"
+        "    llm.collective_rpc('reload_weights', kwargs={'weights_path': folder})\n"
+        "    return folder\n"
+        f"def trained(llm, epoch):\n    return load(llm, 'new' if epoch else {str(MODEL)!r})\n"
+        "def new(llm, epoch):\n    return load(llm, 'new')\n"
+    )
+    problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
+    for problem in problems:
+        problem["messages"][0]["content"] *= 6  # more than a block of the KV cache
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    greedy = ["--temperature", "0", "--samples", "1"]
+    finish(start(folder, "trained.jsonl", *greedy, "--epochs", "2", "--update-weights", "hooks:trained"))
+    finish(start(folder, "new.jsonl", *greedy, "--update-weights", "hooks:new"))
+    first, second, new = [], [], lines(folder / "new.jsonl")
+    for one in lines(folder / "trained.jsonl"):
+        (second if one["epoch"] else first).append(one)
+    assert {one["weight_version"] for one in second} == {"new"}
+
+    def said(samples: list[dict[str, Any]]) -> dict[str, list[int]]:
+        return {one["id"]: one["completion_ids"] for one in samples}
+
+    assert said(second) == said(new) != said(first)
+    for one, other in zip(sorted(second, key=by_id), sorted(new, key=by_id), strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+
+
+def by_id(sample: dict[str, Any]) -> str:
+    return str(sample["id"])
 
 
 @pytest.mark.rl
