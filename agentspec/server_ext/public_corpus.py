@@ -118,8 +118,8 @@ def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], In
 
 def _opened(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
 
 
 def _pieces(file: IO[str]) -> Iterator[tuple[int, str]]:

@@ -168,6 +168,13 @@ class Settings(BaseModel):
     def _printable(cls, value: str | None, info: ValidationInfo) -> str | None:
         return None if value is None else check_session_id(value, str(info.field_name))
 
+    @field_validator("store", "record", "api_keys_file", "public", "speculator")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value == "":  # often from a variable that is not set
+            raise ValueError("it is empty; give a value, or leave it out")
+        return value
+
     @field_validator("history_window", mode="before")
     @classmethod
     def _window(cls, value: object) -> object:
@@ -176,7 +183,11 @@ class Settings(BaseModel):
     @field_validator("public")
     @classmethod
     def _a_file(cls, value: str | None) -> str | None:
-        if value is not None and not Path(value).expanduser().is_file():
+        try:
+            usable = value is None or Path(value).expanduser().is_file()
+        except (OSError, RuntimeError):  # a name that no file can have, a home that nobody has
+            usable = False
+        if not usable:
             raise ValueError(
                 "give a file of public texts that exists: JSON lines with token_ids or text, or plain text"
             )

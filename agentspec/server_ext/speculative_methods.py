@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
 from agentspec.errors import ConfigurationError
 
 METHODS = ("arctic", "suffix")
@@ -73,10 +74,10 @@ def translate(config: Mapping[str, Any], max_draft: int | None = None) -> Transl
     settings: dict[str, Any] = {}
     if config.get("disable_by_batch_size") is not None:
         settings["disable_by_batch_size"] = _number(config, "disable_by_batch_size", 1)
-    return _suffix(config, settings) if method == "suffix" else _arctic(config, settings, max_draft)
+    return (_suffix if method == "suffix" else _arctic)(config, settings, max_draft)
 
 
-def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
+def _suffix(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
     if config.get("enable_suffix_decoding") is False:
         raise ConfigurationError("speculative-config: enable_suffix_decoding is false, but the method is 'suffix'")
     rule = _rule(config)
@@ -85,8 +86,9 @@ def _suffix(config: Mapping[str, Any], settings: dict[str, Any]) -> Translation:
     settings["arctic_suffix_rule"] = rule
     if _cached_requests(config) == 0:
         settings["scope"] = "none"
-    tokens = config.get("num_speculative_tokens")
-    return Translation(rule["max_depth"] if tokens is None else _number(config, "num_speculative_tokens", 1), settings)
+    if config.get("num_speculative_tokens") is not None:
+        return Translation(_number(config, "num_speculative_tokens", 1), settings)
+    return Translation(min(rule["max_depth"], MAX_DRAFT, max_draft or MAX_DRAFT), settings)
 
 
 def _arctic(config: Mapping[str, Any], settings: dict[str, Any], max_draft: int | None) -> Translation:
@@ -134,6 +136,10 @@ def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
             value = config[given[0]]
             if isinstance(value, bool) or not isinstance(value, int if ours == "max_depth" else int | float):
                 raise ConfigurationError(f"speculative-config: {given[0]}: a number expected, got {value!r}")
+            try:
+                ArcticSettings(**{ours: value})
+            except ConfigurationError as error:
+                raise ConfigurationError(f"speculative-config: {given[0]}{str(error).removeprefix(ours)}") from None
             rule[ours] = value
     return rule
 

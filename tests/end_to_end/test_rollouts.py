@@ -100,9 +100,8 @@ def test_an_epochs_samples_are_of_its_weights(folder: Path) -> None:
     greedy = ["--temperature", "0", "--samples", "1"]
     finish(start(folder, "trained.jsonl", *greedy, "--epochs", "2", "--update-weights", "hooks:trained"))
     finish(start(folder, "new.jsonl", *greedy, "--update-weights", "hooks:new"))
-    first, second, new = [], [], lines(folder / "new.jsonl")
-    for one in lines(folder / "trained.jsonl"):
-        (second if one["epoch"] else first).append(one)
+    trained, new = lines(folder / "trained.jsonl"), lines(folder / "new.jsonl")
+    first, second = ([one for one in trained if one["epoch"] == epoch] for epoch in range(2))
     assert {one["weight_version"] for one in second} == {"new"}
 
     def said(samples: list[dict[str, Any]]) -> dict[str, list[int]]:

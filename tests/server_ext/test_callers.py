@@ -87,6 +87,21 @@ class TestGateway:
         presented = sent(*(("X-Principal", value) for value in values), key="gateway", verified=True)
         assert callers(principal_header="X-Principal", tenant="acme").caller_of(presented) == Caller(NOBODY)
 
+    @pytest.mark.parametrize(
+        "other", ["alice\u00a0", "alice\u3000", "alice\u2003", "alice\x1f", "alice\x85", "\x1calice", "\ufeffalice"]
+    )
+    def test_no_two_names_are_one_principal(self, other: str) -> None:
+        """Only a space and a tab are no part of a header's value. Where a name cannot be used, it is nobody's."""
+        found = callers(principal_header="X-P")
+        shown = [(b"x-p", name.encode()) for name in ("alice", f" {other}\t")]
+        alice, another = (found.caller_of(Presented([each])) for each in shown)
+        assert alice != another and NOBODY != alice.principal != another.principal
+
+    def test_a_name_that_is_not_utf_8_is_not_another_that_is(self) -> None:
+        found = callers(principal_header="X-P")
+        ways = [found.caller_of(Presented([(b"x-p", "é".encode(code))])) for code in ("utf-8", "latin-1")]
+        assert ways[1].principal == NOBODY != ways[0].principal
+
     def test_a_header_names_the_tenant_and_tells_equal_principals_of_two_tenants_apart(self) -> None:
         found = callers(principal_header="X-Principal", tenant_header="X-Tenant", tenant="default")
         acme, rival, none = (
@@ -159,6 +174,10 @@ class TestApiKeysFile:
     def test_a_tab_divides_key_and_tenant_as_a_space_does(self, path: Path) -> None:
         path.write_text(f"{hashlib.sha256(b'tabbed').hexdigest()}\tacme\n")
         assert ApiKeysFile(path).tenant_of("tabbed") == "acme"
+
+    def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(self, path: Path) -> None:
+        path.write_bytes(b"\xef\xbb\xbf" + f"{digest('ada')} acme".encode())
+        assert ApiKeysFile(path).tenant_of("ada") == "acme"
 
     def test_a_missing_file_and_one_of_bytes_are_clear_errors(self, tmp_path: Path) -> None:
         (tmp_path / "bytes").write_bytes(b"\xff\xfe")

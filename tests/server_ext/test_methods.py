@@ -98,6 +98,7 @@ def test_no_cached_requests_means_that_each_drafts_from_itself(config: dict[str,
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 24, "suffix_cache_max_depth": 24}, "same"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
         ({"method": "suffix", "enable_suffix_decoding": False}, "enable_suffix_decoding"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 500}, "suffix_decoding_max_tree_depth=500: .* to 256"),
         ({"method": "eagle3"}, "eagle3"),
     ],
 )
@@ -144,6 +145,16 @@ class TestServe:
     def test_the_longest_draft_is_the_option_where_the_config_names_none(self) -> None:
         assert self.served(ARCTIC, max_draft=32)[0]["num_speculative_tokens"] == 32
 
+    @pytest.mark.parametrize(("more", "longest"), [({}, 24), ({"suffix_decoding_max_tree_depth": 200}, 128)])
+    def test_a_suffix_draft_is_as_long_as_rule_and_option_allow(self, more: dict[str, Any], longest: int) -> None:
+        assert self.served({"method": "suffix", **more})[0]["num_speculative_tokens"] == longest
+        assert self.served({"method": "suffix", **more}, max_draft=10)[0]["num_speculative_tokens"] == 10
+
+    @pytest.mark.parametrize("method", [[], {}, 5])
+    def test_a_method_that_is_no_text_is_named(self, method: Any) -> None:
+        with pytest.raises(ConfigurationError, match="method: a text expected"):
+            self.served({"method": method})
+
     def test_settings_of_the_user_win(self) -> None:
         own = json.dumps({"agentspec": {"tenant": "acme"}})
         assert self.served({"method": "suffix"}, "--additional-config", own)[1]["tenant"] == "acme"
@@ -178,7 +189,9 @@ class TestServe:
         with pytest.raises(SpeculatorError, match="architectures"):
             self.served({**ARCTIC, "model": str(tmp_path)})
 
-    @pytest.mark.parametrize("argument", ["--speculative-config.method", "--spec-method"])
+    @pytest.mark.parametrize(
+        "argument", ["--speculative-config.method", "--speculative_config.method", "-sc.method", "--spec-method"]
+    )
     def test_other_spellings_are_refused(self, argument: str) -> None:
         with pytest.raises(ConfigurationError, match="--speculative-config"):
             serve_arguments([argument, "arctic"], {})

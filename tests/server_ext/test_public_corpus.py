@@ -58,6 +58,7 @@ FORMS: dict[str, str] = {
     "d.jsonl": json.dumps({"session": "s", "turn": 0, "prompt": words(range(4)), "response": words(range(4, 30))}),
     "e.json": json.dumps({"version": 1, "id": "s", "log": "l", "turns": [{"prompt": [1, 2], "response": WORDS}]}),
     "f.txt": TEXT,
+    "h.jsonl": "\ufeff" + json.dumps({"token_ids": WORDS}),
     "g.md": "\n".join(words([number]) for number in range(30)),
 }
 

@@ -1,6 +1,7 @@
 """Settings and the launch arguments: bad input names the field and the remedy."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -182,6 +183,81 @@ class TestLaunch:
         assert result.count("--additional-config") == 1
         additional = json.loads(result[result.index("--additional-config") + 1])
         assert additional == {"x": 1, "agentspec": {"verify_cost": 0.1, "tenant": "t"}}
+
+    @pytest.mark.parametrize(
+        "argument",
+        [
+            "--additional-config.agentspec.max_bytes=2000000",
+            "--additional_config.foo",
+            "--additional-conf={}",
+            "--add",
+        ],
+    )
+    def test_spellings_that_would_hide_a_setting_are_refused(self, argument: str) -> None:
+        """vLLM would make the section anew from them, and the server would share what it was told not to."""
+        with pytest.raises(ConfigurationError, match=r"give it in full, as --additional-config '{…}'"):
+            serve_arguments(["--scope", "none", argument, "1"], {}, 8)
+
+    def test_the_last_of_several_counts(self) -> None:
+        """As for vLLM."""
+        twice = [f'--additional_config={{"agentspec": {{"scope": "{scope}"}}}}' for scope in ("session", "none")]
+        result = serve_arguments([*twice, "--port", "1"], {}, 8)
+        assert result[:2] == ["--port", "1"] and result.count("--additional-config") == 1
+        assert json.loads(result[-1]) == {"agentspec": {"scope": "none"}}
+
+    @pytest.mark.parametrize("as_text", [True, False])
+    def test_vllms_file_of_options_counts(self, tmp_path: Path, as_text: bool) -> None:
+        settings = {"agentspec": {"scope": "none", "verify_cost": 0.5}, "x": 1}
+        method = {"method": "ngram", "num_speculative_tokens": 3}
+        file = tmp_path / "vllm.yaml"
+        values = [json.dumps(each) if as_text else each for each in (settings, method)]
+        file.write_text(json.dumps({"port": 1, "additional_config": values[0], "speculative-config": values[1]}))
+        result = serve_arguments(["--config", str(file)], {"verify_cost": 0.1}, None)
+        assert result[:2] == ["--config", str(file)]
+        assert json.loads(result[-1]) == {"agentspec": {"scope": "none", "verify_cost": 0.1}, "x": 1}
+        assert json.loads(result[result.index("--speculative-config") + 1]) == method
+        own = serve_arguments([f"--config={file}", "--additional-config", "{}"], {}, None)
+        assert json.loads(own[-1]) == {"agentspec": {}}
+
+    def test_vllms_file_may_be_refused_or_unreadable(self, tmp_path: Path) -> None:
+        file = tmp_path / "vllm.yml"
+        file.write_text("pipeline-parallel-size: 2")
+        with pytest.raises(UnsupportedEngineError, match="tensor-parallel"):
+            serve_arguments(["--config", str(file)], {}, 8)
+        file.write_text("additional-config.agentspec.scope: none")
+        with pytest.raises(ConfigurationError, match="--config: give additional-config as one mapping"):
+            serve_arguments(["--config", str(file)], {}, 8)
+        for text in ("[1]", ": : :", ""):  # vLLM says what is wrong with them
+            file.write_text(text)
+            assert serve_arguments(["--config", str(file)], {}, 8)[:2] == ["--config", str(file)]
+        assert serve_arguments(["--config", "missing.yaml"], {}, 8)
+
+    @pytest.mark.parametrize("name", ["store", "record", "api_keys_file", "public", "speculator"])
+    def test_an_empty_setting_is_refused(self, name: str) -> None:
+        """As from a variable that is not set. An empty store was the default one, on disk."""
+        with pytest.raises(ConfigurationError, match=f"{name}.*it is empty; give a value, or leave it out"):
+            load_settings({"agentspec": {name: ""}}, {})
+
+    @pytest.mark.parametrize("name", ["store", "tenant", "record"])
+    def test_an_empty_option_is_refused(self, name: str) -> None:
+        environ = {"AGENTSPEC_STORE": "redis://h/0"}
+        with pytest.raises(ConfigurationError, match=f"--{name}: it is empty"):
+            hand_on(environ, **{name: ""})
+        assert environ == {"AGENTSPEC_STORE": "redis://h/0"}
+
+    def test_a_name_that_no_file_can_have_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="give a file of public texts that exists"):
+            load_settings({"agentspec": {"public": "a" * 5000}}, {})
+
+    def test_a_pipe_without_a_reader_does_not_hold_up_the_start(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ConfigurationError, match=r"record .*pipe: cannot be written"):
+            serve_arguments([], {"record": str(tmp_path / "pipe")}, 8, {})
+
+    def test_too_short_a_secret_is_refused_before_vllm_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AGENTSPEC_SECRET", "short")
+        with pytest.raises(ConfigurationError, match="AGENTSPEC_SECRET: at least 16"):
+            serve_arguments([], {}, 8, {})
 
     @pytest.mark.parametrize("arguments", [["-pp", "2"], ["--pipeline-parallel-size=2"]])
     def test_pipeline_parallel_is_refused(self, arguments: list[str]) -> None:

@@ -76,7 +76,9 @@ def is_loopback(host: str | None) -> bool:
 async def info(request: Request) -> dict[str, Any]:
     """Return the extension's version, and whether this engine drafts with it."""
     engine = request.app.state.agentspec_engine
-    return {"agentspec": __version__, "drafting": engine is not None and uses_agentspec(engine.vllm_config)}
+    drafting = engine is not None and uses_agentspec(engine.vllm_config)
+    enabled = drafting and load_settings(engine.vllm_config.additional_config).enabled
+    return {"agentspec": __version__, "drafting": enabled}
 
 
 @router.get("/stats")

@@ -266,7 +266,8 @@ def make_record(path: str | Path) -> Path:
     file = Path(path).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))  # it names sessions
+        # It names sessions. A pipe without a reader is an error here, and would let the start wait.
+        os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
         return file
     except OSError as error:
         raise ConfigurationError(f"record {file}: cannot be written: {error.strerror}; name another file") from None

@@ -34,6 +34,8 @@ NOBODY = "?"
 """Principal of a caller that cannot be told apart from others and should be."""
 
 _LEAST_SECRET = 16
+_WHITE = " \t"
+"""White space around a header's value, by HTTP. Other white space is part of it."""
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _LOOK_AGAIN_SECONDS = 1.0
 
@@ -57,8 +59,22 @@ class Presented:
 
         Clients send UTF-8. What isn't UTF-8 is read as Latin-1, which takes any bytes.
         """
+        return [_text(value).strip(_WHITE) for value in self._raw(name)]
+
+    def only(self, name: str) -> str | None:
+        """Return what a header says that must be there once, in UTF-8; None if it cannot be used.
+
+        A second one may be the caller's own, so neither is trusted. Two names are never read as one.
+        """
+        values = self._raw(name)
+        try:
+            return check_session_id(values[0].decode().strip(_WHITE)) if len(values) == 1 else None
+        except (UnicodeDecodeError, InvalidSessionError):
+            return None
+
+    def _raw(self, name: str) -> list[bytes]:
         wanted = name.lower().encode()
-        return [_text(value).strip() for key, value in self.headers if key == wanted]
+        return [value for key, value in self.headers if key == wanted]
 
     def bearer(self) -> str | None:
         """Return the API key that the request shows, checked or not."""
@@ -108,11 +124,11 @@ class Callers:
         if presented.verified is False:
             return Caller(NOBODY)
         if self._principal_header is not None:
-            principal = _only(presented.all(self._principal_header))
+            principal = presented.only(self._principal_header)
             if principal is None:
                 return Caller(NOBODY)
         if self._tenant_header is not None and presented.all(self._tenant_header):
-            tenant = _only(presented.all(self._tenant_header))
+            tenant = presented.only(self._tenant_header)
             if tenant is None:
                 return Caller(NOBODY)
         parts = (key, principal, tenant)
@@ -166,7 +182,7 @@ class ApiKeysFile:
 
     def _read(self) -> dict[str, str]:
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigurationError(f"api_keys_file {self.path}: cannot be read: {why}") from None
@@ -216,6 +232,13 @@ def shows_admin_key(presented: Presented | None, environ: Mapping[str, str] = os
     return key is not None and shown is not None and hmac.compare_digest(_sha256(shown), _sha256(key))
 
 
+def check_secrets(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigurationError if ``AGENTSPEC_SECRET`` or ``AGENTSPEC_ADMIN_KEY`` is too short."""
+    admin_key(environ)
+    if given := environ.get(SECRET):
+        _checked_secret(SECRET, given)
+
+
 def admin_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return what ``AGENTSPEC_ADMIN_KEY`` holds, None if nothing. Raises ConfigurationError if it is too short."""
     given = environ.get(ADMIN_KEY)
@@ -231,16 +254,6 @@ def _text(value: bytes) -> str:
 
 def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _only(values: Sequence[str]) -> str | None:
-    """Return the value of a header that must be there once. A second one may be the caller's own, so trust neither."""
-    if len(values) != 1:
-        return None
-    try:
-        return check_session_id(values[0])
-    except InvalidSessionError:
-        return None
 
 
 def _checked_secret(variable: str, value: str) -> str:

@@ -1,6 +1,7 @@
 """Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
 ``launch``        turns ``agentspec serve`` into ``vllm serve``, takes over speculative methods
+``command_line``  finds options in all ways that vLLM spells them, its YAML file included
 ``engine_arguments``  finds options that exclude drafts, chooses the longest draft by model, says what drafts
 ``frontend``      writes identities into requests in the API server, and asks the engines for their figures
 ``runner``        drafts in the worker, from an object on vLLM's model runner

@@ -70,6 +70,8 @@ def describe(settings: Settings, method: str | None, longest: int, *, has_keys: 
     method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
     whether vLLM's server checks API keys; None: there is no server, so there are no callers.
     """
+    if not settings.enabled:
+        return "switched off (enabled: false), no drafts"
     sources = {"tenant": "session, group, tenant", "session": "session, family", "none": "own text"}[settings.scope]
     index = f"suffix index ({sources})"
     rule = settings.arctic_suffix_rule

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.server_ext.identity import RequestTagger
-from agentspec.server_ext.identity.callers import Callers, Presented, admin_key, server_secret, shows_admin_key
+from agentspec.server_ext.identity.callers import Callers, Presented, check_secrets, server_secret, shows_admin_key
 from agentspec.server_ext.persistence.model_key import adapter_key
 from agentspec.server_ext.settings import load_settings
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
@@ -178,7 +178,7 @@ def init_input_processor(original: Callable[..., None], processor: Any, *args: A
     if not uses_agentspec(processor.vllm_config):
         return
     settings = load_settings(processor.vllm_config.additional_config)
-    admin_key()  # report an unusable one at start
+    check_secrets()  # report an unusable one at start
     processor.agentspec = RequestTagger(Callers(settings, server_secret(settings)), settings.scope)
     in_thread = processor.process_inputs_async
 

@@ -18,10 +18,11 @@ from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.server_ext.figures.metrics import make_record
-from agentspec.server_ext.identity.callers import ApiKeysFile, admin_key, server_secret
-from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, json_object, load_settings
+from agentspec.server_ext.identity.callers import ApiKeysFile, check_secrets, server_secret
+from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
+from agentspec.server_ext.vllm_adapter.command_line import CommandLine
 from agentspec.server_ext.vllm_adapter.engine_arguments import (
     conflict,
     default_draft_limit,
@@ -37,8 +38,8 @@ PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
 SWITCH = "AGENTSPEC"
 """Environment variable that lets engines draft which nobody configured."""
 
-_SPECULATIVE_FLAGS = ("--speculative-config", "--speculative_config", "-sc")
-_PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp", "--pipeline_parallel_size")
+_SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
+_PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
 
 
 def serve_arguments(
@@ -54,28 +55,27 @@ def serve_arguments(
 
     Raises ConfigurationError or UnsupportedEngineError before vLLM takes a minute to start.
     """
-    stages = _take_option(list(arguments), *_PIPELINE_FLAGS)
-    if stages not in (None, "1"):
+    line = CommandLine(arguments)
+    stages = line.value(*_PIPELINE_FLAGS)
+    if stages is not None and str(stages) != "1":
         raise UnsupportedEngineError(
             f"--pipeline-parallel-size {stages}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
             "use --tensor-parallel-size, or start plain 'vllm serve'"
         )
     _check_given_limit(max_draft)
-    result = list(arguments)
+    for argument in arguments:
+        if argument.startswith("--spec-"):
+            raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     translated: dict[str, Any] = {}
-    method = _take_option(result, *_SPECULATIVE_FLAGS)
-    config = None if method is None else _with_underscores(json_object("--speculative-config", method))
+    method = line.take_object(*_SPECULATIVE_FLAGS)
+    config = None if method is None else _with_underscores(method)
     if config is not None and config.get("method") in METHODS:
         translation = translate(config, max_draft)
         _check_given_limit(translation.max_draft)
         max_draft, translated, config = translation.max_draft, translation.settings, None
     elif config is not None:
         native_methods.check_name(config)
-    for argument in result:
-        if argument.startswith(("--spec-", "--speculative-config.", "--speculative_config.")):
-            raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
-    given = _take_option(result, "--additional-config", "--additional_config")
-    additional = {} if given is None else json_object("--additional-config", given)
+    additional = line.take_object("--additional-config") or {}
     load_settings(additional)  # report wrong settings now
     given_limit = {} if config is None or max_draft is None else {"max_draft": max_draft}
     additional["agentspec"] = {**translated, **additional.get("agentspec", {}), **settings, **given_limit}
@@ -84,22 +84,23 @@ def serve_arguments(
         _warn_of_password(store, "--additional-config")
         environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
     _check_speculator(checked.speculator)
-    admin_key()
+    check_secrets()
     if checked.api_keys_file is not None:
         ApiKeysFile(checked.api_keys_file)
     if checked.record is not None:
         make_record(checked.record)
-    result += ["--speculative-config", json.dumps(config or own_config(max_draft))]
-    result += ["--additional-config", json.dumps(additional)]
-    return result
+    own = ["--speculative-config", json.dumps(config or own_config(max_draft))]
+    return [*line.rest, *own, "--additional-config", json.dumps(additional)]
 
 
 def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | None) -> None:
     """Hand a command's options on to vLLM by the environment, where each wins over what was there. None: not given.
 
-    options: settings of ``ENVIRONMENT``.
+    options: settings of ``ENVIRONMENT``. Raises ConfigurationError for an empty one.
     """
     for name, value in options.items():
+        if value == "":  # often from a variable that is not set
+            raise ConfigurationError(f"--{name}: it is empty; give a value, or leave it out")
         if value is not None:
             environ[ENVIRONMENT[name]] = value
     if options.get("store") is not None:
@@ -221,18 +222,6 @@ def _check_speculator(name: str | None) -> None:
         raise SpeculatorError(f"speculator {name}: {error}") from None
 
 
-def _take_option(arguments: list[str], *names: str) -> str | None:
-    """Remove the first of these options from ``arguments``. Return its value, None where it is missing."""
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            if not equals:
-                value = "".join(arguments[i + 1 : i + 2])
-            del arguments[i : i + (1 if equals else 2)]
-            return value
-    return None
-
-
 def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a speculative config whose keys have underscores; vLLM takes dashes too."""
     return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
@@ -346,7 +335,7 @@ def translate_method(engine_args: Any) -> None:
     method = config.get("method")
     if method not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
         return
-    translation = translate(config)
+    translation = translate(config, (additional.get("agentspec") or {}).get("max_draft"))
     additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
     load_settings(additional)  # report wrong settings now
     engine_args.additional_config = additional

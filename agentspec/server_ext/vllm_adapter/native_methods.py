@@ -48,6 +48,8 @@ def check_name(config: Mapping[str, Any]) -> None:
     Without a method vLLM finds one out by the model. Raises ConfigurationError or UnsupportedEngineError.
     """
     method = config.get("method")
+    if not isinstance(method, str | None):
+        raise ConfigurationError(f"--speculative-config: method: a text expected, got {method!r}")
     if method in _REFUSED:
         raise _unsupported(str(method))
     if method == "custom_class" or (method is None and not config.get("model")):
