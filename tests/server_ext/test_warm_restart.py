@@ -216,6 +216,33 @@ def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_mode
     keeper.close()
 
 
+def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+    def snapshot(host: str, log: str) -> Path:
+        path = snapshot_path(f"redis://{host}/0", log, 0)
+        assert path is not None
+        return path
+
+    here, there, another_model = snapshot("127.0.0.1", "1.a"), snapshot("localhost", "1.b"), snapshot("h", "2.a")
+    here.parent.mkdir(exist_ok=True)
+    old = snapshot("long-gone", "3.a")
+    beside = here.with_name("server.db-1.a-0.snapshot")
+    for file in (there, another_model, old, beside):
+        file.write_bytes(b"text")
+    for file in (old, beside):
+        os.utime(file, (0, 0))
+    cache = make()
+    keeper = SnapshotKeeper(here, cache, snapshot_identity("model", cache), max_age=3600.0)
+    keeper.wait_loaded(30)
+    assert not old.exists() and there.exists() and beside.exists()
+    keeper.erased()
+    assert not there.exists() and another_model.exists() and beside.exists()
+    keeper.close()
+
+
 def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
     """Whenever the erasure comes, the file that is left does not hold the session."""
     path, cache = tmp_path / "trees", SuffixCache(vocab_size=2**31)

@@ -172,6 +172,8 @@ def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapsh
 def test_each_part_of_a_redis_has_a_snapshot_of_its_own_whatever_the_password() -> None:
     urls = ("redis://h/0", "redis://h/1", "redis://h/0?prefix=a", "redis://h/0?prefix=b", "unix:///s", "unix:///s?db=1")
     assert len({snapshot_path(url, "log", 0) for url in urls}) == len(urls)
+    same = ("redis://h", "redis://h/0", "redis://h:6379/0", "redis://u:p@h/0", "redis://h/0?shards=2")
+    assert len({snapshot_path(url, "log", 0) for url in same}) == 1
     one, other = (snapshot_path(f"redis://u:{password}@h/0?prefix=a", "log", 0) for password in ("1", "2"))
     assert one == other != snapshot_path("redis://u:1@h/0?prefix=b", "log", 0)
 

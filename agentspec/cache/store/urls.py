@@ -15,7 +15,7 @@ from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.errors import StoreUnavailableError, StoreURLError
 
 if TYPE_CHECKING:
-    from agentspec.cache.store.redis_client import RedisForm
+    from agentspec.cache.store.redis_client import RedisAddress, RedisForm
     from agentspec.cache.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
     if url.lower().startswith("sqlite:"):
         path = sqlite_path(url)
         return path.with_name(f"{path.name}-{name}")
-    options = url.rpartition("@")[2].partition("?")[2]  # which part of the server it is, and no secret
-    place = hashlib.blake2b((redact(url) + options).encode(), digest_size=6).hexdigest()
+    address, prefix, _ = _redis_place(url)
+    part = (address.form, address.nodes, address.path, address.service, address.database, prefix)
+    place = hashlib.blake2b(repr(part).encode(), digest_size=6).hexdigest()  # however the URL is written
     try:
         return sqlite_path(default_store_url(f"{place}-{name}"))
     except StoreUnavailableError as error:
@@ -142,8 +143,15 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
     User and password are those of the URL, else AGENTSPEC_REDIS_USERNAME and AGENTSPEC_REDIS_PASSWORD. Sentinels are
     asked with AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD.
     """
-    from agentspec.cache.store.redis_client import RedisAddress  # importing redis takes as long as all of the client
-    from agentspec.cache.store.redis_store import RedisStore
+    from agentspec.cache.store.redis_store import RedisStore  # importing redis takes as long as all of the client
+
+    address, prefix, shards = _redis_place(url)
+    return RedisStore(address, prefix=prefix, shards=shards, converting=converting)
+
+
+def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
+    """Return a Redis store's address, its prefix and its number of shards. Raises StoreURLError."""
+    from agentspec.cache.store.redis_client import RedisAddress
 
     scheme = url.partition(":")[0].lower()
     if scheme not in _REDIS:
@@ -189,7 +197,7 @@ def open_redis(url: str, *, converting: bool = False) -> RedisStore:
         sentinel_password=os.environ.get("AGENTSPEC_SENTINEL_PASSWORD") or None,
         tls=options if scheme.startswith("rediss") else None,
     )
-    return RedisStore(address, prefix=prefix, shards=int(shards), converting=converting)
+    return address, prefix, int(shards)
 
 
 def _nodes(url: str, places: str, port: int, *, several: bool) -> tuple[tuple[str, int], ...]:

@@ -14,6 +14,7 @@ import glob
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,10 @@ from agentspec.cache import SuffixCache
 from agentspec.errors import SnapshotError, StoreError
 
 logger = logging.getLogger(__name__)
+
+_REDIS_DIGITS = 12
+"""With so many hexadecimal digits the name of a Redis store's snapshot begins (`snapshot_path`)."""
+_OF_REDIS = re.compile(f"[0-9a-f]{{{_REDIS_DIGITS}}}")
 
 
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
@@ -201,8 +206,13 @@ class SnapshotKeeper:
                     other.unlink()
 
     def _of_this_store(self, log: str = "") -> list[Path]:
-        """Return the snapshots beside the same store, of the logs whose names begin so."""
-        return [*self._path.parent.glob(f"{glob.escape(f'{self._store}-{log}')}*.snapshot")]
+        """Return the snapshots beside the same store, of the logs whose names begin so.
+
+        Those of any Redis server count: one server has several addresses, and a log's name is its model's and secret's.
+        """
+        of_redis = _OF_REDIS.fullmatch(self._store)
+        store = _REDIS_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
+        return [*self._path.parent.glob(f"{store}-{glob.escape(log)}*.snapshot")]
 
     def _is_outdated(self, path: Path) -> bool:
         return self._max_age is not None and time.time() - path.stat().st_mtime > self._max_age
