@@ -255,6 +255,43 @@ def test_no_step_goes_without_drafts_where_nothing_depends_on_it(given: float | 
         cost.observe(rows, 8, machine.seconds(rows, 8))
 
 
+def gated(machine: Machine, cost: StepCost, steps: int, rows: int, drafted: int, expected: float) -> float:
+    """Take steps whose drafts always look like that. Return the share of the last 256 that had them."""
+    had = []
+    for _ in range(steps):
+        had.append(cost.pays(rows, drafted, expected))
+        cost.observe(rows, drafted if had[-1] else 0, machine.seconds(rows, drafted if had[-1] else 0))
+    return sum(had[-256:]) / 256
+
+
+def test_drafts_that_do_not_earn_what_any_draft_takes_are_left_out() -> None:
+    """A plain step takes 18 ms, one with drafts 24 ms and .1 ms a token."""
+    for expected, least, most in ((0.5, 0.0, 0.06), (2.0, 0.0, 0.06), (4.0, 0.9, 1.0)):
+        machine = Machine(0.0001, per_row=0.001, surcharge=0.006)
+        share = gated(machine, StepCost(), 2000, rows=8, drafted=10, expected=expected)
+        assert least <= share <= most, (expected, share)
+
+
+def test_drafts_that_earn_little_stay_where_any_draft_takes_nothing() -> None:
+    """At first it is guessed that it takes something. What is left out for that shows that it does not."""
+    assert gated(Machine(0.0001, noise=0.02), StepCost(), 2000, rows=8, drafted=10, expected=1.5) > 0.9
+
+
+def test_what_any_draft_takes_is_noticed_when_it_changes() -> None:
+    machine, cost = Machine(0.0001, surcharge=0.006), StepCost()
+    assert gated(machine, cost, 2000, rows=8, drafted=10, expected=2.0) < 0.06
+    machine.surcharge = 0.0
+    assert gated(machine, cost, 6000, rows=8, drafted=10, expected=2.0) > 0.9
+    machine.surcharge = 0.012
+    assert gated(machine, cost, 6000, rows=8, drafted=10, expected=2.0) < 0.06
+
+
+def test_drafts_always_pay_where_the_price_is_given_or_nothing_is_measured() -> None:
+    given, new = StepCost(given=0.02), StepCost()
+    Machine(0.0001, surcharge=0.02).run(given, 500, rows=8)
+    assert given.pays(8, 10, 0.0) and new.pays(8, 10, 0.0)
+
+
 def test_natural_steps_without_drafts_are_enough() -> None:
     machine, cost = Machine(0.0004), StepCost()
     for number in range(1000):

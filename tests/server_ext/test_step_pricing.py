@@ -71,6 +71,17 @@ def test_now_and_then_a_step_whose_duration_cuts_drafts_has_none() -> None:
     assert sum(map(len, cut(batch, allowance))) == 4  # not twice in a row
 
 
+def test_drafts_that_do_not_earn_their_step_are_left_out() -> None:
+    batch = Batch()
+    for number in range(400):  # any draft takes as long as a step without one
+        tokens = number % 3
+        batch.pricing.cost.observe(ROWS, tokens, PLAIN + TOKEN * tokens + (PLAIN if tokens else 0.0))
+    allowance = Allowance(tokens=8, by_latency=True)
+    few, many = [[1], [], [], []], [[1, 2]] * 4
+    assert batch.pricing.cut(drafts_of(few, [[0.9], [], [], []]), allowance, ROWS) == [[], [], [], []]
+    assert batch.pricing.cut(drafts_of(many, [[0.99] * 2] * 4), allowance, ROWS) == many
+
+
 def test_where_the_setting_cuts_drafts_every_step_has_some() -> None:
     batch = Batch()
     batch.observe(20)

@@ -131,13 +131,24 @@ def kept_lengths(offsets: Int32Array, probabilities: Float32Array, budget: int) 
     """
     counts = np.diff(offsets)
     rows = np.repeat(np.arange(len(counts)), counts)
-    begins = offsets[:-1][rows]
-    logs = np.cumsum(np.log(np.maximum(probabilities, _TINY, dtype=np.float64)))
-    before = np.concatenate(([0.0], logs))[begins]
     # Cumulative sums of non-positive numbers never rise, so `worth` falls along each draft in spite of rounding errors.
     # Rounding makes numbers equal that differ by such errors alone.
-    worth = np.round(logs - before, 9)
-    depth = np.arange(len(rows)) - begins
+    worth = np.round(_log_accepted(offsets, probabilities, rows), 9)
+    depth = np.arange(len(rows)) - offsets[:-1][rows]
     even = int(EVEN_SHARE * budget) // max(int(np.count_nonzero(counts)), 1)
     stay = np.lexsort((depth, -worth, depth >= even))[:budget]
     return np.bincount(rows[stay], minlength=len(counts))
+
+
+def expected_tokens(drafts: Drafts) -> float:
+    """Return how many tokens of these drafts are expected to be accepted, of all rows together."""
+    rows = np.repeat(np.arange(len(drafts.offsets) - 1), np.diff(drafts.offsets))
+    return float(np.exp(_log_accepted(drafts.offsets, drafts.probabilities, rows)).sum())
+
+
+def _log_accepted(offsets: Int32Array, probabilities: Float32Array, rows: Int64) -> NDArray[np.float64]:
+    """Return [total] the logarithm of the probability that each token is accepted. rows: [total] the token's draft."""
+    logs = np.cumsum(np.log(np.maximum(probabilities, _TINY, dtype=np.float64)))
+    before = np.concatenate(([0.0], logs))[offsets[:-1][rows]]
+    found: NDArray[np.float64] = logs - before
+    return found

@@ -12,11 +12,11 @@ because that yields more tokens per second without drafts. If a row costs no mor
 ``fixed + b * B`` and the price is ``b * B / (fixed + b * B)``.
 
 A step with any draft takes extra time, because vLLM's rejection sampler runs and rows differ in length. That time is
-not part of a token's price. So ``b`` is the slope of a least-squares line through (d, seconds) of the steps with drafts
-alone, both relative to their running means over steps with as many rows. This also excludes the time of a row itself
-(attention over its context, sampling) and slow drifts (growing contexts, other load). ``a`` is the time of a step
-without its draft tokens: the mean over steps without drafts and steps with drafts less ``b * d``, weighted by their
-frequency.
+not part of a token's price; `pays` asks whether a step's drafts earn it. So ``b`` is the slope of a least-squares line
+through (d, seconds) of the steps with drafts alone, both relative to their running means over steps with as many rows.
+This also excludes the time of a row itself (attention over its context, sampling) and slow drifts (growing contexts,
+other load). ``a`` is the time of a step without its draft tokens: the mean over steps without drafts and steps with
+drafts less ``b * d``, weighted by their frequency.
 
 Steps with other numbers of rows count too, the less the more the numbers differ. Old steps are forgotten exponentially.
 Until drafts of different lengths were seen, the price is a guess: the default, or in larger batches the formula above
@@ -48,6 +48,9 @@ half. But at no less than that share: on a busy machine steps without drafts var
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
 """A step without drafts is measured once in so many steps: until some are known, and from then on."""
 
+_DRAFTS_EVERY = 32
+"""So many steps at most go without drafts because these would not pay, or nothing would show that they do again."""
+
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
 first steps are learned sooner."""
@@ -65,6 +68,10 @@ class Prices:
     """price of verifying one more token, as a share of a step; from LOWEST_COST to HIGHEST_COST where it is measured"""
     row_seconds: float | None
     """seconds of a step without drafts, divided by its rows; None: not measured yet"""
+    plain: float | None = None
+    """a step without drafts, as a share of one with drafts less its draft tokens; None: drafts are not measured yet"""
+    token: float = 0.0
+    """what each draft token adds to that, as a share of the latter"""
 
 
 class StepCost:
@@ -108,6 +115,27 @@ class StepCost:
         if prices is None:
             prices = self._prices[rows] = self._prices_at(rows)
         return prices
+
+    def pays(self, rows: int, drafted: int, expected: float) -> bool:
+        """Return whether drafts of so many tokens earn what a step with any draft takes, if so many are accepted.
+
+        They do if they raise the tokens per second, (rows + expected) / seconds. True where the price is given, and
+        until steps with drafts are measured. Now and then the opposite is returned, so that both go on being measured:
+        unless drafts are worth it even where any draft doubles a step.
+        """
+        prices = self.at(rows)
+        if prices.plain is None:
+            return True
+        batch = self._batches[_bucket(rows)]
+        needed = rows * (1.0 + prices.token * drafted)  # for these drafts, if any draft took nothing by itself
+        if prices.plain * (rows + expected) < needed:
+            if batch.since_drafts < _DRAFTS_EVERY:
+                return False
+            batch.since_drafts = 0  # its measurement comes later
+        elif 0.5 * (rows + expected) < needed and batch.since_plain >= _PLAIN_EVERY:
+            batch.since_plain = 0
+            return False
+        return True
 
     def should_measure_plain(self, rows: int) -> bool:
         """Return whether the next step of ``rows`` rows should have no drafts, so that the duration of such is known.
@@ -229,7 +257,11 @@ class StepCost:
             slope, _ = self._slope(batch)
             base = batch.base(slope)
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
-        return Prices(cost if self.given is None else self.given, row_seconds)
+        same = self._batches.get(_bucket(rows))
+        if self.given is not None or same is None or True not in same.levels:
+            return Prices(cost if self.given is None else self.given, row_seconds)
+        slope, _ = self._slope(same)
+        return Prices(cost, row_seconds, same.plain.share(slope), slope / same.levels[True].base(slope))
 
     def _slope(self, batch: RowTimes) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""

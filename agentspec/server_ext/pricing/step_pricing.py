@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from agentspec.cache import StepDrafts
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
-from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits
+from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, expected_tokens
 from agentspec.server_ext.pricing.step_cost import StepCost
 from agentspec.server_ext.settings import LONGEST_STEP
 from agentspec.server_ext.step import AcceptanceLength
@@ -98,12 +98,15 @@ class StepPricing:
     def cut(self, drafts: StepDrafts, allowance: Allowance, count: int) -> list[list[int]]:
         """Return the drafts of a batch of ``count`` rows as lists of token ids, cut to the allowance.
 
-        Now and then drafts that would be cut are left out, so that the duration of a step without any is known.
+        All are left out where they would not earn what a step takes for having any; and now and then where they would
+        be cut, so that the duration of a step without any is known.
         """
-        too_many = len(drafts.token_ids) > allowance.tokens
-        if too_many and allowance.by_latency and self.cost.should_measure_plain(count):
-            return [[] for _ in range(len(drafts.offsets) - 1)]
-        return self.budget.cut(drafts, allowance.tokens)
+        total = len(drafts.token_ids)
+        if total > allowance.tokens:
+            leave_out = allowance.by_latency and self.cost.should_measure_plain(count)
+        else:
+            leave_out = total > 0 and not self.cost.pays(count, total, expected_tokens(drafts))
+        return [[] for _ in range(len(drafts.offsets) - 1)] if leave_out else self.budget.cut(drafts, allowance.tokens)
 
 
 def _work_in(seconds: float) -> float:

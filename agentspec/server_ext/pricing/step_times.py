@@ -130,6 +130,8 @@ class RowTimes:
         self.plain = PlainSteps()
         self.since_plain = 0
         """steps with drafts since one without"""
+        self.since_drafts = 0
+        """steps without drafts since one with"""
 
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
         """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
@@ -137,7 +139,7 @@ class RowTimes:
         self.count += 1
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
         self.most = max(self.most, d)
-        self.since_plain = self.since_plain + 1 if drafts else 0
+        self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if drafts else (0, self.since_drafts + 1)
         level = self.levels.get(drafts)
         if level is not None:
             level.forget(step)
