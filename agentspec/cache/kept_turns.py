@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
@@ -11,6 +13,7 @@ from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, Public
 from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.identifiers import check_ids
 
+_NUMBER = (int, float, np.number)
 _ALL = 2**62  # more tokens than a cache holds
 _LONG = 1e6  # more seconds than `catch_up` takes
 _PUBLIC_BYTES = 20
@@ -242,6 +245,6 @@ class KeptTurns:
     def _cost(self, cost: float | None) -> float:
         if cost is None:
             return DEFAULT_COST if self.policy.cost is None else self.policy.cost
-        if not 0.0 <= cost <= 10.0:
-            raise InvalidInputError(f"cost={cost}: give a number from 0 to 10, or None")
+        if not isinstance(cost, _NUMBER) or not 0.0 <= cost <= 10.0:
+            raise InvalidInputError(f"cost={cost!r}: give a number from 0 to 10, or None")
         return cost

@@ -33,6 +33,7 @@ from agentspec.cache.tokens import (
     as_offers,
     as_prompt,
     as_tokens,
+    is_number,
     limit_numbers,
 )
 from agentspec.cache.types import (
@@ -85,8 +86,8 @@ class SuffixCache(KeptTurns):
         history: HistoryWindow | None = None,
     ) -> None:
         limits = limit_numbers(max_tokens, max_bytes, per_tenant, per_session)
-        if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCAB:
-            raise ConfigurationError(f"vocab_size={vocab_size}: give a number from 1 to {MAX_VOCAB}, or None")
+        if vocab_size is not None and not (is_number(vocab_size) and 1 <= vocab_size <= MAX_VOCAB):
+            raise ConfigurationError(f"vocab_size={vocab_size!r}: give a number from 1 to {MAX_VOCAB}, or None")
         policy, vocab_size = policy or DraftPolicy(), vocab_size or MAX_VOCAB
         window = (UNIT_NUMBERS[history.unit], history.size) if history else (0, 0)
         core = native.Core(policy=policy, limits=limits, vocab_size=vocab_size, window=window)
@@ -226,7 +227,8 @@ class SuffixCache(KeptTurns):
         """Merge another drafter's tokens into the current drafts of n requests, and return the resulting drafts.
 
         tokens: integers [n, L]; request i is offered the first lengths[i] of row i. probabilities: floats [n, L], the
-        probability that each token is accepted if those before it are. max_draft: most tokens of each resulting draft.
+        probability that each token is accepted if those before it are. max_draft: most tokens of a draft that takes the
+        place of the current one, which `propose` has limited.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         The suffix indexes extend the offered tokens. The extended draft is cut to the length with the highest value,
         (1 + expected tokens) / (1 + cost * drafted), and replaces the current draft if its value is higher. A request
@@ -308,8 +310,8 @@ class SuffixCache(KeptTurns):
         the session was removed meanwhile.
         """
         running = self._running.get(request_id)
-        if output_limit is not None and output_limit < 0:
-            raise InvalidInputError(f"output_limit={output_limit}: give a number of tokens, at least 0")
+        if output_limit is not None and not (is_number(output_limit) and output_limit >= 0):
+            raise InvalidInputError(f"output_limit={output_limit!r}: give a number of tokens, at least 0")
         names = running.names
         writer, number = name or ("", 0)
         turn = self._core.finish(running.slot, output_limit, record_of(writer, number) if writer else 0)

@@ -15,9 +15,16 @@ Rows = NDArray[np.integer] | Sequence[int]
 MAX_VOCAB = 2**31
 _INT32 = np.dtype(np.int32)
 _NO_TOKENS = np.empty(0, np.int32)
+_MOST = 2**62
+"""Largest budget, in tokens or bytes."""
 
 LimitNumbers = tuple[int, int, int, int, int, int]
 """Limits in tokens and bytes: the process's two, a tenant's two, a session's two. 0: no limit."""
+
+
+def is_number(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number: Python's or numpy's, and not a truth value."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def limit_numbers(
@@ -38,9 +45,9 @@ def limit_numbers(
     )
     values = (max_tokens, max_bytes, tenant.tokens, tenant.bytes, session.tokens, session.bytes)
     for name, value in zip(names, values, strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name}={value!r}: give a positive integer, or None for no limit")
-    first, second, third, fourth, fifth, sixth = (value or 0 for value in values)
+        if value is not None and not (is_number(value) and 1 <= value <= _MOST):
+            raise ConfigurationError(f"{name}={value!r}: give an integer from 1 to {_MOST}, or None for no limit")
+    first, second, third, fourth, fifth, sixth = (int(value or 0) for value in values)
     return first, second, third, fourth, fifth, sixth
 
 
@@ -146,6 +153,8 @@ def as_int32(values: Rows, name: str, length: int) -> Int32Array:
     array = np.asarray(values) if length else np.asarray(values, dtype=np.int32)
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name}: give one integer a request ({length}), got {array.dtype} {array.shape}")
+    if length and not (array.min() >= -MAX_VOCAB and array.max() < MAX_VOCAB):
+        raise InvalidInputError(f"{name}: give integers of 32 bits")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -58,7 +58,7 @@ class RunningRequests:
             if state is not None and state.told is None:
                 state.told = length
                 counted = state.length - state.prompt_length - state.uncounted
-                state.figures.tokens -= max(counted - length, 0)
+                state.figures.take_back(max(counted - length, 0))
 
     def states(self) -> list[RequestState]:
         """Return the states of all requests that run, or wait for their start or end. Any thread may call it."""

@@ -137,6 +137,23 @@ def test_numbers_out_of_range() -> None:
             SuffixCache(**options)  # type: ignore[arg-type]
 
 
+def test_numbers_that_are_none() -> None:
+    cache = SuffixCache()
+    cache.start("r", [1, 2, 1])
+    for wrong in ("x", [1], True):
+        with pytest.raises(InvalidInputError, match="output_limit="):
+            cache.finish("r", output_limit=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="cost='x'"):
+        cache.propose(["r"], 4, cost="x")  # type: ignore[arg-type]
+    for many in (2**31, -(2**31) - 1, 2**40):
+        with pytest.raises(InvalidInputError, match="integers of 32 bits"):
+            cache.propose(["r"], [many])
+    for options in ({"vocab_size": "a"}, {"max_bytes": 2**70}, {"max_tokens": 1.5}, {"max_bytes": True}):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(options))}="):
+            SuffixCache(**options)
+    SuffixCache(vocab_size=np.int64(9), max_bytes=np.int64(10_000_000))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"cost": -0.1}, {"cost": float("nan")}, {"max_draft": 129}, {"max_draft": 2.0}, {"min_match": 0}, {"memory": 1}],

@@ -237,6 +237,17 @@ def test_nothing_is_logged_of_a_question_that_is_given_up() -> None:
 
 
 class TestFigures:
+    def test_a_caller_never_reads_of_more_accepted_tokens_than_it_got(self) -> None:
+        """vLLM finds a stop text when a whole draft is accepted. Its beginning is in the response, the rest is not."""
+        figures = Metrics().begin("one", None)
+        figures.tokens, figures.accepted[1], figures.accepted[3] = 12, 8, 2
+        figures.take_back(0)
+        assert sum(figures.accepted) == 10
+        figures.take_back(8)
+        assert figures.tokens == sum(figures.accepted) == 4
+        figures.take_back(4)
+        assert figures.tokens == sum(figures.accepted) == 0
+
     def test_requests_that_have_one_id_have_their_own(self) -> None:
         metrics = Metrics()
         for call, tokens in (("first", 5), ("second", 7)):

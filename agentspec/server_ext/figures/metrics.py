@@ -54,6 +54,13 @@ class RequestFigures:
     accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     trace: Trace | None = None
 
+    def take_back(self, tokens: int) -> None:
+        """Leave out tokens that the caller did not get, and accepted ones that can only be among them."""
+        self.tokens -= tokens
+        while (over := sum(self.accepted) - max(self.tokens, 0)) > 0:
+            most = max(self.accepted)
+            self.accepted[self.accepted.index(most)] = max(most - over, 0)
+
     def as_dict(self, request_id: str) -> dict[str, Any]:
         """Return the figures as JSON: tokens, verification steps, steps with a draft, drafted and accepted tokens."""
         return {
