@@ -419,6 +419,22 @@ def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, capl
     assert store.losses() == Losses(lost=3)
 
 
+def test_a_log_that_loses_records_again_and_again_is_told_of_once_a_minute(
+    store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Redis evicts keys: a line with each append would fill the disk."""
+    for number in range(1, 12):
+        store.append(NS, named("a", number))
+        raw(store).delete(f"{{agentspec:{NS}}}:3:log")
+    assert store.losses() == Losses(lost=10)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "lost 1 records" in line and "w:1" in line
+    monkeypatch.setattr("agentspec.cache.store.redis_losses._TELL_SECONDS", 0.0)
+    store.append(NS, named("a", 12))
+    line = caplog.records[-1].getMessage()
+    assert "lost 10 records" in line and "w:11" in line and "maxmemory-policy to noeviction" in line
+
+
 def test_an_evicted_log_is_counted_whole(store: RedisStore) -> None:
     store.append(NS, named("a", 1, 2))
     raw(store).delete(f"{{agentspec:{NS}}}:3:log")

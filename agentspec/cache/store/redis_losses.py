@@ -1,6 +1,7 @@
 """Notice when a Redis has lost records that it had acknowledged to this process, and log it."""
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ IDLE_SECONDS = 86_400.0
 
 _REMEMBERED = 4096  # shards, and batches, that this process remembers to have had acknowledged
 _NAMED = 20  # lost records that a line of the log names
+_TELL_SECONDS = 60.0
+"""Shortest time between two lines on one log: a server that evicts records may lose some with each append."""
 
 
 @dataclass(slots=True)
@@ -23,6 +26,7 @@ class _Acknowledged:
     """Hold what the server acknowledged of this process in one shard.
 
     batch, last, at: number, last id and time of the last batch. records: how many in all. born: as in Appended.
+    told_at: when the log named lost ones. untold: lost ones that it has not told.
     """
 
     batch: int = 0
@@ -30,6 +34,8 @@ class _Acknowledged:
     at: float = 0.0
     records: int = 0
     born: bytes = b""
+    told_at: float = -math.inf
+    untold: int = 0
 
 
 class LossWatch:
@@ -76,11 +82,17 @@ class LossWatch:
         held.records -= count
         self._batches = deque((one for one in self._batches if one[0] != tag or one[1] <= before), _REMEMBERED)
         self.losses = replace(self.losses, lost=self.losses.lost + count)
+        held.untold += count
+        now = time.monotonic()
+        if now - held.told_at < _TELL_SECONDS:
+            return
         names = ", ".join(filter(None, lost[-_NAMED:])) or "without names"
+        again = "; if it evicts them, set its maxmemory-policy to noeviction" if math.isfinite(held.told_at) else ""
         logger.warning(
-            "agentspec: the store has lost %d records that it had acknowledged, of log %s; the last are %s",
-            *(count, namespace, names),
+            "agentspec: the store has lost %d records that it had acknowledged, of log %s; the last are %s%s",
+            *(held.untold, namespace, names, again),
         )
+        held.told_at, held.untold = now, 0
 
 
 def _rested(shard: RedisShard, held: _Acknowledged) -> bool:
