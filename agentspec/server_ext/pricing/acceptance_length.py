@@ -13,7 +13,8 @@ _FIRST_STEPS = 8
 _MEAN_STEPS = 256
 """Most steps that a mean covers, of a row or of the first steps of all rows."""
 _MANY_ROWS = 16
-"""Rows beyond which only those that are new are looked at where rows change, and all of them each _MANY_STEPS."""
+"""Rows beyond which only those that are new are measured where rows change; all are each _MANY_STEPS, and when the one
+with the lowest mean has left."""
 _MANY_STEPS = 16
 
 
@@ -23,7 +24,7 @@ class AcceptanceLengths:
     def __init__(self) -> None:
         self._start = RunningMean(1.0, _FIRST_STEPS)  # of the first steps of all rows
         self._rows: set[AcceptanceLength] = set()  # of the latest call of `lowest`
-        self._lowest = 1.0
+        self._lowest: AcceptanceLength | None = None  # of these
         self._measured = -_MANY_STEPS  # the step at which all rows were measured
 
     def begin(self, length: int, step: int) -> AcceptanceLength:
@@ -43,15 +44,18 @@ class AcceptanceLengths:
             self._rows = {row for row, _ in rows}
         for row, length in joined:
             row.length, row.step = length, step
-        if len(rows) <= _MANY_ROWS or step - self._measured >= _MANY_STEPS:
+        if len(rows) <= _MANY_ROWS or step - self._measured >= _MANY_STEPS or self._lowest not in self._rows:
             self._measured = step
-            self._lowest = min((self._measure(row, length, step) for row, length in rows), default=1.0)
+            for row, length in rows:
+                self._measure(row, length, step)
+            candidates = [row for row, _ in rows]
         else:
-            self._lowest = min([self._lowest, *(row.mean.value for row, _ in joined)])
-        return self._lowest if 2 * len(rows) > count else 1.0
+            candidates = [self._lowest, *(row for row, _ in joined)]
+        self._lowest = min(candidates, key=_mean, default=None)
+        return _mean(self._lowest) if self._lowest is not None and 2 * len(rows) > count else 1.0
 
-    def _measure(self, row: AcceptanceLength, length: int, step: int) -> float:
-        """Return the row's mean, with the steps since it was measured before."""
+    def _measure(self, row: AcceptanceLength, length: int, step: int) -> None:
+        """Add the steps since the row was measured before to its mean."""
         steps = step - row.step
         if steps > 0:
             latest = (length - row.length) / steps
@@ -59,4 +63,7 @@ class AcceptanceLengths:
                 self._start.add(latest, _MEAN_STEPS, steps)
             row.mean.add(latest, _MEAN_STEPS, steps)
             row.length, row.step = length, step
-        return row.mean.value
+
+
+def _mean(row: AcceptanceLength) -> float:
+    return row.mean.value
