@@ -72,7 +72,8 @@ class Accounts:
         added = gained if state.told is None else 0
         if added > 1 and state.end_tokens:  # one was sampled behind a drafted end that was accepted
             new = step.tokens[row, state.length : length].tolist()
-            added = next((place for place, token in enumerate(new, 1) if token in state.end_tokens), added)
+            if not state.end_tokens.isdisjoint(new):
+                added = next(place for place, token in enumerate(new, 1) if token in state.end_tokens)
         state.uncounted += gained - added
         return added
 
@@ -85,7 +86,8 @@ class Accounts:
         drafted_by_source, accepted_by_source = drafts.drafted[rows].tolist(), drafts.accepted[rows].tolist()
         for i, *by_source in zip(rows, drafted_by_source, accepted_by_source, strict=True):
             state = lookup.states[i]
-            self._add_quiet(state, lookup.steps - 1 - state.noted)
+            if quiet := lookup.steps - 1 - state.noted:
+                self._add_quiet(state, quiet)
             state.noted = lookup.steps
             added = self._said(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
