@@ -217,12 +217,14 @@ class RolloutGenerator:
         for sample in self._journal.samples():
             if sample.reward is None and sample.id in problems:
                 rewards.give(problems[sample.id], sample)
+        if rewards:
+            logger.info("agentspec: %d samples of %s get a reward first", len(rewards), self._journal.path)
         while rewards:
             scored.update((sample.key, sample) for sample in rewards.take(wait=True))
         if scored:
             self._journal.replace(scored)
-            rewarded = sum(sample.reward is not None for sample in scored.values())
-            logger.info("agentspec: %d of %d samples without a reward have one now", rewarded, len(scored))
+            failed = sum(sample.reward is None for sample in scored.values())
+            logger.info("agentspec: %d samples have a reward now, %d have none", len(scored) - failed, failed)
 
     def _run_epoch(
         self,

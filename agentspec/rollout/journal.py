@@ -124,13 +124,14 @@ class Journal:
 
         Raises OSError if the disk is full.
         """
-        part = self.path.with_name(self.path.name + ".part")
+        path = self.path.resolve()  # which a link may name
+        part = path.with_name(path.name + ".part")
         with part.open("wb") as new:
             for sample in self.samples():
                 new.write(_line(samples.get(sample.key, sample)))
             new.flush()
             os.fsync(new.fileno())
-        part.replace(self.path)
+        part.replace(path)
         self.close()
         self._open()
         for sample in samples.values():

@@ -111,6 +111,7 @@ def test_a_last_sample_that_lacks_only_the_end_of_its_line_is_kept(tmp_path: Pat
 
 def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
+    path.symlink_to(tmp_path / "elsewhere.jsonl")
     with Journal(path) as journal:
         for number in range(3):
             journal.write(sample(number))
@@ -121,7 +122,7 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
             Journal(path)
     with Journal(path) as journal:
         assert list(journal.samples()) == [sample(0), sample(1, reward=0.5), sample(2), sample(3)]
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "elsewhere.jsonl", path] and path.is_symlink()
 
 
 @pytest.mark.parametrize(

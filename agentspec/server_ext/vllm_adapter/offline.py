@@ -83,7 +83,7 @@ class OfflineEngine:
             raise InvalidInputError(f"the tokenizer or its chat template refuses its prompt: {error}") from None
         if not 0 < len(ids) < self._max_model_len:
             raise InvalidInputError(
-                f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1}"
+                f"its prompt has {len(ids)} tokens, but the model takes 1 to {self._max_model_len - 1} (max_model_len)"
             )
         if (highest := max(ids)) > max(tokenizer.max_token_id, self._vocabulary - 1):  # vLLM's own limit
             raise InvalidInputError(f"its prompt has the token {highest}, which the model does not know")
