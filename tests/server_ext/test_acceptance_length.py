@@ -63,11 +63,12 @@ def test_a_short_beginning_does_not_count_for_long() -> None:
     assert rows.run(24) == pytest.approx((8 * 1.0 + 8 * 1.0 + 24 * 9.0) / 40, rel=0.05)
 
 
-def test_steps_in_which_a_row_was_preempted_do_not_count() -> None:
-    rows = Rows(9.0, 9.0)
+@pytest.mark.parametrize(("count", "steps"), [(2, 100), (64, 5)])
+def test_steps_in_which_a_row_was_preempted_do_not_count(count: int, steps: int) -> None:
+    rows = Rows(*[9.0] * count)
     rows.run(100)
     away = rows.rows.pop(), rows.gains.pop(), rows.texts.pop()
-    rows.run(100)
+    rows.run(steps)
     rows.rows.append(away[0])
     rows.gains.append(away[1])
     rows.texts.append(away[2])
@@ -111,14 +112,3 @@ def test_among_many_rows_a_new_one_counts_at_once() -> None:
     many.begin(1.0)
     assert many.run(1) == many.rows[-1].mean.value < 8.9
     assert many.run(800) == pytest.approx(1.0, rel=0.1)
-
-
-def test_among_many_rows_steps_in_which_one_was_preempted_do_not_count() -> None:
-    many = Rows(*[9.0] * 64)
-    many.run(100)
-    away = many.rows.pop(), many.gains.pop(), many.texts.pop()
-    many.run(5)
-    many.rows.append(away[0])
-    many.gains.append(away[1])
-    many.texts.append(away[2])
-    assert many.run(40) > 8
