@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import vllm
 
 from agentspec import AgentClient
 from agentspec.testing.server import ModelServer
@@ -53,14 +54,13 @@ def test_a_second_turn_drafts_from_the_first_of_its_session(fast: ModelServer, w
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_behind_a_stop_text_counts_or_is_kept(fast: ModelServer, stream: bool) -> None:
     """vLLM finds the stop text in the API server, when the engine has accepted a draft that goes far beyond it."""
+    if tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 32):
+        pytest.skip("this vLLM counts itself what it verified behind a stop text")
     client = openai.OpenAI(base_url=fast.base_url, api_key="none")
     name, tokens = f"stopped-{stream}", 100
     ask: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": tokens, "prompt": code(270, 12)}
     whole = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
-    begin = (
-        client.completions.create(**{**ask, "max_tokens": tokens // 3}, extra_body={"ignore_eos": True}).choices[0].text
-    )
-    stop = whole[len(begin) :][:6]
+    stop = whole[len(whole) // 3 :][:6]
     headers = {"X-Session-ID": name, "X-Agentspec-Figures": "summary"}
     ask |= {"stop": [stop], "extra_headers": headers, "extra_body": {"ignore_eos": True}}
     if stream:
