@@ -76,7 +76,7 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(fast: ModelServer, stream:
         text, said, found = reply.choices[0].text, reply.usage.completion_tokens, reply.model_extra["agentspec"]
     assert whole.startswith(text) and text == whole[: whole.index(stop)]
     assert 0 < said < tokens / 2 and found["drafted"] > said
-    assert figures(fast, found["request_id"])["tokens"] == found["tokens"] == said
+    assert figures(fast, found["request_id"])["tokens"] == found["tokens"] == said >= found["accepted"]
     wait_for(lambda: all_stored(fast))
     (turn,) = fast.get(f"/v1/agentspec/sessions/{name}")["turns"]
     assert len(turn["response"]) == said
