@@ -415,6 +415,31 @@ class Rows:
         return figures["tokens"], figures["steps"]
 
 
+@pytest.mark.parametrize("told_first", [True, False])
+def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bool) -> None:
+    """The API server has found a stop text, and the engine takes steps until it hears of that."""
+    rows = Rows(verify_cost=0.01)
+    rows.step(("0",))
+    (draft,) = rows.repeat()
+    if told_first:
+        rows.proposer.note_lengths({"0": 5})
+    length, following = int(rows.lengths[0]), [*draft, 7]
+    rows.tokens[0, length : length + len(following)] = following
+    rows.lengths[0] += len(following)
+    verified, room = np.array([len(draft)], np.int32), np.full(1, 8, np.int32)
+    rows.proposer.propose(
+        Step(rows.batch, (), rows.tokens, rows.lengths[:1], room, verified, num_draft_tokens=len(draft))
+    )
+    figures = rows.proposer.request("0")
+    assert figures is not None and figures["drafted"] == len(draft) == 8
+    if not told_first:
+        assert figures["accepted"] == 8
+        rows.proposer.note_lengths({"0": 5})
+        figures = rows.proposer.request("0")
+        assert figures is not None
+    assert 5 >= figures["tokens"] >= figures["accepted"]
+
+
 def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:
     batch = Rows()
     both, one = ("0", "1"), ("1",)

@@ -91,6 +91,8 @@ class Accounts:
             state.noted = lookup.steps
             added = self._said(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
+            if state.told is not None:
+                state.figures.take_back(0)  # what this step accepted lies behind the end of the response
             if state.trace is not None:
                 own = slice(drafts.offsets[i], drafts.offsets[i + 1])
                 said = step.tokens[engine_rows[i], state.length : state.length + added].tolist()
