@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Set
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,7 @@ class DraftingEngine:
         if not self._knows_erasures():
             self._held_back += 1
             return [[] for _ in step.batch.request_ids]
-        return lookup.spread(self.pricing.cut(drafts, allowance, count))
+        return lookup.spread(_before_ends(lookup, self.pricing.cut(drafts, allowance, count)))
 
     def _knows_erasures(self) -> bool:
         """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
@@ -325,7 +326,7 @@ class DraftingEngine:
                 work = max(work, self.pricing.latest_work())
             self._turnover.advance(step, 0.0 if self._put_off else max(work - 1e-9 * self._beside_ns, 0.0))
             if starting := self._turnover.starting():
-                self._accounts.wait(step, starting)
+                self._accounts.wait(self._steps + 1, step, starting)
         left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
         self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
         if not self._put_off:
@@ -402,6 +403,18 @@ class DraftingEngine:
         if where not in self._logged:  # log once, because the counter shows the others
             self._logged.add(where)
             logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
+
+
+def _before_ends(lookup: BatchLookup, drafts: list[list[int]]) -> list[list[int]]:
+    """Return the drafts of k rows without the token that ends a response, and what follows it.
+
+    The step that accepts the rest samples it, so that takes no step more. A request that goes on with streamed input
+    must not have computed it: vLLM takes the last token of a response back only where it was sampled.
+    """
+    return [
+        draft if not draft or state.end_tokens.isdisjoint(draft) else list(takewhile(state.is_no_end, draft))
+        for state, draft in zip(lookup.states, drafts, strict=True)
+    ]
 
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:

@@ -152,6 +152,10 @@ class RequestState:
     model_gain: RunningMean = field(default_factory=RunningMean)
     """tokens that the draft model adds to its drafts beyond the usual gain"""
 
+    def is_no_end(self, token: int) -> bool:
+        """Return whether a token leaves the response open."""
+        return token not in self.end_tokens
+
     @property
     def gets_drafts(self) -> bool:
         """Return whether it has started in the cache, and did not fail."""

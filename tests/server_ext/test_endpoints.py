@@ -244,7 +244,7 @@ class TestFigures:
         figures.take_back(0)
         assert sum(figures.accepted) == 10
         figures.take_back(8)
-        assert figures.tokens == sum(figures.accepted) == 4
+        assert (figures.tokens, sum(figures.accepted)) == (4, 3)  # the first token is of no draft
         figures.take_back(4)
         assert figures.tokens == sum(figures.accepted) == 0
 

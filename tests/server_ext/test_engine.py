@@ -440,6 +440,15 @@ def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bo
     assert 5 >= figures["tokens"] >= figures["accepted"]
 
 
+def test_the_end_of_a_response_is_never_drafted() -> None:
+    """The step that accepts what stands before it samples it. vLLM takes it back then where streamed input follows."""
+    rows = Rows(verify_cost=0.01)
+    rows.step(("0", "1"))
+    rows.proposer._requests.by_id["0"].end_tokens = frozenset({8, 5})
+    ended, whole = rows.repeat()
+    assert ended == [7] and whole[:4] == [107, 108, 109, 107]
+
+
 def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:
     batch = Rows()
     both, one = ("0", "1"), ("1",)

@@ -190,7 +190,8 @@ class TestServe:
             self.served({**ARCTIC, "model": str(tmp_path)})
 
     @pytest.mark.parametrize(
-        "argument", ["--speculative-config.method", "--speculative_config.method", "-sc.method", "--spec-method"]
+        "argument",
+        ["--speculative-config.method", "--speculative_config.method", "-sc.method", "--spec-method", "--spec_method"],
     )
     def test_other_spellings_are_refused(self, argument: str) -> None:
         with pytest.raises(ConfigurationError, match="--speculative-config"):

@@ -224,8 +224,12 @@ class TestLaunch:
         file.write_text("pipeline-parallel-size: 2")
         with pytest.raises(UnsupportedEngineError, match="tensor-parallel"):
             serve_arguments(["--config", str(file)], {}, 8)
-        file.write_text("additional-config.agentspec.scope: none")
-        with pytest.raises(ConfigurationError, match="--config: give additional-config as one mapping"):
+        for text in ("additional-config.agentspec.scope: none", "additional-conf: {}", "speculative_conf: {}"):
+            file.write_text(text)
+            with pytest.raises(ConfigurationError, match="give it in full, as --"):
+                serve_arguments(["--config", str(file)], {}, 8)
+        file.write_text("spec_method: ngram")
+        with pytest.raises(ConfigurationError, match="--spec-method: give the speculative method as"):
             serve_arguments(["--config", str(file)], {}, 8)
         for text in ("[1]", ": : :", ""):  # vLLM says what is wrong with them
             file.write_text(text)

@@ -7,10 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentspec.errors import StoreError
-from agentspec.server_ext.figures.metrics import Recorder
+from agentspec.server_ext.figures.accounts import Accounts
+from agentspec.server_ext.figures.metrics import Metrics, Recorder, RequestFigures
+from agentspec.server_ext.figures.traces import Traces
+from agentspec.server_ext.identity import Identity
+from agentspec.server_ext.step import AcceptanceLength, Batch, RequestState, Step
 
 KEY, OTHER = "a" * 32, "b" * 32
 
@@ -21,6 +26,23 @@ def line(step: int, name: str | None, key: str | None) -> dict[str, Any]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) -> None:
+    """Or a request that ends before its start would have none, and the others fewer tokens than were said."""
+    recorder = Recorder(tmp_path / "steps.jsonl")
+    state = RequestState("r", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
+    accounts = Accounts(Metrics(), Traces(1000), recorder)
+    zeros, tokens = np.zeros(1, np.int32), np.zeros((1, 20), np.int32)
+    for number in (7, 8):
+        step = Step(Batch(("r",), zeros), (), tokens, np.array([number + 4], np.int32), zeros, zeros, 0)
+        accounts.wait(number, step, [state])
+    recorder.close()
+    found = [
+        (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(recorder.path)
+    ]
+    assert found == [(7, "r", 1, 0, None), (8, "r", 1, 0, None)]
+    assert (state.figures.tokens, state.figures.steps) == (2, 2)
 
 
 def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ class Accounts:
         state.figures.steps += steps
         state.length += steps
 
-    def wait(self, step: Step, starting: Sequence[RequestState]) -> None:
-        """Add the step to the figures of requests that get no drafts yet."""
+    def wait(self, number: int, step: Step, starting: Sequence[RequestState]) -> None:
+        """Count a step of requests that get no drafts yet. number: of the step."""
         places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
         for state in starting:
             place = places.get(state.request_id)
@@ -64,6 +64,7 @@ class Accounts:
                 said = step.tokens[row, state.length : state.length + added].tolist()
                 self._traces.add(state.trace, said, 0, 0)
             state.length = length
+            self._record(number, state, added)
 
     @staticmethod
     def _said(state: RequestState, step: Step, row: int, length: int) -> int:
@@ -99,8 +100,14 @@ class Accounts:
                 self._traces.add(state.trace, said, drafted, accepted)
                 state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
             state.length = lengths[i]
-            if self._recorder is None:
-                continue
+            self._record(number, state, added, drafted, accepted)
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
+            state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
+            state.draft_ns = ns
+
+    def _record(self, number: int, state: RequestState, added: int, drafted: int = 0, accepted: int = 0) -> None:
+        """Write a line of the step record, if there is one."""
+        if self._recorder is not None:
             self._recorder.add(
                 {
                     "step": number,
@@ -114,6 +121,3 @@ class Accounts:
                     "ns": state.draft_ns,
                 }
             )
-            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
-            state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
-            state.draft_ns = ns

@@ -57,7 +57,7 @@ class RequestFigures:
     def take_back(self, tokens: int) -> None:
         """Leave out tokens that the caller did not get, and accepted ones that can only be among them."""
         self.tokens -= tokens
-        while (over := sum(self.accepted) - max(self.tokens, 0)) > 0:
+        while (over := sum(self.accepted) - max(self.tokens - 1, 0)) > 0:  # the first token is never a draft's
             most = max(self.accepted)
             self.accepted[self.accepted.index(most)] = max(most - over, 0)
 
@@ -186,7 +186,7 @@ class Metrics:
 
 
 class Recorder:
-    """Write the step-by-step record: a JSON line for each request and step in which a draft was verified or made.
+    """Write the step-by-step record: a JSON line for each request and step.
 
     ``{"step": 41, "request": "chatcmpl-…", "session": "fix-42", "session_key": "…", "source": "session", "drafted": 9,
     "accepted": 7, "tokens": 8, "ns": 21500}``: ``source`` is where the first drafted token came from (null without a

@@ -28,6 +28,11 @@ class CommandLine:
         values = [value for _, _, value in self._places(names)]
         return values[-1] if values else self._in_file(names)
 
+    def begins_with(self, prefix: str) -> str | None:
+        """Return an option of the arguments or the file whose name begins so, None if there is none."""
+        given = [*self.rest, *(f"--{key}" for key in self._file)]
+        return next((each for each in given if _plain(each).startswith(prefix)), None)
+
     def take_object(self, *names: str) -> dict[str, Any] | None:
         """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
 
@@ -35,13 +40,11 @@ class CommandLine:
         object, and for spellings that would hide another value from agentspec.
         """
         spelled = names[0]
-        for argument in self.rest:
+        for argument in [*self.rest, *(f"--{key}" for key in self._file)]:
             name = _plain(argument.partition("=")[0])
             abbreviated = len(name) >= _LEAST_ABBREVIATION and spelled.startswith(name) and name != spelled
             if abbreviated or name.startswith(tuple(f"{each}." for each in names)):
                 raise ConfigurationError(f"{argument}: give it in full, as {spelled} '{{…}}'")
-        if any(key.startswith(f"{spelled[2:]}.") for key in self._file):
-            raise ConfigurationError(f"{_FILE}: give {spelled[2:]} as one mapping, without dots in its keys")
         given = self.value(*names)
         for begin, end, _ in reversed(self._places(names)):
             del self.rest[begin:end]

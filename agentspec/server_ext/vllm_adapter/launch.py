@@ -63,9 +63,8 @@ def serve_arguments(
             "use --tensor-parallel-size, or start plain 'vllm serve'"
         )
     _check_given_limit(max_draft)
-    for argument in arguments:
-        if argument.startswith("--spec-"):
-            raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
+    if (argument := line.begins_with("--spec-")) is not None:
+        raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
     translated: dict[str, Any] = {}
     method = line.take_object(*_SPECULATIVE_FLAGS)
     config = None if method is None else _with_underscores(method)
