@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,5 +49,14 @@ class BatchLookup:
         return list(zip(measures, self.pick(step.lengths).tolist(), strict=True))
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
-        """Return the drafts of all rows of the batch: the given ones, and empty ones for the other rows."""
+        """Return the drafts of all rows of the batch: those of the k rows, and empty ones for the other rows.
+
+        The token that ends a response is left out, and what follows it. The step that accepts the rest samples that
+        token, so this takes no step more. A request that goes on with streamed input must not have computed it: vLLM
+        takes the last token of a response back only where it was sampled.
+        """
+        drafts = [
+            draft if not draft or state.end_tokens.isdisjoint(draft) else list(takewhile(state.is_no_end, draft))
+            for state, draft in zip(self.states, drafts, strict=True)
+        ]
         return drafts if self.picked is None else spread_drafts(drafts, self.picked.tolist(), len(self.batch))

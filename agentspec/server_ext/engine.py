@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Set
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +300,7 @@ class DraftingEngine:
         if not self._knows_erasures():
             self._held_back += 1
             return [[] for _ in step.batch.request_ids]
-        return lookup.spread(_before_ends(lookup, self.pricing.cut(drafts, allowance, count)))
+        return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
     def _knows_erasures(self) -> bool:
         """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
@@ -403,18 +402,6 @@ class DraftingEngine:
         if where not in self._logged:  # log once, because the counter shows the others
             self._logged.add(where)
             logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
-
-
-def _before_ends(lookup: BatchLookup, drafts: list[list[int]]) -> list[list[int]]:
-    """Return the drafts of k rows without the token that ends a response, and what follows it.
-
-    The step that accepts the rest samples it, so that takes no step more. A request that goes on with streamed input
-    must not have computed it: vLLM takes the last token of a response back only where it was sampled.
-    """
-    return [
-        draft if not draft or state.end_tokens.isdisjoint(draft) else list(takewhile(state.is_no_end, draft))
-        for state, draft in zip(lookup.states, drafts, strict=True)
-    ]
 
 
 def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
