@@ -104,8 +104,10 @@ class StepPricing:
         total = len(drafts.token_ids)
         if total > allowance.tokens:
             leave_out = allowance.by_latency and self.cost.should_measure_plain(count)
+        elif total and self.cost.given is None:
+            leave_out = not self.cost.pays(count, total, expected_tokens(drafts))
         else:
-            leave_out = total > 0 and not self.cost.pays(count, total, expected_tokens(drafts))
+            leave_out = False
         return [[] for _ in range(len(drafts.offsets) - 1)] if leave_out else self.budget.cut(drafts, allowance.tokens)
 
 
