@@ -107,6 +107,8 @@ def rollout(
     judge = None if reward is None else _function("--reward", reward)
     update = None if update_weights is None else _function("--update-weights", update_weights)
     given = json_object("--engine", engine)
+    if "model" in given:
+        raise ConfigurationError("--engine: the model is an option of its own, --model")
     hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
     if plain:
@@ -115,8 +117,11 @@ def rollout(
     else:
         additional = _object(given, "additional_config")
         settings = {"verify_cost": verify_cost, **_object(additional, "agentspec")}
+        if max_draft is not None:
+            settings["max_draft"] = max_draft
+        longest = settings.pop("max_draft", None)
         method = _object(given, "speculative_config") or None
-        options |= rollout_options(max_draft=max_draft, speculative_config=method, **settings)
+        options |= rollout_options(max_draft=longest, speculative_config=method, **settings)
         options["additional_config"] |= additional
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     options |= {name: value for name, value in limits.items() if value is not None} | given

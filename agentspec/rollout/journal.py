@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import stat
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -127,6 +128,7 @@ class Journal:
         path = self.path.resolve()  # which a link may name
         part = path.with_name(path.name + ".part")
         with part.open("wb") as new:
+            os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(self._file).st_mode))
             for sample in self.samples():
                 new.write(_line(samples.get(sample.key, sample)))
             new.flush()

@@ -103,6 +103,11 @@ def test_engine_options_go_together_with_the_others(
     assert made["speculative_config"] == native["speculative_config"]
     assert made["additional_config"] == {"agentspec": {"verify_cost": 0.02, "max_draft": 4}}
     assert made["seed"] == 5
+    limit = '{"additional_config": {"agentspec": {"max_draft": 8}}}'
+    assert command(monkeypatch, *base[:3], "--engine", limit)["speculative_config"]["num_speculative_tokens"] == 8
+    assert command(monkeypatch, *base, "--engine", limit)["speculative_config"]["num_speculative_tokens"] == 4
+    assert not command(monkeypatch, *base, "--engine", '{"model": "x"}')
+    assert "--model" in capsys.readouterr().err
     assert not command(monkeypatch, *base, "--engine", '{"additional_config": 3}')
     assert "--engine: additional_config must be a JSON object, got int" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """The step record: what is written, and that an erased session's name goes from the lines that are there."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from agentspec.errors import StoreError
 from agentspec.server_ext.figures.accounts import Accounts
-from agentspec.server_ext.figures.metrics import Metrics, Recorder, RequestFigures
+from agentspec.server_ext.figures.metrics import Metrics, Recorder, RequestFigures, _blank_session
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import AcceptanceLength, Batch, RequestState, Step
@@ -123,6 +124,40 @@ for step in range(100):
     recorder.add(line(step, "fix-42", KEY))
 recorder.close()
 """
+
+
+def test_a_record_that_is_cut_during_an_erasure_costs_nothing_else(tmp_path: Path) -> None:
+    """As by logrotate's copytruncate. Reading a mapped file behind its end would kill the process."""
+    path = tmp_path / "steps.jsonl"
+    text = "".join(json.dumps(line(number, "s", KEY), separators=(",", ":")) + "\n" for number in range(20_000))
+    cutting = threading.Event()
+
+    def cut() -> None:
+        while not cutting.wait(0.001):
+            os.truncate(path, 0)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        for _ in range(20):
+            path.write_text(text)
+            _blank_session(path, KEY)
+            assert KEY not in path.read_text()
+    finally:
+        cutting.set()
+        thread.join()
+
+
+def test_lines_of_any_place_lose_the_name(tmp_path: Path) -> None:
+    """A long record is read in blocks, whose ends stand anywhere in its lines."""
+    path = tmp_path / "steps.jsonl"
+    given = [line(number, "s", KEY if number % 3 else OTHER) for number in range(6_000)]
+    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in given))
+    size = path.stat().st_size
+    _blank_session(path, KEY)
+    assert path.stat().st_size == size > 2 * 2**18
+    blank = {"session": None, "session_key": None}
+    assert lines(path) == [{**one, **blank} if one["session_key"] == KEY else one for one in given]
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:

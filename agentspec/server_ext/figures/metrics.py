@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import json
 import logging
-import mmap
 import os
 import threading
 from bisect import bisect_left
@@ -32,6 +31,8 @@ _LINE_BYTES = 1_024
 _FLUSH_SECONDS = 0.1
 """Bounds of the histograms, from ten microseconds on."""
 _QUEUED_LINES = 200_000
+_BLOCK_BYTES = 1 << 18
+"""So much of a step record is searched at a time: other threads wait for the interpreter meanwhile."""
 
 
 FiguresKey = tuple[str | None, str, str]
@@ -306,23 +307,33 @@ def _append(lines: bytes, path: Path) -> tuple[int, OSError | None]:
 def _blank_session(path: Path, session_key: str) -> None:
     """Overwrite a session's name and key in all lines of a step record, and fill the lines up with spaces.
 
-    A broken line that has its key is overwritten whole.
+    A broken line that has its key is overwritten whole. A last line without its end is another process's, which erases
+    the session itself. The file may be cut meanwhile, as `logrotate` does; what it loses need not be overwritten.
     """
     wanted = f'"session_key":{json.dumps(session_key)}'.encode()
-    if path.stat().st_size == 0:
-        return
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as text:
-        place = text.find(wanted)
-        while place >= 0:
-            begin, end = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place)
-            if end < 0:  # another process is writing it, and erases the session itself
-                return
-            try:
-                line = json.loads(text[begin:end])
-            except ValueError:  # two lines in one, of which the first was cut off when its process was killed
-                text[begin:end] = b" " * (end - begin)
-                line = {}
-            if line.get("session_key") == session_key:
-                blank = json.dumps({**line, "session": None, "session_key": None}, separators=(",", ":"))
-                text[begin:end] = blank.encode().ljust(end - begin)
-            place = text.find(wanted, end)
+    with path.open("r+b", buffering=0) as file:
+        record = file.fileno()
+        begin, text = 0, b""  # where the lines begin that were read and not looked at
+        while block := os.pread(record, _BLOCK_BYTES, begin + len(text)):
+            text += block
+            end = text.rfind(b"\n") + 1
+            place = text.find(wanted, 0, end)
+            while place >= 0:
+                first, last = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place)
+                if os.fstat(record).st_size < begin + last:  # it was cut
+                    return
+                os.pwrite(record, _without_session(text[first:last], session_key), begin + first)
+                place = text.find(wanted, last, end)
+            begin, text = begin + end, text[end:]
+
+
+def _without_session(line: bytes, session_key: str) -> bytes:
+    """Return a line without this session's name and key, and spaces in place of a broken one. The length stays."""
+    try:
+        values = json.loads(line)
+    except ValueError:  # two lines in one, of which the first was cut off when its process was killed
+        return b" " * len(line)
+    if values.get("session_key") != session_key:
+        return line
+    blank = json.dumps({**values, "session": None, "session_key": None}, separators=(",", ":"))
+    return blank.encode().ljust(len(line))
