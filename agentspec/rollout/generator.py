@@ -1,5 +1,6 @@
 """Sample problems on a vLLM engine in this process, one decode step at a time, and write each sample as it finishes."""
 
+import copy
 import hashlib
 import logging
 import math
@@ -219,12 +220,14 @@ class RolloutGenerator:
                 rewards.give(problems[sample.id], sample)
         if rewards:
             logger.info("agentspec: %d samples of %s get a reward first", len(rewards), self._journal.path)
-        while rewards:
-            scored.update((sample.key, sample) for sample in rewards.take(wait=True))
-        if scored:
-            self._journal.replace(scored)
-            failed = sum(sample.reward is None for sample in scored.values())
-            logger.info("agentspec: %d samples have a reward now, %d have none", len(scored) - failed, failed)
+        try:
+            while rewards:
+                scored.update((sample.key, sample) for sample in rewards.take(wait=True))
+        finally:  # an interrupt must not cost the rewards that are known
+            if scored:
+                self._journal.replace(scored)
+                failed = sum(sample.reward is None for sample in scored.values())
+                logger.info("agentspec: %d samples have a reward now, %d have none", len(scored) - failed, failed)
 
     def _run_epoch(
         self,
@@ -302,7 +305,7 @@ class RolloutGenerator:
             steps=answer.steps,
             drafted=answer.drafted,
             accepted=answer.accepted,
-            fields=problem.fields,
+            fields=copy.deepcopy(problem.fields),  # a reward may write into a sample's
         )
 
 

@@ -1,5 +1,7 @@
 """Call a reward function in threads beside the engine, and give up on calls that take too long."""
 
+import asyncio
+import inspect
 import logging
 import math
 import threading
@@ -7,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from agentspec.errors import ConfigurationError
 from agentspec.rollout.journal import Sample
 from agentspec.rollout.problems import Problem
-from agentspec.server_ext.vllm_adapter.offline import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +85,37 @@ class Rewards:
 
     def _call(self, reward: Reward, number: int, problem: Problem, sample: Sample) -> None:
         try:
-            value = float(awaited(reward(problem, sample)))
+            value = float(_awaited(reward(problem, sample)))
             if not math.isfinite(value):  # a group's advantages would all be nan, and JSON has no such number
                 raise ValueError(f"{value} is not a finite number")
             sample = replace(sample, reward=value, reward_error=None)
         except BaseException as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
             sample = _failed(sample, _described(error))
         self._done.put((number, sample))
+
+
+_LOOP_LOCK = threading.Lock()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all asynchronous rewards, which may share a client then. It runs in a daemon thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agentspec-reward-loop", daemon=True).start()
+    return loop
+
+
+def _awaited(value: Any) -> Any:
+    """Return a value, or what an awaitable gives."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    with _LOOP_LOCK:
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
 
 def _failed(sample: Sample, error: str) -> Sample:

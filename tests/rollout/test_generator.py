@@ -1,6 +1,6 @@
 """The loop around the engine, with an engine that answers at once; the real one is in end_to_end/test_rollouts.py."""
 
-import asyncio  # noqa: F401 (an answer that a reward runs)
+import asyncio
 import threading
 import time
 from collections import deque
@@ -12,6 +12,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
+from agentspec.rollout.rewards import Rewards
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 
 vllm = pytest.importorskip("vllm")
@@ -290,6 +291,49 @@ def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
 
     _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
     assert [sample.reward for sample in samples] == [0.5] * 3
+
+
+def test_asynchronous_rewards_may_share_a_client(tmp_path: Path) -> None:
+    """As one AsyncOpenAI of a module, whose connections belong to the event loop that made them."""
+    one_at_a_time, loops = asyncio.Semaphore(1), set()
+
+    async def reward(problem: Problem, sample: Sample) -> float:
+        async with one_at_a_time:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0.005)
+            return 0.5
+
+    figures, _ = run(tmp_path / "r.jsonl", Plan(samples=6), reward=reward, reward_seconds=30.0)
+    assert (figures[0].rewarded, len(loops)) == (18, 1)
+
+
+def test_an_interrupt_keeps_the_rewards_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=4))
+    take, taken = Rewards.take, []
+
+    def interrupted(self: Rewards, *, wait: bool = False) -> Any:
+        for sample in take(self, wait=wait):
+            taken.append(sample)
+            yield sample
+        if len(taken) >= 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rewards, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Plan(samples=4), reward=lambda problem, sample: 1.0)
+    with Journal(path) as journal:
+        assert sum(sample.reward == 1.0 for sample in journal.samples()) >= 5
+        assert len(journal) == 12
+
+
+def test_what_a_reward_writes_into_a_sample_stays_with_it(tmp_path: Path) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        sample.fields["note"] = sample.sample
+        return 1.0
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=3), reward=reward)
+    assert all(sample.fields["note"] == sample.sample for sample in samples)
 
 
 def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
