@@ -116,12 +116,11 @@ def rollout(
         options |= PLAIN_OPTIONS
     else:
         additional = _object(given, "additional_config")
-        settings = {"verify_cost": verify_cost, **_object(additional, "agentspec")}
+        drafting = {"verify_cost": verify_cost, **_object(additional, "agentspec")}
         if max_draft is not None:
-            settings["max_draft"] = max_draft
-        longest = settings.pop("max_draft", None)
+            drafting["max_draft"] = max_draft
         method = _object(given, "speculative_config") or None
-        options |= rollout_options(max_draft=longest, speculative_config=method, **settings)
+        options |= rollout_options(speculative_config=method, **drafting)
         options["additional_config"] |= additional
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     options |= {name: value for name, value in limits.items() if value is not None} | given

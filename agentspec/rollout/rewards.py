@@ -16,6 +16,7 @@ from typing import Any
 from agentspec.errors import ConfigurationError
 from agentspec.rollout.journal import Sample
 from agentspec.rollout.problems import Problem
+from agentspec.server_ext.vllm_adapter.offline import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +111,9 @@ def _awaited(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
-    async def wait() -> Any:
-        return await value
-
     with _LOOP_LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
+    return asyncio.run_coroutine_threadsafe(result_of(value), loop).result()
 
 
 def _failed(sample: Sample, error: str) -> Sample:

@@ -1,6 +1,9 @@
 """Real vLLM servers on the small model, started once for all tests of this folder."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentspec.testing.server import ModelServer
+from agentspec.testing.server import CPU_ENVIRONMENT, ModelServer
 from tests.end_to_end.greedy import Answers, run_all
 from tests.end_to_end.mixed_load import mixed_load
 
@@ -94,6 +97,26 @@ def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 def plain_answers(plain: ModelServer) -> Answers:
     """What vLLM without the extension answers to the mixed load, greedily."""
     return run_all(plain, mixed_load())
+
+
+def run_script(name: str, *arguments: str, out: Path, in_process: bool = True) -> Any:
+    """Run a script of this folder; the JSON that it writes to ``out``. in_process: vLLM's engine is in its process."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(name)), *arguments, str(out)],
+        env={
+            **os.environ,
+            **CPU_ENVIRONMENT,
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
+        },
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
 
 
 def other_weights(folder: Path) -> Path:

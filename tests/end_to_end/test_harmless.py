@@ -1,9 +1,6 @@
 """Rollouts that draft train as well as rollouts that don't: log probabilities, distribution, and new weights."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
@@ -13,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.testing.server import CPU_ENVIRONMENT
 from demo.tasks import make_task
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, other_weights
+from tests.end_to_end.conftest import MODEL, other_weights, run_script
 from tests.end_to_end.mixed_load import code
 
 pytestmark = [pytest.mark.engine, pytest.mark.rl, pytest.mark.timeout(3200)]
@@ -45,24 +41,9 @@ def run(
     in_process: bool = True,
 ) -> list[dict[str, Any]]:
     """The answers of an engine of its own to some rounds."""
+    job = json.dumps({"rounds": rounds, "seed": seed})
     out = folder / f"{method}.json"
-    script = Path(__file__).with_name("offline_run.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), method, json.dumps({"rounds": rounds, "seed": seed}), str(out)],
-        env={
-            **os.environ,
-            **CPU_ENVIRONMENT,
-            **ENVIRONMENT,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(out.read_text())
+    found: list[dict[str, Any]] = run_script("offline_run.py", str(model), method, job, out=out, in_process=in_process)
     return found
 
 

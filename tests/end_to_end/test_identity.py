@@ -3,18 +3,13 @@
 Two answers may part at a tie (see ``greedy``), and there may be only a few of them.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from agentspec.testing.server import CPU_ENVIRONMENT, ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL
+from agentspec.testing.server import ModelServer
+from tests.end_to_end.conftest import MODEL, run_script
 from tests.end_to_end.greedy import Answers, differences, run_all
 from tests.end_to_end.mixed_load import mixed_load
 from tests.end_to_end.test_restart import wait_for
@@ -74,23 +69,10 @@ def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(f
 def test_streamed_input_behind_a_stop_token_is_answered_alike(tmp_path: Path) -> None:
     """vLLM takes a stop token back that was sampled, and keeps one that was drafted and accepted, as it is computed."""
 
-    def run(method: str) -> dict[str, Any]:
-        out = tmp_path / f"{method}.json"
-        script = Path(__file__).with_name("streamed_input_run.py")
-        done = subprocess.run(
-            [sys.executable, str(script), str(MODEL), method, str(out)],
-            env={**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-    plain, drafted = run("plain"), run("agentspec")
+    plain, drafted = (
+        run_script("streamed_input_run.py", str(MODEL), method, out=tmp_path / f"{method}.json")
+        for method in ("plain", "agentspec")
+    )
     assert drafted["said"] == plain["said"]
     assert drafted["accepted"] > 100
 

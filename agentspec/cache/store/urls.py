@@ -27,6 +27,8 @@ FORMS = (
 )
 """Supported forms of a store URL, for messages."""
 
+PLACE_DIGITS = 12
+"""Hexadecimal digits that stand for a Redis store where the name of its snapshot begins."""
 _CERTIFICATES = ("required", "optional", "none")
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
 _REDIS: dict[str, RedisForm] = {
@@ -97,7 +99,9 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
         return path.with_name(f"{path.name}-{name}")
     address, prefix, _ = _redis_place(url)
     part = (address.form, address.nodes, address.path, address.service, address.database, prefix)
-    place = hashlib.blake2b(repr(part).encode(), digest_size=6).hexdigest()  # however the URL is written
+    place = hashlib.blake2b(
+        repr(part).encode(), digest_size=PLACE_DIGITS // 2
+    ).hexdigest()  # however the URL is written
     try:
         return sqlite_path(default_store_url(f"{place}-{name}"))
     except StoreUnavailableError as error:

@@ -22,13 +22,12 @@ from pathlib import Path
 
 import agentspec
 from agentspec.cache import SuffixCache
+from agentspec.cache.store.urls import PLACE_DIGITS
 from agentspec.errors import SnapshotError, StoreError
 
 logger = logging.getLogger(__name__)
 
-_REDIS_DIGITS = 12
-"""With so many hexadecimal digits the name of a Redis store's snapshot begins (`snapshot_path`)."""
-_OF_REDIS = re.compile(f"[0-9a-f]{{{_REDIS_DIGITS}}}")
+_OF_REDIS = re.compile(f"[0-9a-f]{{{PLACE_DIGITS}}}")
 
 
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
@@ -211,7 +210,7 @@ class SnapshotKeeper:
         Those of any Redis server count: one server has several addresses, and a log's name is its model's and secret's.
         """
         of_redis = _OF_REDIS.fullmatch(self._store)
-        store = _REDIS_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
+        store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
         return [*self._path.parent.glob(f"{store}-{glob.escape(log)}*.snapshot")]
 
     def _is_outdated(self, path: Path) -> bool:

@@ -30,8 +30,7 @@ class CommandLine:
 
     def begins_with(self, prefix: str) -> str | None:
         """Return an option of the arguments or the file whose name begins so, None if there is none."""
-        given = [*self.rest, *(f"--{key}" for key in self._file)]
-        return next((each for each in given if _plain(each).startswith(prefix)), None)
+        return next((each for each in self._given() if _plain(each).startswith(prefix)), None)
 
     def take_object(self, *names: str) -> dict[str, Any] | None:
         """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
@@ -40,7 +39,7 @@ class CommandLine:
         object, and for spellings that would hide another value from agentspec.
         """
         spelled = names[0]
-        for argument in [*self.rest, *(f"--{key}" for key in self._file)]:
+        for argument in self._given():
             name = _plain(argument.partition("=")[0])
             abbreviated = len(name) >= _LEAST_ABBREVIATION and spelled.startswith(name) and name != spelled
             if abbreviated or name.startswith(tuple(f"{each}." for each in names)):
@@ -48,9 +47,13 @@ class CommandLine:
         given = self.value(*names)
         for begin, end, _ in reversed(self._places(names)):
             del self.rest[begin:end]
-        return (
-            None if given is None else dict(given) if isinstance(given, Mapping) else json_object(spelled, str(given))
-        )
+        if given is None or isinstance(given, Mapping):
+            return None if given is None else dict(given)
+        return json_object(spelled, str(given))
+
+    def _given(self) -> list[str]:
+        """Return the arguments, and the file's options as if they were some."""
+        return [*self.rest, *(f"--{key}" for key in self._file)]
 
     def _places(self, names: Sequence[str]) -> list[tuple[int, int, str]]:
         """Return where these options stand: begin, end, and value."""

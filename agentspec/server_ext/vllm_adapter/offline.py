@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ class Answer:
     steps: int
     drafted: int
     accepted: int
+
+
+async def result_of(awaitable: Awaitable[Any]) -> Any:
+    """Return what an awaitable gives. Event loops run coroutines, and not every awaitable is one."""
+    return await awaitable
 
 
 class OfflineEngine:
@@ -144,7 +149,9 @@ class OfflineEngine:
         An awaitable is awaited. What the KV cache holds of prompts is dropped, as the weights before computed it.
         Raises RolloutError if vLLM does not drop it, because requests run.
         """
-        returned = awaited(update(self.llm, epoch))
+        returned = update(self.llm, epoch)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(result_of(returned))
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM keeps the prefix cache of the weights before, because requests run: end them")
         return returned
@@ -152,17 +159,6 @@ class OfflineEngine:
     def close(self) -> None:
         """End the engine, once the store has every finished turn."""
         self._engine.engine_core.shutdown()
-
-
-def awaited(value: Any) -> Any:
-    """Return a value, or what an awaitable gives. No event loop may run in this thread then."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait())
 
 
 def _end_waiting_at_death(core: Any) -> None:
