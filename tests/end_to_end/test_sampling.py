@@ -69,13 +69,10 @@ def deviation(a: Counter[int], b: Counter[int]) -> float:
 
 
 def test_sampled_tokens_have_the_same_distribution(plain: ModelServer, drafting: ModelServer) -> None:
-    before = drafting.stats()["counters"]
     found, expected = sample(drafting), sample(plain)
     counters = drafting.stats()["counters"]
-    accepted = counters["accepted"] - before.get("accepted", 0)
-    drafted = counters["drafted"] - before.get("drafted", 0)
-    assert accepted > 200, "nothing was accepted, so nothing was tested"
-    assert drafted - accepted > 200, "nothing was rejected, so nothing was tested"
+    assert counters["accepted"] > 200, "too little was accepted to test anything"
+    assert counters["drafted"] - counters["accepted"] > 200, "too little was rejected to test anything"
     assert [deviation(one, other) < 4.5 for one, other in zip(found, expected, strict=True)] == [True] * POSITIONS
     # The same statistic sees another temperature, so it would have seen a lost one.
     colder = sample(plain, temperature=0.9)
