@@ -16,10 +16,11 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 import agentspec
-from agentspec.errors import ConfigurationError, UnsupportedEngineError
+from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
 from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
+from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
 from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, returned_tokens
 
@@ -333,7 +334,36 @@ class TestRunner:
         assert extension.drafted_nothing
         assert extension.engine is not None
         assert extension.engine.metrics.counters["errors_adapter"] == 2
-        assert sum("goes on without drafts" in record.message for record in caplog.records) == 1
+        assert sum("goes on without its drafts" in record.message for record in caplog.records) == 1
+
+    @pytest.mark.parametrize("parallel", [False, True])
+    def test_a_draft_model_that_cannot_begin_leaves_the_drafts_of_the_indexes(self, parallel: bool) -> None:
+        class Broken(ModelDrafter):
+            def load(self, target: Any) -> None:
+                pytest.fail("the weights were read")
+
+            def bind(self, forward: ForwardPass) -> BoundModel:
+                raise ValueError("no such layer")
+
+        drafter = Broken()
+        drafter.parallel = parallel
+        extension = object.__new__(runner.RunnerExtension)
+        vars(extension).update(
+            settings=SimpleNamespace(enabled=True),
+            engine=SimpleNamespace(
+                metrics=SimpleNamespace(counters=Counter()), propose=lambda step, model: [[3], [4]] if not model else []
+            ),
+            draft_model=drafter,
+            _cpu_limits=None,
+            _reported=False,
+            _reader=SimpleNamespace(read=lambda *_: "step"),
+        )
+        forward = ForwardPass(None, [[1], [2]])
+        if parallel:  # the other ranks wait for the model, and vLLM must not wait with them
+            with pytest.raises(SpeculatorError, match="restart the server"):
+                extension.draft(object(), forward)
+        else:
+            assert extension.draft(object(), forward) == [[3], [4]]
 
 
 class TestPatches:

@@ -24,7 +24,7 @@ from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
-from agentspec.server_ext.vllm_adapter.draft_models import ModelDrafter, build_draft_model
+from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, build_draft_model
 from agentspec.server_ext.vllm_adapter.engine_arguments import on_cpu
 from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
@@ -141,8 +141,19 @@ class RunnerExtension:
         if limits.draft_bytes is not None:
             keep_freed_memory(limits.draft_bytes, _READY_TOKENS * limits.position_bytes)
 
+    def _bind(self, forward: ForwardPass) -> BoundModel | None:
+        """Return the draft model for this pass; None if there is none, or it fails, so that the indexes draft alone."""
+        if self.draft_model is None:
+            return None
+        try:
+            with self.draft_model.together():
+                return self.draft_model.bind(forward)
+        except Exception:
+            self._report()
+            return None
+
     def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
-        bound = None if self.draft_model is None else self.draft_model.bind(forward)
+        bound = self._bind(forward)
         try:
             step = self._reader.read(runner, forward.scheduler_output, forward.sampled)
             drafts = engine.propose(step, bound)
@@ -159,7 +170,7 @@ class RunnerExtension:
             self.engine.metrics.counters["errors_adapter"] += 1
         if not self._reported:
             self._reported = True
-            logger.exception("agentspec: reading the engine's state failed, it goes on without drafts")
+            logger.exception("agentspec: reading the engine's state failed, it goes on without its drafts")
 
 
 # --- The wrapped methods of vLLM's V1 model runner, and the worker's RPC
