@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentspec.cache.policy import DEFAULT_COST
 from agentspec.testing.server import CPU_ENVIRONMENT, ModelServer
 from tests.end_to_end.greedy import Answers, run_all
 from tests.end_to_end.mixed_load import mixed_load
@@ -91,6 +92,20 @@ def plain(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
     """vLLM with the extension as it is without options, SQLite store."""
     return servers[1]
+
+
+@pytest.fixture(scope="session")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """A server that is told the price of a draft token: what it drafts does not depend on how busy the machine is."""
+    server = ModelServer(
+        MODEL,
+        options=(*OPTIONS, "--verify-cost", str(DEFAULT_COST)),
+        name="demo",
+        log=tmp_path_factory.mktemp("logs") / "priced.log",
+        environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},
+    )
+    with server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,6 @@ def error_of_forecasts(server: ModelServer, salt: str) -> float:
     return max(*errors, abs(forecast / measured - 1))
 
 
-def test_a_forecast_is_within_a_tenth_of_what_was_measured(fast: ModelServer) -> None:
-    """In one of three tries: on a busy machine the price that the server measures jumps about."""
-    assert any(error_of_forecasts(fast, f"forecast-{attempt}") <= 0.1 for attempt in range(3))
+def test_a_forecast_is_what_is_then_measured(priced: ModelServer) -> None:
+    """Where the server reckons with the price that forecasts assume. A measured one depends on the machine's load."""
+    assert error_of_forecasts(priced, "forecast") <= 0.02
