@@ -280,7 +280,8 @@ class SuffixCache(KeptTurns):
 
         tokens: int32 [R, L], C-contiguous; row rows[i] holds prompt and output of request i, lengths[i] valid tokens.
         The call adds the new tokens (steps may be skipped) and learns from them how the previous draft fared, of which
-        only the first num_verified[i] tokens were verified. Then it drafts at most max_draft[i] tokens (0: none).
+        only the first num_verified[i] tokens were verified. Then, with what all requests said, it drafts at most
+        max_draft[i] tokens (0: none).
         rows, lengths, max_draft, num_verified: n integers each; int32 arrays are read in place, any others are copied.
         cost: current price of verifying one more token, as a share of a decode step (None: the policy's).
         most: longest draft of any request, whatever its max_draft is. work_seconds: CPU time of this thread for what

@@ -311,10 +311,10 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
   drafts.accepted.reserve(slots.size());
   drafts.drafted.reserve(slots.size());
   WorkBudget budget(kWorkPerStep, seconds);
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  std::vector<bool> sound(slots.size(), true);  // whether a draft would continue the engine's text
+  for (std::size_t i = 0; i < slots.size(); ++i) {  // all before the first draft, so that each learns from all others
     Request& current = request(static_cast<std::size_t>(slots[i]));
     Verified verified;
-    bool sound = true;
     if (table.data) {
       const auto length = static_cast<std::size_t>(lengths[i]);
       const Token* row = table.data + static_cast<std::size_t>(rows[i]) * table.columns;
@@ -324,16 +324,20 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
       while (end < length && legal(row[end])) ++end;
       const std::size_t begin = std::min(known, end);
       verified = current.take(*drafter_, public_.get(), {row + begin, end - begin}, count_of(num_verified[i]));
-      sound = current.index.size() == length;  // if not, a draft would not continue the engine's text
+      sound[i] = current.index.size() == length;
     }
     advance(current, budget);
-    if (!settings_.arctic) current.choose_sibling();
-    drafter_->draft(current.for_drafter(public_.get()), sound ? draft_limit(std::min(max_draft[i], most)) : 0, cost);
-    current.draft.open = sound;
-    count(current);
-    write(current, drafts);
     drafts.accepted.push_back(verified.accepted);
     drafts.drafted.push_back(verified.drafted);
+  }
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    Request& current = request(static_cast<std::size_t>(slots[i]));
+    const std::size_t limit = sound[i] ? draft_limit(std::min(max_draft[i], most)) : 0;
+    if (!settings_.arctic) current.choose_sibling();
+    drafter_->draft(current.for_drafter(public_.get()), limit, cost);
+    current.draft.open = sound[i];
+    count(current);
+    write(current, drafts);
   }
   entries_.work(budget, has_thread());
   worked_ += budget.spent();

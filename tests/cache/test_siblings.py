@@ -27,17 +27,18 @@ def two_samples() -> tuple[SuffixCache, NDArray[np.int32]]:
     return cache, texts
 
 
-def test_the_next_step_drafts_what_a_sibling_has_just_said() -> None:
-    cache, texts = two_samples()
-    texts[1, 4] = ANSWER[0]
-    limits = [0, 3]
-    step = cache.step(["b", "a"], texts[::-1].copy(), [0, 1], [5, 44], [3, 0], [0, 0])
-    assert step.lists() == [[], []], "a's tokens come with this step, after b's turn in it"
-    step = cache.step(["a", "b"], texts, [0, 1], [44, 5], limits, [0, 0])
-    assert step.lists() == [[], ANSWER[1:4]] and step.sources.tolist() == [5, 5, 5]
-    texts[1, 5:9] = ANSWER[1:5]
-    step = cache.step(["a", "b"], texts, [0, 1], [44, 9], limits, [0, 3])
-    assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
+def test_a_step_drafts_what_a_sibling_says_in_it() -> None:
+    for order in ([0, 1], [1, 0]):  # wherever the sibling's row is
+        cache, texts = two_samples()
+        texts[1, 4] = ANSWER[0]
+        names, lengths, limits = ["a", "b"], [44, 5], [0, 3]
+        step = cache.step(
+            [names[i] for i in order], texts, order, [lengths[i] for i in order], [limits[i] for i in order], [0, 0]
+        )
+        assert step.lists()[order.index(1)] == ANSWER[1:4] and step.sources.tolist() == [5, 5, 5]
+        texts[1, 5:9] = ANSWER[1:5]
+        step = cache.step(["a", "b"], texts, [0, 1], [44, 9], limits, [0, 3])
+        assert step.accepted[1].tolist() == step.drafted[1].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,11 @@ class Oracle:
         self._take(request, list(tokens), len(request.draft.taken))
 
     def propose(self, request_ids: Sequence[str], max_draft: Sequence[int], cost: float | None = None) -> list[Drafted]:
-        budget, drafts = WORK_PER_STEP, []
-        for request_id, free in zip(request_ids, max_draft, strict=True):
-            request = self._requests[request_id]
+        requests = [self._requests[request_id] for request_id in request_ids]
+        budget = WORK_PER_STEP
+        for request in requests:
             budget = self._advance(request, budget)
-            request.choose_sibling(list(self._requests.values()))
-            self._draft(request, free, self._cost(cost), is_open=True)
-            drafts.append(request.drafted())
+        drafts = self._draft_all(requests, [True] * len(requests), max_draft, cost)
         self._held.work(budget)
         return drafts
 
@@ -199,21 +197,32 @@ class Oracle:
         cost: float | None = None,
     ) -> list[Drafted]:
         """Take in what each request's text has gained, and draft. num_verified: draft tokens that were verified."""
-        budget, drafts = WORK_PER_STEP, []
-        for request_id, text, free, verified in zip(request_ids, texts, max_draft, num_verified, strict=True):
+        budget = WORK_PER_STEP
+        requests, counts, sound = [], [], []
+        for request_id, text, verified in zip(request_ids, texts, num_verified, strict=True):
             request = self._requests[request_id]
             self._rewind(request, list(text))
             fresh = list(text[len(request.index) :])
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
-            counts = self._take(request, fresh[: next(illegal, None)], verified)
+            counts.append(self._take(request, fresh[: next(illegal, None)], verified))
             budget = self._advance(request, budget)
-            request.choose_sibling(list(self._requests.values()))
-            sound = len(request.index) == len(text)  # if not, a draft would not continue the engine's text
-            self._draft(request, free if sound else 0, self._cost(cost), is_open=sound)
-            drafted = request.drafted()
-            drafted.accepted, drafted.verified = counts
-            drafts.append(drafted)
+            requests.append(request)
+            sound.append(len(request.index) == len(text))  # if not, a draft would not continue the engine's text
+        drafts = self._draft_all(requests, sound, max_draft, cost)
+        for drafted, (accepted, checked) in zip(drafts, counts, strict=True):
+            drafted.accepted, drafted.verified = accepted, checked
         self._held.work(budget)
+        return drafts
+
+    def _draft_all(
+        self, requests: Sequence[Request], sound: Sequence[bool], max_draft: Sequence[int], cost: float | None
+    ) -> list[Drafted]:
+        """Draft for requests whose new tokens are all known. sound: whether a draft continues the engine's text."""
+        drafts = []
+        for request, is_sound, free in zip(requests, sound, max_draft, strict=True):
+            request.choose_sibling(list(self._requests.values()))
+            self._draft(request, free if is_sound else 0, self._cost(cost), is_open=is_sound)
+            drafts.append(request.drafted())
         return drafts
 
     def merge_drafts(
