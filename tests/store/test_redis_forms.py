@@ -35,8 +35,8 @@ PASSWORD = "hunter2-correct-horse"
 
 # what docs/operations.md says, without the name and the password
 RIGHTS = (
-    "~agentspec:* ~{agentspec:* &agentspec:* +eval +evalsha +ping +time +get +set +exists +del +pexpire +rename"
-    " +sadd +srem +srandmember +sscan +zadd +zrem +zrange +hget +hset +hsetnx +hdel +hincrby +hmget +hgetall +hlen"
+    "~agentspec:* ~{agentspec:* resetchannels &agentspec:* +eval +evalsha +ping +time +get +set +exists +del +pexpire"
+    " +rename +sadd +srem +srandmember +sscan +zadd +zrem +zrange +hget +hset +hdel +hincrby +hmget +hgetall +hlen"
     " +hscan +xadd +xdel +xlen +xrange +xrevrange +rpush +lrange +lindex +llen +lpop +lrem +ltrim"
     " +publish +subscribe +unsubscribe"
 )

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,11 @@ SOCKET_TIMEOUT = 0.25
 _PASSING = ("OOM ", "READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
 _PASSING_TYPES = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
+_REFUSED_IN_SCRIPT = ("user executing the script", "ACL failure in script")
+# what a user may not run: a server names it, or, up to Redis 7.0, the line of the script
+_NAMED = re.compile(r"the '([\w|]+)' command")
+_LINE = re.compile(r"user_script: ?(\d+)")
+_CALLED = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _MESSAGES = 4096  # most that are read at once
 _TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
@@ -101,7 +107,7 @@ class RedisClient:
 
     def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
         """Run a Lua script. All keys must lie on one node."""
-        with self.errors():
+        with self.errors(script):
             client = self._connected()
             try:
                 return client.evalsha(hashlib.sha1(script.encode()).hexdigest(), len(keys), *keys, *arguments)
@@ -142,17 +148,20 @@ class RedisClient:
             self._redis.close()
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Raise redis-py's errors as store errors without the password, because servers quote commands they reject."""
+    def errors(self, script: str = "") -> Iterator[None]:
+        """Raise redis-py's errors as store errors without the password, because servers quote commands they reject.
+
+        script: that runs, so that an error can name the command in it that the user may not run.
+        """
         if self._closed:
             raise StoreError(f"{self.shown}: the store is closed")
         try:
             yield
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            raise self._forbidden(error) from None
+            raise self._forbidden(error, script) from None
         except ResponseError as error:
-            if "user executing the script" in str(error):
-                raise self._forbidden(error) from None
+            if any(text in str(error) for text in _REFUSED_IN_SCRIPT):
+                raise self._forbidden(error, script) from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except MasterNotFoundError as error:  # quotes what each Sentinel has answered
@@ -199,17 +208,34 @@ class RedisClient:
         ((host, port),) = at.nodes
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
 
-    def _forbidden(self, error: Exception) -> StoreUnavailableError:
-        return StoreUnavailableError(  # nothing is wrong with what was to be written, so it waits
-            f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
-            " AGENTSPEC_REDIS_PASSWORD, and what the user may do (docs/operations.md)"
-        )
+    def _forbidden(self, error: Exception, script: str) -> StoreUnavailableError:
+        user, commands = self._address.username or "default", refused_commands(str(error), script)
+        if commands:
+            names, rights = " or ".join(commands), " ".join(f"+{command.lower()}" for command in commands)
+            why = f"{self.shown}: the user {user} may not run {names}; grant it with ACL SETUSER {user} {rights}"
+        elif "keys" in str(error) or " key" in str(error):
+            why = f"{self._explain(error)}; grant the user {user} the keys of docs/operations.md"
+        else:
+            why = (
+                f"{self._explain(error)}; check user and password in the store URL or in AGENTSPEC_REDIS_USERNAME and"
+                " AGENTSPEC_REDIS_PASSWORD"
+            )
+        # Nothing is wrong with what was to be written, so it waits.
+        return StoreUnavailableError(f"{why} (docs/operations.md says what the user may do)")
 
     def _explain(self, error: Exception) -> str:
         text = " ".join(islice(str(error).split(), 60))
         for secret in filter(None, (self._address.password, self._address.sentinel_password)):
             text = text.replace(secret, "***")
         return f"{self.shown}: {text}"
+
+
+def refused_commands(error: str, script: str) -> list[str]:
+    """Return the command that a user may not run, as an error names it; several where they stand on one line."""
+    if named := _NAMED.search(error):
+        return [named[1].upper()]
+    line = _LINE.search(error)
+    return [] if line is None else list(dict.fromkeys(_CALLED.findall(script.splitlines()[int(line[1]) - 1])))
 
 
 class Notices:

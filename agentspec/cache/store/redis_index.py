@@ -32,24 +32,25 @@ _NOTE = """
 -- ('': none) and the microseconds when it was so. A state that is older than the one here changes nothing, unless it is
 -- by so much that a clock was set back.
 redis.call('HDEL', KEYS[2], '')  -- so that a full server takes the rest
+redis.call('HINCRBY', KEYS[3], 'records', 0)  -- refused here, before anything is changed, to a user who may not
 for i = 1, #ARGV, 6 do
   local name, r, b, s, at = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], tonumber(ARGV[i + 5])
   local hr, hb, hs, hat = string.match(redis.call('HGET', KEYS[2], name) or '0 0 0 0', '^(%S+) (%S+) (%S+) (%S+)$')
   hat = tonumber(hat)
   if at >= hat or hat - at > 60000000 then
-    redis.call('HINCRBY', KEYS[3], 'records', r - hr)
-    redis.call('HINCRBY', KEYS[3], 'bytes', string.format('%.0f', b - hb))
-    redis.call('HINCRBY', KEYS[3], 'sessions', s - hs)
-    if r == '0' and s == '0' then
-      redis.call('HDEL', KEYS[2], name)
-    else
-      redis.call('HSET', KEYS[2], name, r .. ' ' .. b .. ' ' .. s .. ' ' .. ARGV[i + 5])
-    end
     if ARGV[i + 4] == '' then
       redis.call('ZREM', KEYS[1], name)
     else
       redis.call('ZADD', KEYS[1], ARGV[i + 4], name)
     end
+    if r == '0' and s == '0' then
+      redis.call('HDEL', KEYS[2], name)
+    else
+      redis.call('HSET', KEYS[2], name, r .. ' ' .. b .. ' ' .. s .. ' ' .. ARGV[i + 5])
+    end
+    redis.call('HINCRBY', KEYS[3], 'records', r - hr)
+    redis.call('HINCRBY', KEYS[3], 'bytes', string.format('%.0f', b - hb))
+    redis.call('HINCRBY', KEYS[3], 'sessions', s - hs)
   end
 end
 return redis.status_reply('OK')
