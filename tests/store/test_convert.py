@@ -4,6 +4,7 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import msgpack
 import numpy as np
 import pytest
 import redis
+from redis.cluster import ClusterNode, RedisCluster
 
 from agentspec.cache.store import LogNames, MessageRecord, Record, Store, TurnRecord, decode, mac, open_store
 from agentspec.cache.store.contexts import SessionContexts
 from agentspec.cache.store.convert import Converted, OldLog, convert, old_log_name
 from agentspec.cache.store.sqlite_file import APPLICATION_ID
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
-from agentspec.testing.redis_server import RedisServer
+from agentspec.testing.redis_server import RedisClusterServers, RedisServer
 from tests.store.helpers import NS
 
 SECRET = "a secret of the operator"
@@ -87,6 +89,11 @@ def server() -> Iterator[RedisServer]:
 def old_log(server: RedisServer) -> redis.Redis:
     client: redis.Redis = redis.Redis(port=server.port)
     client.flushall()
+    write_old_log(client)
+    return client
+
+
+def write_old_log(client: Any) -> None:
     for namespace, entries in ((NS, ENTRIES), ("other", ENTRIES[1:2])):
         tag = f"{{agentspec:{namespace}}}"
         for session, payload in entries:
@@ -94,7 +101,6 @@ def old_log(server: RedisServer) -> redis.Redis:
             client.xadd(f"{tag}:s:{session}", {"p": payload}, id=number)
             client.sadd(f"{tag}:sessions", session)
         client.set(f"{tag}:w:somebody", 3)
-    return client
 
 
 def found(store: Store, session: str | None = None, namespace: str = NS) -> list[Record]:
@@ -157,6 +163,21 @@ def test_a_redis_log_is_converted_and_its_keys_removed(server: RedisServer) -> N
     check(open_store(server.url))
     with pytest.raises(StoreVersionError, match="no log of an older release"):
         convert(server.url)
+
+
+@pytest.mark.store
+def test_the_logs_of_a_cluster_are_converted_on_all_its_nodes() -> None:
+    with RedisClusterServers() as servers:
+        servers.move(servers.slot("{agentspec:other}"), servers.servers[-1])  # the other log is on the first
+        nodes = [ClusterNode("127.0.0.1", server.port) for server in servers.servers]  # type: ignore[no-untyped-call]
+        with closing(RedisCluster(startup_nodes=nodes)) as client:
+            write_old_log(client)
+            assert convert(servers.url, secret=SECRET) == ALL
+            check(open_store(servers.url))
+            left = {key.decode() for key in client.scan_iter() if b":3:" not in key and b"{agentspec:}:" not in key}
+            assert left == {"agentspec:namespaces", "agentspec:shards"}
+        with pytest.raises(StoreVersionError, match="no log of an older release"):
+            convert(servers.url)
 
 
 def test_without_a_secret_of_the_operator_the_stores_own_makes_the_keys(tmp_path: Path) -> None:

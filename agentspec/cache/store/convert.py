@@ -15,7 +15,7 @@ import re
 import sqlite3
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,19 +301,19 @@ def _files(path: Path) -> list[Path]:
 def _convert_redis(store: RedisStore, shown: str, secret: str | None, tenant: str | None) -> Converted:
     counts = Converted()
     with closing(store):
-        names = (_LOG.fullmatch(key) for key in _keys(store, f"{{{store.prefix}:*}}:log"))
+        names = (_LOG.fullmatch(key) for key in store.keys(f"{{{store.prefix}:*}}:log"))
         logs = sorted(name[0] for name in names if name is not None)
         if not logs:
             raise StoreVersionError(f"{shown}: no log of an older release is here")
         for log in logs:
             tag = log.removesuffix(":log")
             namespace = check_namespace(tag.removeprefix(f"{{{store.prefix}:").removesuffix("}"))
-            _delete(store, _keys(store, f"{tag}:3:*"))  # what a conversion left that was cut off
+            _delete(store, store.keys(f"{tag}:3:*"))  # what a conversion left that was cut off
             converter = _Converter(store, namespace, secret, tenant, counts)
             for session, payload in _old_entries(store, tag):
                 converter.add(session, payload)
             converter.flush()
-            _delete(store, [*_keys(store, f"{tag}:s:*"), *_keys(store, f"{tag}:w:*")])
+            _delete(store, [*store.keys(f"{tag}:s:*"), *store.keys(f"{tag}:w:*")])
             _delete(store, [f"{tag}:sessions", log])  # the log last, because it shows that there is work to do
     return counts
 
@@ -328,17 +328,7 @@ def _old_entries(store: RedisStore, tag: str) -> Iterator[tuple[str, bytes]]:
         low = f"({rows[-1][0].decode()}"
 
 
-def _keys(store: RedisStore, pattern: str) -> list[str]:
-    found: set[str] = set()
-    cursor = b"0"
-    while True:
-        cursor, keys = store.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-        found.update(key.decode() for key in keys)
-        if int(cursor) == 0:
-            return list(found)
-
-
-def _delete(store: RedisStore, keys: list[str]) -> None:
+def _delete(store: RedisStore, keys: Iterable[str]) -> None:
     for key in keys:
         store.command("DEL", key)
 

@@ -114,6 +114,11 @@ class RedisClient:
             except NoScriptError:  # new, restarted or failed over
                 return client.eval(script, len(keys), *keys, *arguments)
 
+    def keys(self, pattern: str) -> set[str]:
+        """Return the keys that match a pattern, on all nodes of a Cluster."""
+        with self.errors():
+            return {key.decode() for key in self._connected().scan_iter(match=pattern, count=1000)}
+
     def members(self, key: str, prefix: str) -> set[str]:
         """Return the members of a set that begin with a prefix, which has no characters of a pattern."""
         with self.errors():

@@ -243,6 +243,10 @@ class RedisStore:
         """Send one command to the server, and return its answer."""
         return self._client.command(*command)
 
+    def keys(self, pattern: str) -> set[str]:
+        """Return the keys that match a pattern, on all nodes of a Cluster."""
+        return self._client.keys(pattern)
+
     def _number_of(self, namespace: str, batch: int) -> int:
         """Return the number of an append, whose hash is ``batch``: the one it had if it is tried again.
 
