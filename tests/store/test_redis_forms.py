@@ -1,7 +1,5 @@
-"""The Redis store in each of its forms, on real servers: TLS, unix socket, ACL user, Sentinel, Cluster, shards."""
+"""The Redis store in each of its forms, on real servers: unix socket, ACL user, Sentinel, Cluster, shards."""
 
-import datetime
-import ipaddress
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,9 +7,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from agentspec.cache.store import (
     BackgroundWriter,
@@ -27,7 +22,6 @@ from agentspec.cache.store import (
 from agentspec.cache.store.base import entry_name
 from agentspec.errors import SessionConflictError, StoreError, StoreUnavailableError
 from agentspec.testing.redis_server import RedisClusterServers, RedisSentinels, RedisServer
-from agentspec.testing.server import free_port
 from tests.store.helpers import entry_of, number_of, turn, wait_until
 
 NS = "0123456789abcdef.0123456789abcdef01234567"
@@ -81,45 +75,6 @@ def works(store: Store, namespaces: int = 1) -> None:
     assert len(store.secret()) == 32
     store.ping()
     store.close()
-
-
-@pytest.mark.store
-def test_a_certificate_is_checked_against_its_authority(tmp_path: Path) -> None:
-    certificate(tmp_path)
-    port = free_port()
-    options = {"tls-port": str(port), "tls-cert-file": str(tmp_path / "cert.pem"), "requirepass": PASSWORD}
-    options |= {"tls-key-file": str(tmp_path / "key.pem"), "tls-ca-cert-file": str(tmp_path / "cert.pem")}
-    with RedisServer({**options, "tls-auth-clients": "no"}):
-        url = f"rediss://:{PASSWORD}@127.0.0.1:{port}/1"
-        works(open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}"))
-        with pytest.raises(StoreUnavailableError, match=r"(?i)certificate") as error:
-            open_store(url).ping()
-        assert PASSWORD not in str(error.value)
-        open_store(f"{url}?ssl_cert_reqs=none").ping()
-    with RedisServer({**options, "tls-auth-clients": "yes"}):
-        own = f"&ssl_certfile={tmp_path / 'cert.pem'}&ssl_keyfile={tmp_path / 'key.pem'}"
-        open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}{own}").ping()
-        with pytest.raises(StoreUnavailableError):
-            open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}").ping()
-
-
-def certificate(folder: Path) -> None:
-    """Write key.pem, and cert.pem for 127.0.0.1, which is its own authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "key.pem").write_bytes(key.private_bytes(*private))
 
 
 def test_a_unix_socket(tmp_path: Path) -> None:

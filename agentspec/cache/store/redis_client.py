@@ -31,6 +31,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
+from agentspec.cache.store.redis_tls import explain_tls
 from agentspec.errors import StoreError, StoreUnavailableError
 
 SOCKET_TIMEOUT = 0.25
@@ -173,9 +174,12 @@ class RedisClient:
             why = str(error).partition(" : ")[0]
             if "AuthenticationError" in str(error) or "NOAUTH" in str(error):
                 why += f": the Sentinels refuse the password; {_SENTINEL_PASSWORD}"
+            elif self._address.tls is not None and (fault := explain_tls(self._sentinel_errors(), self._address.tls)):
+                why += f": {fault}"
             raise StoreUnavailableError(f"{self.shown}: {why}") from None
         except (RedisError, RedisClusterException, OSError) as error:
-            raise StoreUnavailableError(self._explain(error)) from None
+            fault = None if self._address.tls is None else explain_tls(str(error), self._address.tls)
+            raise StoreUnavailableError(f"{self.shown}: {fault}" if fault else self._explain(error)) from None
 
     def _connected(self) -> Any:
         if self._redis is None:
@@ -212,6 +216,16 @@ class RedisClient:
             return redis.Redis(unix_socket_path=at.path, db=at.database, retry=retry, **options, **user)
         ((host, port),) = at.nodes
         return redis.Redis(host=host, port=port, db=at.database, retry=retry, **options, **user)
+
+    def _sentinel_errors(self) -> str:
+        """Ask each Sentinel for a sign of life, and return the errors. MasterNotFoundError names their types only."""
+        errors = []
+        for sentinel in self._redis.connection_pool.sentinel_manager.sentinels:
+            try:
+                sentinel.ping()
+            except (RedisError, OSError) as error:
+                errors.append(str(error))
+        return "\n".join(errors)
 
     def _forbidden(self, error: Exception, script: str) -> StoreUnavailableError:
         user, commands = self._address.username or "default", refused_commands(str(error), script)

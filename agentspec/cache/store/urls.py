@@ -229,4 +229,6 @@ def _redis_options(url: str, scheme: str, parts: SplitResult) -> dict[str, str]:
             raise _refused(url, f"unknown option {name!r} after '?', known are {', '.join(sorted(known))}")
     if options.get("ssl_cert_reqs", "required") not in _CERTIFICATES:
         raise _refused(url, f"ssl_cert_reqs is one of {', '.join(_CERTIFICATES)}")
+    if "ssl_keyfile" in options and "ssl_certfile" not in options:
+        raise _refused(url, "ssl_keyfile needs the certificate of the key, in ssl_certfile")
     return options
