@@ -10,7 +10,6 @@ import redis
 
 from agentspec.cache.store import Erasure, Losses, NewEntry, RedisStore, Retention, Trimmed, Usage, open_store
 from agentspec.cache.store.redis_index import LogIndex
-from agentspec.cache.store.redis_losses import LossWatch
 from agentspec.cache.store.redis_shard import RedisShard, ShardState
 from agentspec.errors import ConfigurationError, StoreError, StoreUnavailableError, StoreVersionError
 from agentspec.testing.redis_server import RedisServer
@@ -120,6 +119,7 @@ def test_a_log_that_the_server_lost_was_not_trimmed(store: RedisStore) -> None:
     (before,) = store.append(NS, [NewEntry("s", b"0")])
     raw(store).flushall()
     assert store.history(NS, before) == "lost"
+    time.sleep(0.002)  # or the first entry of both logs may have one id
     store.append(NS, [NewEntry("s", b"1")])
     assert store.history(NS, before) == "lost"
 
@@ -371,107 +371,3 @@ def test_a_missing_program_names_the_command_that_installs_it(monkeypatch: pytes
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigurationError, match="apt-get install redis-server"):
         RedisServer()
-
-
-def named(session: str, *numbers: int) -> list[NewEntry]:
-    return [NewEntry(session, b"%d" % number, name=f"w:{number}") for number in numbers]
-
-
-def test_records_that_a_restart_lost_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    with RedisServer({"appendonly": "no"}) as server:
-        store, other = open_store(server.url), open_store(server.url)
-        store.append(NS, named("a", 1, 2))
-        store.append(NS, named("b", 3))
-        store.append("other", named("a", 4))
-        other.append(NS, [NewEntry("c", b"x")])
-        server.kill()
-        server.start()  # empty
-        other.append(NS, [NewEntry("c", b"y")])
-        store.append(NS, named("a", 5))
-        assert (store.losses(), other.losses()) == (Losses(lost=3), Losses(lost=1))
-        store.append(NS, named("a", 6))
-        assert store.losses() == Losses(lost=3)  # once
-        store.append("other", named("a", 7))
-        assert store.losses() == Losses(lost=4)
-        assert [entry.payload for entry in store.read(NS)] == [b"y", b"5", b"6"]
-        lines = [record.getMessage() for record in caplog.records]
-        assert any("3 records" in line and f"log {NS}" in line and "w:1, w:2, w:3" in line for line in lines)
-        assert len(lines) == 3
-
-
-def test_records_that_a_server_lost_at_its_end_are_named(store: RedisStore, caplog: pytest.LogCaptureFixture) -> None:
-    """As a failover to a replica that lagged: the writer's key and the log end earlier."""
-    tag = store._shards(NS)[0].tag
-    store.append(NS, named("a", 1))
-    copies = {key: raw(store).dump(key) or b"" for key in raw(store).scan_iter("{*")}
-    store.append(NS, named("a", 2, 3))
-    store.append(NS, named("b", 4))
-    for key in raw(store).scan_iter("{*"):
-        raw(store).delete(key)
-    for key, copy in copies.items():
-        raw(store).restore(key, 0, copy)
-    store.append(NS, named("a", 5))
-    assert store.losses() == Losses(lost=3)
-    assert "w:2, w:3, w:4" in caplog.records[-1].getMessage()
-    assert [entry.payload for entry in store.read(NS)] == [b"1", b"5"]
-    raw(store).delete(f"{tag}w:{store._writer}")  # it expired while this writer rested
-    store.append(NS, named("a", 6))
-    assert store.losses() == Losses(lost=3)
-
-
-def test_a_log_that_loses_records_again_and_again_is_told_of_once_a_minute(
-    store: RedisStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where Redis evicts keys: a line with each append would fill the disk."""
-    for number in range(1, 12):
-        store.append(NS, named("a", number))
-        raw(store).delete(f"{{agentspec:{NS}}}:3:log")
-    assert store.losses() == Losses(lost=10)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "lost 1 records" in line and "w:1" in line
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._TELL_SECONDS", 0.0)
-    store.append(NS, named("a", 12))
-    line = caplog.records[-1].getMessage()
-    assert "lost 10 records" in line and "w:11" in line and "maxmemory-policy to noeviction" in line
-
-
-def test_an_evicted_log_is_counted_whole(store: RedisStore) -> None:
-    store.append(NS, named("a", 1, 2))
-    raw(store).delete(f"{{agentspec:{NS}}}:3:log")
-    store.append(NS, named("a", 3))
-    assert store.losses() == Losses(lost=2)
-    while store.trim(Retention(records=0)).more:
-        pass
-    store.append(NS, named("a", 4))  # behind a log that was trimmed to nothing
-    assert store.losses() == Losses(lost=2)
-
-
-def test_what_was_evicted_is_counted_and_what_was_erased_is_not(
-    store: RedisStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    for session in ("a", "b", "c"):
-        store.append(NS, named(session, 1, 2)[:2])
-        store.append(NS, [NewEntry(session, b"3", "g")])
-    raw(store).delete(f"{{agentspec:{NS}}}:3:s:a")
-    store.erase_session(NS, "b")
-    assert [entry.session for entry in store.read(NS)] == ["c", "c", "c", "b"]
-    assert store.losses() == Losses(missing=3)
-    assert [entry.session for entry in store.read(NS, group="g")] == ["c"]
-    assert store.losses() == Losses(missing=4)
-    assert list(store.read(NS, session="a")) == []
-    assert store.losses() == Losses(missing=7)
-    assert list(store.read(NS, session="b")) == []
-    assert store.losses() == Losses(missing=7)
-    assert ["noeviction" in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_what_is_remembered_of_acknowledged_records_is_bounded(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentspec.cache.store.redis_losses._REMEMBERED", 8)
-    monkeypatch.setattr("agentspec.cache.store.redis_store._KNOWN", 8)
-    store._watch = watch = LossWatch()
-    for number in range(80):
-        store.append(f"{NS}.{number}", named("a", number))
-    assert len(watch._acknowledged) == len(watch._batches) == 8
-    assert len(store._known) <= 8 and len(store._entered) <= 8

@@ -6,9 +6,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agentspec.cache.store.base import Losses
-from agentspec.cache.store.redis_shard import START, WRITER_SECONDS, Appended, Id, RedisShard
+from agentspec.cache.store.redis_shard import START, WRITER_SECONDS, Appended, Id, RedisShard, ShardState
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,27 @@ _TELL_SECONDS = 60.0
 class _Acknowledged:
     """Hold what the server acknowledged of this process in one shard.
 
-    batch, last, at: number, last id and time of the last batch. records: how many in all. born: as in Appended.
+    batch, last, at: number, last id and time of the last batch. records: how many in all. born, state: as in Appended.
     told_at: when the log named lost ones. untold: lost ones that it has not told.
     """
 
+    born: bytes
+    state: ShardState
     batch: int = 0
     last: Id = START
     at: float = 0.0
     records: int = 0
-    born: bytes = b""
     told_at: float = -math.inf
     untold: int = 0
+
+
+class _Batch(NamedTuple):
+    """Hold a batch that the server acknowledged: its shard's tag, number, milliseconds, and the records' names."""
+
+    tag: str
+    number: int
+    at: int
+    names: list[str]
 
 
 class LossWatch:
@@ -47,7 +58,7 @@ class LossWatch:
     def __init__(self) -> None:
         self.losses = Losses()
         self._acknowledged: OrderedDict[str, _Acknowledged] = OrderedDict()  # by tag
-        self._batches: deque[tuple[str, int, list[str]]] = deque(maxlen=_REMEMBERED)  # tag, batch, names of records
+        self._batches: deque[_Batch] = deque(maxlen=_REMEMBERED)
 
     def note(self, namespace: str, shard: RedisShard, number: int, names: Sequence[str], answer: Appended) -> None:
         """Note the answer to an append. Count and log what the shard acknowledged before and has lost since.
@@ -56,7 +67,7 @@ class LossWatch:
         """
         held = self._acknowledged.pop(shard.tag, None)
         if held is None or time.monotonic() - held.at > IDLE_SECONDS:
-            held = _Acknowledged(born=answer.born)
+            held = _Acknowledged(answer.born, answer.state)
         self._acknowledged[shard.tag] = held
         if len(self._acknowledged) > _REMEMBERED:
             self._acknowledged.popitem(last=False)
@@ -64,10 +75,10 @@ class LossWatch:
             self._name_lost(namespace, shard.tag, 0, held)
         elif answer.before < held.batch and not (answer.before == 0 and _rested(shard, held)):
             self._name_lost(namespace, shard.tag, answer.before, held)
-        held.batch, held.at, held.born = number, time.monotonic(), answer.born
+        held.batch, held.at, held.born, held.state = number, time.monotonic(), answer.born, answer.state
         held.last = (answer.first[0], answer.first[1] + len(names) - 1)
         held.records += len(names)
-        self._batches.append((shard.tag, number, list(names)))
+        self._batches.append(_Batch(shard.tag, number, answer.first[0], list(names)))
 
     def miss(self, count: int) -> None:
         """Count entries that are referred to, but which the server has evicted."""
@@ -76,11 +87,20 @@ class LossWatch:
         self.losses = replace(self.losses, missing=self.losses.missing + count)
 
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
-        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one."""
-        lost = [name for at, batch, names in self._batches if at == tag and batch > before for name in names]
-        count = held.records if before == 0 else len(lost)
-        held.records -= count
-        self._batches = deque((one for one in self._batches if one[0] != tag or one[1] <= before), _REMEMBERED)
+        """Count and log the records that a shard had acknowledged behind batch ``before``, its last one.
+
+        What retention or an erasure removed before is not lost. How old the shard's oldest entry was at the last append
+        tells it, and how many entries there were.
+        """
+        batches = [batch for batch in self._batches if batch.tag == tag and batch.number > before]
+        oldest = math.inf if held.state.oldest is None else held.state.oldest
+        lost = [name for batch in batches if batch.at >= oldest for name in batch.names]
+        count, known = len(lost), sum(len(batch.names) for batch in batches)
+        if before == 0 and count == known:  # all that are remembered were there, and maybe others
+            count = held.records
+        count = min(count, held.state.records)
+        held.records -= held.records if before == 0 else known
+        self._batches = deque((one for one in self._batches if one.tag != tag or one.number <= before), _REMEMBERED)
         self.losses = replace(self.losses, lost=self.losses.lost + count)
         held.untold += count
         now = time.monotonic()
