@@ -216,6 +216,21 @@ def test_an_erased_session_is_in_no_file_of_another_tenant_or_engine_of_the_mode
     keeper.close()
 
 
+def test_an_erased_session_is_in_no_file_of_the_same_database_by_a_link(tmp_path: Path) -> None:
+    folder, link = tmp_path / "data", tmp_path / "link.db"
+    folder.mkdir()
+    link.symlink_to(folder / "server.db")
+    there, here = (
+        snapshot_path(f"sqlite:///{path}", log, 0) for path, log in ((link, "1.b"), (folder / "server.db", "1.a"))
+    )
+    assert there is not None and here is not None
+    there.write_bytes(b"text")
+    keeper = keep(here, make())
+    keeper.erased()
+    assert not there.exists()
+    keeper.close()
+
+
 def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

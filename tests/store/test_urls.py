@@ -178,6 +178,22 @@ def test_each_part_of_a_redis_has_a_snapshot_of_its_own_whatever_the_password() 
     assert one == other != snapshot_path("redis://u:1@h/0?prefix=b", "log", 0)
 
 
+def test_an_sqlite_file_has_one_snapshot_whichever_link_leads_to_it(tmp_path: Path) -> None:
+    folder, link, loop = tmp_path / "data", tmp_path / "link.db", tmp_path / "loop.db"
+    folder.mkdir()
+    link.symlink_to(folder / "server.db")
+    loop.symlink_to(loop)
+    (tmp_path / "linked").symlink_to(folder)
+    snapshot = folder / "server.db-log-0.snapshot"
+    for path in (folder / "server.db", link, tmp_path / "linked" / "server.db", folder / ".." / "data" / "server.db"):
+        assert snapshot_path(f"sqlite:///{path}", "log", 0) == snapshot  # also of a file that is not there yet
+    open_store(f"sqlite:///{link}").close()
+    assert (folder / "server.db").is_file()
+    assert snapshot_path(f"sqlite:///{loop}", "log", 0) is not None
+    with pytest.raises(StoreUnavailableError):
+        open_store(f"sqlite:///{loop}")
+
+
 def test_where_a_file_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

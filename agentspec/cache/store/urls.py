@@ -95,7 +95,7 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
         return None
     name = f"{namespace}-{number}.snapshot"
     if url.lower().startswith("sqlite:"):
-        path = sqlite_path(url)
+        path = Path(os.path.realpath(sqlite_path(url)))  # whichever link leads to it
         return path.with_name(f"{path.name}-{name}")
     address, prefix, _ = _redis_place(url)
     part = (address.form, address.nodes, address.path, address.service, address.database, prefix)
