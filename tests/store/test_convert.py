@@ -2,6 +2,8 @@
 
 import sqlite3
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -149,6 +151,91 @@ def test_a_file_is_converted_and_the_old_one_kept_beside_it(tmp_path: Path) -> N
     store.close()
     with pytest.raises(StoreVersionError, match="needs no conversion"):
         convert(url)
+
+
+KILLED = """
+import os, sys
+from agentspec.cache.store.convert import convert
+left = int(sys.argv[3])
+def kill(event, _):
+    global left
+    if event in ("os.rename", "os.link", "os.remove", "shutil.copyfile"):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+sys.addaudithook(kill)
+if sys.argv[4] == "no links":
+    def link(*_): raise OSError(95, "Operation not supported")
+    os.link = link
+convert(sys.argv[1], secret=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("links", ["links", "no links"])
+def test_a_conversion_that_is_killed_can_be_repeated(tmp_path: Path, links: str) -> None:
+    """Killed before each of its operations on files, it leaves the old store in place, or the new one."""
+    for before in range(20):
+        folder = tmp_path / str(before)
+        folder.mkdir()
+        path = folder / "server.db"
+        old_file(path)
+        old = path.read_bytes()
+        program = [sys.executable, "-c", KILLED, f"sqlite:///{path}", SECRET, str(before), links]
+        status = subprocess.run(program, check=False).returncode
+        try:
+            convert(f"sqlite:///{path}", secret=SECRET)
+        except StoreVersionError as error:
+            assert "needs no conversion" in str(error)
+        store = open_store(f"sqlite:///{path}")
+        check(store)
+        store.close()
+        assert sorted(file.name for file in folder.iterdir()) == ["server.db", "server.db.schema-1"]
+        assert (folder / "server.db.schema-1").read_bytes() == old
+        if status == 0:
+            assert before >= 2
+            return
+        assert status == 9
+    raise AssertionError("it was killed each time")
+
+
+def test_the_kept_file_of_an_earlier_conversion_is_not_overwritten(tmp_path: Path) -> None:
+    path, kept = tmp_path / "server.db", tmp_path / "server.db.schema-1"
+    old_file(path)
+    kept.write_bytes(b"the only copy")
+    with pytest.raises(StoreError, match=r"server\.db\.schema-1: .*move it away"):
+        convert(f"sqlite:///{path}", secret=SECRET)
+    assert kept.read_bytes() == b"the only copy"
+    kept.unlink()
+    assert convert(f"sqlite:///{path}", secret=SECRET).converted == 11
+
+
+def test_a_file_that_a_link_names_is_kept_beside_itself(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    old_file(disk / "real.db")
+    (tmp_path / "server.db").symlink_to(disk / "real.db")
+    assert convert(f"sqlite:///{tmp_path}/server.db").kept_as == str(disk / "real.db.schema-1")
+    assert (tmp_path / "server.db").is_symlink()
+    assert sorted(file.name for file in disk.iterdir()) == ["real.db", "real.db.schema-1"]
+
+
+def test_a_file_that_is_read_is_left_as_it_is(tmp_path: Path) -> None:
+    """Until a reader ends, a part of the old store is in its log, which has no place beside the kept file."""
+    path = tmp_path / "server.db"
+    old_file(path)
+    reader = sqlite3.connect(path, isolation_level=None)
+    writer = sqlite3.connect(path)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM entries").fetchone()
+    with writer:
+        writer.execute("INSERT INTO entries (namespace, session, payload) VALUES (?, ?, ?)", (NS, *ENTRIES[1]))
+    with pytest.raises(StoreUnavailableError, match="stop the servers"):
+        convert(f"sqlite:///{path}", secret=SECRET)
+    reader.close()
+    writer.close()
+    assert convert(f"sqlite:///{path}", secret=SECRET).converted == 12
+    with sqlite3.connect(tmp_path / "server.db.schema-1") as kept:
+        assert kept.execute("SELECT count(*) FROM entries").fetchone() == (len(ENTRIES) + 2,)
 
 
 def test_a_redis_log_is_converted_and_its_keys_removed(server: RedisServer) -> None:

@@ -9,9 +9,11 @@ keys: what those callers shared in a named tenant is kept without its session, a
 A server's log was named by the place of its model and by its tenant. It is divided into a log for each tenant.
 """
 
+import filecmp
 import hashlib
 import os
 import re
+import shutil
 import sqlite3
 import struct
 import zlib
@@ -30,7 +32,7 @@ from agentspec.cache.store.naming import SCHEMA, LogNames, frame, mac
 from agentspec.cache.store.records import MessageRecord, TurnRecord, decode, encode
 from agentspec.cache.store.redis_store import RedisStore
 from agentspec.cache.store.sqlite import SQLiteStore
-from agentspec.cache.store.sqlite_file import APPLICATION_ID
+from agentspec.cache.store.sqlite_file import APPLICATION_ID, empty_log
 from agentspec.cache.store.urls import open_redis, open_store, redact, sqlite_path
 from agentspec.cache.types import SCOPES, UInt64Array
 from agentspec.errors import (
@@ -92,7 +94,8 @@ def convert(url: str, *, secret: str | None = None, tenant: str | None = None, l
     named tenant, if any. log: the server's log, which is divided; logs of other servers stay as they are, and can be
     divided later. An SQLite file of the first schema stays beside the new one under the name ``kept_as``. On Redis old
     keys are removed. A conversion that was cut off can be repeated.
-    Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreError, StoreUnavailableError.
+    Raises StoreURLError, StoreVersionError for a store that needs no conversion, StoreError, also where a file of an
+    earlier conversion has the name ``kept_as``, StoreUnavailableError.
     """
     try:
         counts = _convert_schema(url, secret, tenant)
@@ -246,29 +249,53 @@ class _Chain:
 
 
 def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Converted:
+    path = path.resolve()  # so that a link still names the store afterwards
     new, old = path.with_name(f"{path.name}.converting"), path.with_name(f"{path.name}.schema-1")
     counts = Converted(kept_as=str(old))
     if not path.exists():
         raise StoreUnavailableError(f"{path}: no such file; give the URL of the old store")
-    for leftover in _files(new):
-        leftover.unlink(missing_ok=True)
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None)) as connection:
             _check_file(connection, path)
-            connection.execute("BEGIN IMMEDIATE")  # nobody may write meanwhile
+            _check_kept(old, path)
+            connection.execute("BEGIN IMMEDIATE")  # nobody may write meanwhile, nor convert
+            for leftover in (*_files(new), _part(old)):
+                leftover.unlink(missing_ok=True)
             with closing(SQLiteStore(new)) as store:
                 _convert_rows(connection, store, secret, tenant, counts)
             connection.execute("COMMIT")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        path.rename(old)
-        new.rename(path)
+            if not empty_log(connection):
+                raise sqlite3.OperationalError("another process reads it")
         for leftover in _files(path)[1:]:  # the old file's log, which was emptied above
             leftover.unlink(missing_ok=True)
+        _keep(path, old)
+        new.replace(path)  # at each moment the path names a whole store, so a kill leaves the old one or the new
     except (sqlite3.OperationalError, OSError) as error:
         raise StoreUnavailableError(f"{path}: {error}; stop the servers that use it, and try again") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path}: {error}") from error
     return counts
+
+
+def _check_kept(old: Path, path: Path) -> None:
+    """Raise StoreError if the name for the old store is taken by another one than this conversion, cut off, left."""
+    if old.exists() and not (old.samefile(path) or filecmp.cmp(old, path, shallow=False)):
+        raise StoreError(f"{old}: an earlier conversion kept another store here; move it away, and try again")
+
+
+def _keep(path: Path, old: Path) -> None:
+    """Give the old store a second name. On a file system without hard links that is a copy."""
+    if old.exists() and old.samefile(path):
+        return
+    try:
+        old.hardlink_to(path)
+    except OSError:
+        shutil.copy2(path, _part(old))
+        _part(old).replace(old)
+
+
+def _part(old: Path) -> Path:
+    return old.with_name(f"{old.name}.part")
 
 
 def _check_file(connection: sqlite3.Connection, path: Path) -> None:
