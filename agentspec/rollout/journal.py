@@ -64,6 +64,9 @@ _NEEDED = {"id", "epoch", "sample", "completion_ids"}
 _BEGIN = re.compile(rb'\{"id": "(?:[^"\\]|\\.)*(?:\\\Z)?')
 _GOES_ON = b'", "epoch": '
 """How each line begins that `Journal.write` writes."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND
+_TRIES = 10
+"""How often to open a file that another process replaces meanwhile, which it does once in its life."""
 _HALF = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which may stand in an error of a reward. UTF-8 has no form for it."""
 
@@ -83,6 +86,7 @@ class Journal:
         self._prompts: dict[str, int] = {}  # hash of the token ids, by the problem's id
         self._file = -1
         self._open()
+        self._close_in_forked_processes()
         try:
             end = self._end_of_whole_lines()
             for sample in self._read(end):
@@ -123,21 +127,36 @@ class Journal:
     def replace(self, samples: Mapping[Key, Sample]) -> None:
         """Write other samples in the place of those with their keys. A kill leaves the file as it was, or with them.
 
-        Raises OSError if the disk is full.
+        Raises OSError if they cannot be written, as on a full disk; then the file is as it was.
         """
-        path = self.path.resolve()  # which a link may name
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as new:
-            os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(self._file).st_mode))
-            for sample in self.samples():
-                new.write(_line(samples.get(sample.key, sample)))
-            new.flush()
-            os.fsync(new.fileno())
-        part.replace(path)
+        try:
+            new = self._put_in_place(samples)
+        except OSError as error:
+            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+            raise OSError(error.errno, f"{why}; the rewards were not written", str(self.path)) from error
         self.close()
-        self._open()
+        self._file = new
         for sample in samples.values():
             self._note(sample)
+
+    def _put_in_place(self, samples: Mapping[Key, Sample]) -> int:
+        """Put a new file, with these samples in place of others, where this one is. Return its descriptor."""
+        path = self.path.resolve()  # which a link may name
+        part = path.with_name(path.name + ".part")
+        file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
+        try:
+            _lock(file)  # before it has the name by which others open it
+            os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
+            with open(file, "ab", closefd=False) as new:
+                for sample in self.samples():
+                    new.write(_line(samples.get(sample.key, sample)))
+            os.fsync(file)
+            part.replace(path)
+        except BaseException:
+            os.close(file)
+            part.unlink(missing_ok=True)
+            raise
+        return file
 
     def holds_another_prompt(self, problem_id: str, prompt_ids: list[int]) -> bool:
         """Return whether the first sample of a problem was sampled from other token ids."""
@@ -155,12 +174,39 @@ class Journal:
             self._file = -1
 
     def _open(self) -> None:
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            self._lock()
-        except BaseException:
+        """Open the file and lock it. Raises InvalidInputError if another process has it locked."""
+        for _ in range(_TRIES):
+            self._file = os.open(self.path, _FLAGS, 0o644)
+            try:
+                _lock(self._file)
+                if self._is_at_path():
+                    break
+            except BlockingIOError:
+                self.close()
+                break
+            except BaseException:
+                self.close()
+                raise
             self.close()
-            raise
+        if self._file < 0:
+            raise InvalidInputError(f"{self.path}: another rollout writes it; write to another file")
+
+    def _is_at_path(self) -> bool:
+        """Return whether the open file still has its name, which another process's `replace` may give to a new one."""
+        try:
+            return os.path.samestat(os.fstat(self._file), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _close_in_forked_processes(self) -> None:
+        this = weakref.ref(self)
+
+        def close() -> None:  # or an engine, say, that outlives a kill would hold the lock
+            if (journal := this()) is not None:
+                journal.close()
+
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=close)
 
     def _note(self, sample: Sample) -> None:
         self._rewards[sample.key] = sample.reward
@@ -181,25 +227,6 @@ class Journal:
                     raise InvalidInputError(
                         f"{self.path}, line {number}: not a sample of a rollout ({error}); write to another file"
                     ) from None
-
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInputError(f"{self.path}: another rollout writes it; write to another file") from None
-        except OSError:  # a file system without locks
-            return
-        this = weakref.ref(self)
-
-        def close() -> None:  # a process that was forked off, such as an engine, may outlive a kill and hold the lock
-            if (journal := this()) is not None:
-                journal.close()
-
-        os.register_at_fork(after_in_child=close)
 
     def _end_of_whole_lines(self) -> int:
         end = os.fstat(self._file).st_size
@@ -227,6 +254,20 @@ class Journal:
         else:
             os.write(self._file, b"\n")
             self._note(sample)
+
+
+def _lock(file: int) -> None:
+    """Lock a file for this process, where the system can. Raises BlockingIOError if another has it locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        return
 
 
 def _line(sample: Sample) -> bytes:

@@ -1,6 +1,7 @@
 """The file of samples: each exactly once, whatever happens to the process that writes it."""
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -172,6 +173,73 @@ def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
     with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
         Journal(path)
     Journal(path).close()
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a file that is no longer there would keep nobody out, and its samples would be lost."""
+    path = tmp_path / "rollouts.jsonl"
+    first = Journal(path)
+    first.write(sample(0))
+    lock = fcntl.flock
+    opened: list[int] = []
+
+    def late(file: int, how: int) -> None:
+        if not opened:
+            opened.append(file)
+            first.replace({Key("p", 0, 0): sample(0, reward=0.5)})
+            first.close()
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with Journal(path) as journal:
+        assert journal.reward(Key("p", 0, 0)) == 0.5
+        journal.write(sample(1))
+        with pytest.raises(AgentSpecError, match="another rollout writes it"):
+            Journal(path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_file_is_locked_throughout_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    close, refused = os.close, []
+
+    def closed(file: int) -> None:
+        close(file)
+        monkeypatch.setattr(os, "close", close)
+        with pytest.raises(AgentSpecError, match="another rollout writes it"):
+            Journal(path)
+        refused.append(file)
+
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        monkeypatch.setattr(os, "close", closed)
+        journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
+        assert refused
+
+
+def test_a_full_disk_leaves_the_file_as_it_was_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Journal(path) as journal:
+        journal.write(sample(0))
+        whole = path.read_bytes()
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="the disk is full") as error:
+            journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
+        assert error.value.filename == str(path)
+        assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == whole
+        assert journal.reward(Key("p", 0, 0)) is None
+        monkeypatch.undo()
+        journal.write(sample(1))
+        journal.replace({Key("p", 0, 0): sample(0, reward=0.5)})
+        assert list(journal.samples()) == [sample(0, reward=0.5), sample(1)]
 
 
 def test_a_process_that_was_forked_off_and_survives_a_kill_does_not_hold_the_file(tmp_path: Path) -> None:
