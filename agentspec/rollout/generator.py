@@ -1,6 +1,5 @@
 """Sample problems on a vLLM engine in this process, one decode step at a time, and write each sample as it finishes."""
 
-import copy
 import hashlib
 import logging
 import math
@@ -148,8 +147,8 @@ class RolloutGenerator:
     ) -> None:
         self._engine = engine
         self._journal = journal
-        self._reward, self._reward_seconds = reward, reward_seconds
-        Rewards(reward, reward_seconds)  # raises
+        self._scores = reward is not None
+        self._rewards = Rewards(reward, reward_seconds)
         self._update_weights = update_weights
         self._max_open = engine.max_running + max_waiting
         self._prompts: dict[str, list[int]] = {}  # of the latest run, tokenised, by the problem's id
@@ -180,7 +179,9 @@ class RolloutGenerator:
                 "the model's tokens changed. To keep the samples apart, write to another file",
                 *(self._journal.path, len(changed), changed[0]),
             )
-        self._score_again(by_id)
+        self._rewards.drop()  # what an interrupted run left
+        if self._scores:
+            self._score_again(by_id)
         for epoch in range(plan.epochs):
             keys = [Key(problem.id, epoch, sample) for problem in problems for sample in range(plan.samples)]
             missing = deque(key for key in keys if key not in self._journal)
@@ -188,7 +189,7 @@ class RolloutGenerator:
             for key in keys:
                 if key in self._journal:
                     reward = self._journal.reward(key)
-                    figures.add_reward(reward, failed=reward is None and self._reward is not None)
+                    figures.add_reward(reward, failed=reward is None and self._scores)
             if missing:
                 self._engine.begin_epoch()
                 if self._update_weights is not None:
@@ -211,9 +212,7 @@ class RolloutGenerator:
 
     def _score_again(self, problems: dict[str, Problem]) -> None:
         """Score the samples of these problems that the journal holds without a reward."""
-        if self._reward is None:
-            return
-        rewards = Rewards(self._reward, self._reward_seconds)
+        rewards = self._rewards
         scored: dict[Key, Sample] = {}
         for sample in self._journal.samples():
             if sample.reward is None and sample.id in problems:
@@ -239,7 +238,7 @@ class RolloutGenerator:
     ) -> None:
         begin = time.perf_counter()
         running: dict[str, Key] = {}
-        rewards = Rewards(self._reward, self._reward_seconds)
+        rewards = self._rewards
         try:
             while missing or running or rewards:
                 while missing and len(running) < self._max_open:
@@ -305,7 +304,7 @@ class RolloutGenerator:
             steps=answer.steps,
             drafted=answer.drafted,
             accepted=answer.accepted,
-            fields=copy.deepcopy(problem.fields),  # a reward may write into a sample's
+            fields=problem.fields,
         )
 
 

@@ -256,6 +256,16 @@ class Journal:
             self._note(sample)
 
 
+def as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample's fields as they are read from its line. Raises what JSON or a value's ``str`` raises."""
+    made: dict[str, Any] = json.loads(_text(fields))
+    return made
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _lock(file: int) -> None:
     """Lock a file for this process, where the system can. Raises BlockingIOError if another has it locked."""
     try:
@@ -272,8 +282,7 @@ def _lock(file: int) -> None:
 
 def _line(sample: Sample) -> bytes:
     """Return the line of a sample."""
-    text = json.dumps(_values(sample), ensure_ascii=False, default=str)
-    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{text}\n").encode()
+    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{_text(_values(sample))}\n").encode()
 
 
 def _parse(line: bytes) -> Sample:

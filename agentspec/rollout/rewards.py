@@ -1,6 +1,7 @@
 """Call a reward function in threads beside the engine, and give up on calls that take too long."""
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentspec.errors import ConfigurationError
-from agentspec.rollout.journal import Sample
+from agentspec.rollout.journal import Sample, as_json
 from agentspec.rollout.problems import Problem
 from agentspec.server_ext.vllm_adapter.offline import result_of
 
@@ -24,13 +25,25 @@ Reward = Callable[[Problem, Sample], Any]
 """Called once for each finished sample, in a thread. Returns a finite number, or an awaitable of one."""
 
 _THREADS = 4
+_MOST_HUNG = 64
+"""Threads of calls that were given up and still run. With so many, no further calls begin."""
+
+
+class _Call(NamedTuple):
+    """Hold a call that runs. end: the time at which it is given up."""
+
+    sample: Sample
+    end: float
+    thread: threading.Thread
 
 
 class Rewards:
     """Score samples, a few at a time. The threads are daemons: none of them keeps the program from ending.
 
-    reward: None leaves the samples as they are. seconds: after so long a sample gets an error for its reward, and its
-    thread is left to itself; None: a call may take any time. Raises ConfigurationError for seconds that are no time.
+    reward: None leaves the samples as they are. It gets copies of the fields of problem and sample. What it writes into
+    the sample's is kept if JSON has a form for it; if not, the reward has failed. seconds: after so long a sample gets
+    an error for its reward; an asynchronous call is cancelled, another's thread is left to itself. None: a call may
+    take any time. Raises ConfigurationError for seconds that are no time.
     """
 
     def __init__(self, reward: Reward | None, seconds: float | None = None) -> None:
@@ -38,13 +51,20 @@ class Rewards:
             raise ConfigurationError(f"reward_seconds={seconds}: a number above 0 expected, or none for no limit")
         self._reward, self._seconds = reward, seconds
         self._waiting: deque[tuple[Problem, Sample]] = deque()
-        self._running: dict[int, tuple[Sample, float]] = {}  # by the call's number, with the time at which it is over
+        self._running: dict[int, _Call] = {}  # by the call's number
+        self._hung: list[threading.Thread] = []
         self._done: SimpleQueue[tuple[int, Sample]] = SimpleQueue()
         self._calls = 0
 
     def __len__(self) -> int:
         """Return how many samples were given and are not back."""
         return len(self._waiting) + len(self._running)
+
+    def drop(self) -> None:
+        """Forget the samples that are not back, as those of a rollout that was interrupted."""
+        self._waiting.clear()
+        self._hung += [call.thread for call in self._running.values()]
+        self._running.clear()
 
     def give(self, problem: Problem, sample: Sample) -> None:
         """Let a sample wait for its reward."""
@@ -54,18 +74,19 @@ class Rewards:
     def take(self, *, wait: bool = False) -> Iterator[Sample]:
         """Yield the samples whose reward is known or given up. wait: for the next one, if there is none yet."""
         while self._running:
-            until = min(end for _, end in self._running.values())
+            until = min(call.end for call in self._running.values())
             pause = max(0.0, until - time.monotonic()) if wait else 0.0
             try:
                 number, sample = self._done.get(timeout=min(pause, threading.TIMEOUT_MAX))
             except Empty:
-                overdue = [number for number, (_, end) in self._running.items() if end <= time.monotonic()]
+                overdue = [number for number, call in self._running.items() if call.end <= time.monotonic()]
                 if not overdue:
                     if wait:
                         continue
                     return
                 number = overdue[0]
-                sample = _failed(self._running[number][0], f"TimeoutError: took over {self._seconds:g} s")
+                self._hung.append(self._running[number].thread)
+                sample = _failed(self._running[number].sample, f"TimeoutError: {_took_over(self._seconds)}")
             if self._running.pop(number, None) is None:
                 continue  # which was given up before
             wait = False
@@ -73,26 +94,57 @@ class Rewards:
             yield sample
 
     def _start(self) -> None:
+        self._hung = [thread for thread in self._hung if thread.is_alive()]
         while self._waiting and len(self._running) < _THREADS:
             problem, sample = self._waiting.popleft()
             self._calls += 1
+            number = self._calls
             end = math.inf if self._seconds is None else time.monotonic() + self._seconds
-            self._running[self._calls] = sample, end
+            call = (number, problem, sample)
+            thread = threading.Thread(target=self._call, args=call, name="agentspec-reward", daemon=True)
+            self._running[number] = _Call(sample, end, thread)
             if self._reward is None:
-                self._done.put((self._calls, sample))
+                self._done.put((number, sample))
+            elif len(self._hung) >= _MOST_HUNG:
+                self._done.put((number, _failed(sample, self._too_many_hang())))
             else:
-                call = (self._reward, self._calls, problem, sample)
-                threading.Thread(target=self._call, args=call, name="agentspec-reward", daemon=True).start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    why = f"{_described(error)}: raise the limit of threads (ulimit -u, or the container's)"
+                    self._done.put((number, _failed(sample, f"{why}, and run the rollout again")))
 
-    def _call(self, reward: Reward, number: int, problem: Problem, sample: Sample) -> None:
+    def _too_many_hang(self) -> str:
+        return (
+            f"TimeoutError: not called, because {len(self._hung)} calls that were given up still run; give the reward "
+            "function a timeout of its own, and run the rollout again"
+        )
+
+    def _call(self, number: int, problem: Problem, sample: Sample) -> None:
+        value: float | None = None
+        why: str | None = None
+        given = sample
         try:
-            value = float(_awaited(reward(problem, sample)))
-            if not math.isfinite(value):  # a group's advantages would all be nan, and JSON has no such number
-                raise ValueError(f"{value} is not a finite number")
-            sample = replace(sample, reward=value, reward_error=None)
+            given = replace(sample, fields=copy.deepcopy(sample.fields))
+            value = self._value(replace(problem, fields=copy.deepcopy(problem.fields)), given)
         except BaseException as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
-            sample = _failed(sample, _described(error))
-        self._done.put((number, sample))
+            why = _described(error)
+        try:
+            given = replace(given, fields=as_json(given.fields))
+        except BaseException as error:  # the text of a value is made by code of its type
+            given = sample
+            why = why or f"what the reward wrote into sample.fields has no form in JSON ({_described(error)})"
+        if why is None:
+            self._done.put((number, replace(given, reward=value, reward_error=None)))
+        else:
+            self._done.put((number, _failed(given, why)))
+
+    def _value(self, problem: Problem, sample: Sample) -> float:
+        assert self._reward is not None
+        value = float(_awaited(self._reward(problem, sample), self._seconds))
+        if not math.isfinite(value):  # a group's advantages would all be nan, and JSON has no such number
+            raise ValueError(f"{value} is not a finite number")
+        return value
 
 
 _LOOP_LOCK = threading.Lock()
@@ -106,14 +158,25 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _awaited(value: Any) -> Any:
-    """Return a value, or what an awaitable gives."""
+def _awaited(value: Any, seconds: float | None) -> Any:
+    """Return a value, or what an awaitable gives. Cancel it after so many seconds, so that its thread ends."""
     if not inspect.isawaitable(value):
         return value
 
     with _LOOP_LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(result_of(value), loop).result()
+    future = asyncio.run_coroutine_threadsafe(result_of(value), loop)
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # the reward's own
+            raise
+        future.cancel()
+        raise TimeoutError(_took_over(seconds)) from None
+
+
+def _took_over(seconds: float | None) -> str:
+    return f"took over {seconds:g} s"
 
 
 def _failed(sample: Sample, error: str) -> Sample:

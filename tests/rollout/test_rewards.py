@@ -1,0 +1,351 @@
+"""Rewards beside the engine: what fails, hangs or is interrupted costs a sample's reward at most."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.errors import AgentSpecError
+from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
+from agentspec.rollout.rewards import Rewards
+from tests.rollout.test_generator import LLM, PROBLEMS, Engine, run
+
+
+def test_rewards_are_written_and_a_failing_one_ends_nothing(tmp_path: Path) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        return float(problem.fields["answer"] == sample.text)
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert {sample.id: sample.reward for sample in samples} == {"a": 1.0, "b": None, "c": None}
+    assert {sample.reward_error for sample in samples} == {None, "KeyError: 'answer'"}
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 2)
+
+
+class Unprintable(BaseException):
+    """As pytest's Failed it is no Exception, and its text has an error."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise asyncio.CancelledError('late')", "CancelledError: late"),
+        ("raise Unprintable", "Unprintable"),
+        ("float('inf')", "ValueError: inf is not a finite number"),
+        ("float('nan')", "ValueError: nan is not a finite number"),
+    ],
+)
+def test_an_answer_that_a_reward_runs_ends_nothing(tmp_path: Path, answer: str, said: str) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id != "b":
+            return 1.0
+        if answer.startswith("raise"):
+            exec(answer)
+        return float(eval(answer))
+
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert {sample.id: sample.reward for sample in samples} == {"a": 1.0, "b": None, "c": 1.0}
+    assert {sample.reward_error for sample in samples} == {None, said}
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (1.0, 1)
+
+
+def test_a_slow_reward_does_not_hold_up_what_others_write(tmp_path: Path) -> None:
+    """What is finished and judged survives a kill, though a reward before it is not known yet."""
+    written, path = threading.Event(), tmp_path / "r.jsonl"
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id == "a":
+            assert written.wait(60)
+        return 1.0
+
+    def progress(figures: Any) -> None:
+        if figures.finished >= 2:
+            written.set()
+
+    with Journal(path) as journal:
+        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward)
+        (figures,) = generator.run(PROBLEMS, Plan(samples=1), progress)
+        assert [sample.id for sample in journal.samples()][-1] == "a"
+        assert {sample.reward_error for sample in journal.samples()} == {None}
+    assert figures.finished == 3
+
+
+def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(path, Plan(samples=4), Engine(fail_after=6), reward=reward)
+    with Journal(path) as journal:
+        assert len(journal) == 6
+
+
+def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        calls.append(sample.key)
+        time.sleep(0.05)
+        return 1.0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r.jsonl", Plan(samples=20), Engine(batch=64), reward=reward)
+    assert len(calls) < 30
+
+
+def test_a_hung_reward_holds_up_nothing_but_its_sample(tmp_path: Path) -> None:
+    """Each hung call leaves its thread, and another begins in its place."""
+    hung = threading.Event()
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        if problem.id == "a":
+            hung.wait(60)
+        return 1.0
+
+    plan = Plan(samples=6)  # so more hang than run at a time
+    figures, samples = run(tmp_path / "r.jsonl", plan, reward=reward, reward_seconds=0.2)
+    hung.set()
+    errors = {(sample.id, sample.reward, sample.reward_error) for sample in samples}
+    assert errors == {("a", None, "TimeoutError: took over 0.2 s"), ("b", 1.0, None), ("c", 1.0, None)}
+    assert (len(samples), figures[0].rewarded, figures[0].reward_errors) == (18, 12, 6)
+
+
+def test_hung_rewards_take_so_many_threads_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over several epochs; and when the calls end, others begin."""
+    monkeypatch.setattr("agentspec.rollout.rewards._MOST_HUNG", 3)
+    calls, hung = [], threading.Event()
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        calls.append(sample.key)
+        hung.wait(60)
+        return 1.0
+
+    def progress(figures: Any) -> None:
+        if figures.epoch == 2:
+            hung.set()
+            while any(thread.name == "agentspec-reward" for thread in threading.enumerate()):
+                time.sleep(0.01)
+
+    with Journal(tmp_path / "r.jsonl") as journal:
+        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward, reward_seconds=0.1)
+        figures = list(generator.run(PROBLEMS, Plan(samples=2, epochs=4), progress))
+        errors = {sample.reward_error for sample in generator.samples(1)}
+    assert [each.reward_errors for each in figures[:2]] == [6, 6] and figures[3].rewarded == 6
+    assert len([key for key in calls if key.epoch < 2]) < 3 + 4  # four run at a time
+    (error,) = errors
+    assert error is not None and "still run" in error and "timeout of its own" in error
+
+
+def test_calls_of_an_interrupted_run_count_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentspec.rollout.rewards._MOST_HUNG", 1)
+    hung = threading.Event()
+    rewards = Rewards(lambda problem, sample: float(hung.wait(60)))
+    first, second = (Sample("a", 0, number, [1], [2], [-0.1], "x") for number in range(2))
+    rewards.give(PROBLEMS[0], first)
+    rewards.drop()
+    assert not rewards
+    rewards.give(PROBLEMS[0], second)
+    (scored,) = rewards.take(wait=True)
+    assert scored.key == second.key and "1 calls that were given up still run" in str(scored.reward_error)
+    hung.set()
+
+
+def test_an_asynchronous_reward_that_hangs_is_cancelled(tmp_path: Path) -> None:
+    cancelled = []
+
+    async def reward(problem: Problem, sample: Sample) -> float:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(sample.id)
+            raise
+        return 1.0
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward, reward_seconds=0.1)
+    assert {sample.reward_error for sample in samples} == {"TimeoutError: took over 0.1 s"}
+    until = time.monotonic() + 10
+    while len(cancelled) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sorted(cancelled) == ["a", "b", "c"]
+
+
+def test_a_thread_that_cannot_be_started_costs_its_samples_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(self: threading.Thread) -> None:
+        started.append(self)
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    figures, samples = run(tmp_path / "r.jsonl", Plan(samples=2), reward=lambda problem, sample: 1.0)
+    (error,) = [sample.reward_error for sample in samples if sample.reward is None]
+    assert error is not None and "can't start new thread" in error and "ulimit -u" in error
+    assert (figures[0].rewarded, figures[0].reward_errors) == (5, 1)
+
+
+class Unwritable:
+    """A value whose text has an error."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+def endless() -> list[Any]:
+    """A list that holds itself."""
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize("value", [{(1, 2): "a key"}, endless(), Unwritable()], ids=["key", "endless", "text"])
+@pytest.mark.parametrize("where", ["sample", "problem"])
+def test_fields_that_cannot_be_written_cost_their_samples_reward(tmp_path: Path, value: Any, where: str) -> None:
+    path = tmp_path / "r.jsonl"
+    wrong = True
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        fields = sample.fields if where == "sample" else problem.fields
+        if problem.id == "a" and wrong:
+            fields["note"] = value
+        return 1.0
+
+    for _ in range(2):  # also when they are scored again
+        figures, samples = run(path, Plan(samples=2), reward=reward)
+        assert len(samples) == 6 and {sample.reward for sample in samples if sample.id != "a"} == {1.0}
+        errors = {sample.reward_error for sample in samples if sample.id == "a"}
+        if where == "problem":  # which is its own
+            assert errors == {None}
+        else:
+            (error,) = errors
+            assert error is not None and "sample.fields" in error and "JSON" in error
+        assert {sample.fields.get("answer") for sample in samples if sample.id == "a"} == {"five six"}
+        assert "note" not in PROBLEMS[0].fields
+    wrong = False
+    figures, _ = run(path, Plan(samples=2), reward=reward)
+    assert (figures[0].rewarded, figures[0].reward_errors) == (6, 0)
+
+
+def test_what_a_failing_reward_wrote_into_a_sample_stays_with_it(tmp_path: Path) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        sample.fields["log"] = "1 test failed"
+        raise ValueError(sample.id)
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert {sample.fields["log"] for sample in samples} == {"1 test failed"}
+    assert samples[0].reward_error == "ValueError: a"
+
+
+def test_what_an_interrupted_run_left_is_not_in_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Journal(tmp_path / "r.jsonl") as journal:
+        engine = OfflineEngine(LLM(Engine(batch=64)))
+        generator = RolloutGenerator(engine, journal, reward=lambda problem, sample: 1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(generator.run(PROBLEMS, Plan(samples=20)))
+        (figures,) = generator.run(PROBLEMS, Plan(samples=20))
+        assert (len(journal), figures.finished, figures.rewarded) == (60, 60, 60)
+
+
+def test_an_asynchronous_reward_is_awaited(tmp_path: Path) -> None:
+    async def reward(problem: Problem, sample: Sample) -> float:
+        return 0.5
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward)
+    assert [sample.reward for sample in samples] == [0.5] * 3
+
+
+def test_asynchronous_rewards_may_share_a_client(tmp_path: Path) -> None:
+    """As one AsyncOpenAI of a module, whose connections belong to the event loop that made them."""
+    one_at_a_time, loops = asyncio.Semaphore(1), set()
+
+    async def reward(problem: Problem, sample: Sample) -> float:
+        async with one_at_a_time:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0.005)
+            return 0.5
+
+    figures, _ = run(tmp_path / "r.jsonl", Plan(samples=6), reward=reward, reward_seconds=30.0)
+    assert (figures[0].rewarded, len(loops)) == (18, 1)
+
+
+def test_an_interrupt_keeps_the_rewards_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Plan(samples=4))
+    take, taken = Rewards.take, []
+
+    def interrupted(self: Rewards, *, wait: bool = False) -> Any:
+        for sample in take(self, wait=wait):
+            taken.append(sample)
+            yield sample
+        if len(taken) >= 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rewards, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Plan(samples=4), reward=lambda problem, sample: 1.0)
+    with Journal(path) as journal:
+        assert sum(sample.reward == 1.0 for sample in journal.samples()) >= 5
+        assert len(journal) == 12
+
+
+def test_what_a_reward_writes_into_a_sample_stays_with_it(tmp_path: Path) -> None:
+    def reward(problem: Problem, sample: Sample) -> float:
+        sample.fields["note"] = sample.sample
+        return 1.0
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=3), reward=reward)
+    assert all(sample.fields["note"] == sample.sample for sample in samples)
+
+
+def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+
+    def wrong(problem: Problem, sample: Sample) -> float:
+        return problem.fields["answer"] == sample.text and 1.0
+
+    _, before = run(path, Plan(samples=2), reward=wrong)
+    calls = []
+
+    def right(problem: Problem, sample: Sample) -> float:
+        calls.append(sample.id)
+        return 0.25
+
+    engine = Engine()
+    figures, after = run(path, Plan(samples=2), engine, reward=right)
+    assert not engine.asked and sorted(calls) == ["b", "b", "c", "c"]
+    assert [sample.key for sample in after] == [sample.key for sample in before]
+    assert {(sample.id, sample.reward, sample.reward_error) for sample in after} == {
+        ("a", 1.0, None),
+        ("b", 0.25, None),
+        ("c", 0.25, None),
+    }
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+    figures, _ = run(path, Plan(samples=2))  # without a reward function
+    assert (figures[0].mean_reward, figures[0].reward_errors) == (0.5, 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_wrong_limit_of_rewards_is_refused(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(AgentSpecError, match="reward_seconds"):
+        run(tmp_path / "r.jsonl", Plan(), reward_seconds=seconds)
