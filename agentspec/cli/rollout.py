@@ -78,7 +78,10 @@ def rollout(
     ray: Annotated[
         int | None, typer.Option(help="Sample on so many Ray actors, each an engine. For several machines, with Redis.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as a JSON object.")] = "{}",
+    engine: Annotated[
+        str,
+        typer.Option(help="Further arguments of vllm.LLM, as a JSON object. Options of this command win over them."),
+    ] = "{}",
 ) -> None:
     """Sample answers to problems over several epochs, with drafts from earlier answers.
 
@@ -116,14 +119,16 @@ def rollout(
         options |= PLAIN_OPTIONS
     else:
         additional = _object(given, "additional_config")
-        drafting = {"verify_cost": verify_cost, **_object(additional, "agentspec")}
-        if max_draft is not None:
-            drafting["max_draft"] = max_draft
+        drafting = _object(additional, "agentspec") | _given(verify_cost=verify_cost, max_draft=max_draft)
         method = _object(given, "speculative_config") or None
         options |= rollout_options(speculative_config=method, **drafting)
         options["additional_config"] |= additional
-    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-    options |= {name: value for name, value in limits.items() if value is not None} | given
+    options |= given | _given(
+        dtype=None if dtype == "auto" else dtype,
+        enforce_eager=enforce_eager or None,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
     with Journal(out) as journal:
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)
@@ -152,6 +157,11 @@ def rollout(
                     write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
         started.close()
         Console().print(table)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options of the command that were given. They win over the same values in --engine, as with `serve`."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _object(options: dict[str, Any], name: str) -> dict[str, Any]:

@@ -112,6 +112,27 @@ def test_engine_options_go_together_with_the_others(
     assert "--engine: additional_config must be a JSON object, got int" in capsys.readouterr().err
 
 
+def test_an_option_wins_over_the_same_value_among_engine_options(
+    monkeypatch: pytest.MonkeyPatch, problems: Path
+) -> None:
+    """As with `agentspec serve`, whose options win over --additional-config."""
+    base = [str(problems), "--out", str(problems.parent / "out.jsonl"), "--engine"]
+    given = {"dtype": "float16", "max_model_len": 8, "max_num_seqs": 2, "enforce_eager": False}
+    engine = json.dumps({**given, "additional_config": {"agentspec": {"verify_cost": 0.5}}})
+    made = command(monkeypatch, *base, engine)
+    assert {name: made[name] for name in given} == given
+    assert made["additional_config"] == {"agentspec": {"verify_cost": 0.5}}
+    options = {"--dtype": "float32", "--max-model-len": "16", "--max-num-seqs": "4", "--verify-cost": ".02"}
+    made = command(monkeypatch, *base, engine, "--enforce-eager", *(word for pair in options.items() for word in pair))
+    assert {name: made[name] for name in given} == {
+        "dtype": "float32",
+        "max_model_len": 16,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+    }
+    assert made["additional_config"] == {"agentspec": {"verify_cost": 0.02}}
+
+
 def test_epochs_in_a_trainers_format_hold_this_runs_samples(monkeypatch: pytest.MonkeyPatch, problems: Path) -> None:
     folder = problems.parent
     problems.write_text("".join(json.dumps({"id": name, "prompt": "one two"}) + "\n" for name in "ab"))
