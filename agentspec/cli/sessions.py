@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from datetime import datetime
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from agentspec.cache.store import default_store_url, redact
 from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
-from agentspec.errors import StoreUnavailableError
+from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, to_path
 
 _commands = typer.Typer(
@@ -96,10 +97,15 @@ def import_session(
 ) -> None:
     """Add the turns in a file to a session of yours, which alone will draft from them."""
     added = turns = 0
-    with server_at(url, header) as server:
-        for part in _parts(file.read_bytes()):
-            answer = ask(server, "PUT", _path(session), "added", content=part).json()
-            added, turns = added + answer["added"], turns + answer["turns"]
+    try:
+        with server_at(url, header) as server:
+            for part in _parts(file.read_bytes()):
+                answer = ask(server, "PUT", _path(session), "added", content=part).json()
+                added, turns = added + answer["added"], turns + answer["turns"]
+    except AgentSpecError as error:
+        if turns:
+            raise _error_of_whole(error, turns) from None
+        raise
     typer.echo(f"{added} of {turns} turns added; the others were there")
 
 
@@ -176,6 +182,15 @@ def _parts(exported: bytes) -> list[bytes]:
         size += len(turn)
     head = json.dumps(session)[:-1]
     return [f'{head}, "turns": [{", ".join(part)}]}}'.encode() for part in parts]
+
+
+def _error_of_whole(error: AgentSpecError, imported: int) -> AgentSpecError:
+    """Return a part's error with the number that its turn has in the file. imported: turns of the parts before."""
+    why = re.sub(r"^turns\.(\d+)", lambda turn: f"turns.{imported + int(turn[1])}", str(error))
+    return type(error)(
+        f"{why}; the turns before turns.{imported} are imported: import the file again to add the others, or delete "
+        "the session"
+    )
 
 
 def _path(session: str) -> str:

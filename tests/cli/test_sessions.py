@@ -114,6 +114,31 @@ def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
     assert exported[0] == exported[1]
 
 
+def test_an_import_in_parts_that_fails_names_the_turn_and_what_was_added(
+    sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(7):
+        server.say(server.identity(ADA, "long"), [*TEXT, number])
+    file = tmp_path / "long.json"
+    assert sessions("export", "long", str(file))[0] == 0
+    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", file.stat().st_size // 3)
+    whole = json.loads(file.read_text())
+
+    def spoilt(turn: int, **changes: Any) -> str:
+        turns = [one | changes if number == turn else one for number, one in enumerate(whole["turns"])]
+        file.write_text(json.dumps(whole | {"turns": turns}))
+        return sessions("import", "copy", str(file), key=BOB)[1]
+
+    printed = " ".join(spoilt(0, kept=-1).split())
+    assert "turns.0.kept" in printed and "are imported" not in printed
+    assert server.call(BOB, "GET", "copy").status_code == 404
+    printed = " ".join(spoilt(5, response=[10**9]).split())
+    assert "turns.5.response" in printed or "turns.5: a token id" in printed
+    imported = len(server.call(BOB, "GET", "copy").json()["turns"])
+    assert 0 < imported < 6 and f"the turns before turns.{imported} are imported" in printed
+    assert f"{7 - imported} of 7 turns added" in spoilt(7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "message"),
     [
