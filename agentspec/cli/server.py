@@ -20,6 +20,8 @@ HeaderOption = Annotated[
 ]
 
 _SECONDS = 60.0
+_WHITE = " \t"
+"""What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
 
 
 @contextmanager
@@ -32,9 +34,9 @@ def server_at(url: str, headers: list[str] | None) -> Iterator[httpx.Client]:
     given = {}
     for header in headers or []:
         name, colon, value = header.partition(":")
-        if not colon or not name.strip():
+        if not colon or not name.strip(_WHITE):
             raise ConfigurationError("--header: give it as 'Name: value'")
-        given[name.strip()] = value.strip()
+        given[name.strip(_WHITE)] = value.strip(_WHITE)
     if key := os.environ.get("AGENTSPEC_API_KEY"):
         given["Authorization"] = f"Bearer {key}"
     try:

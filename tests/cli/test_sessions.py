@@ -185,6 +185,26 @@ def test_a_header_that_cannot_be_sent_is_named_without_the_key(
 
 
 @pytest.mark.parametrize(
+    ("typed", "sent"),
+    [("X-User: \t ada \t", b"ada"), ("X-User:ada\u00a0", b"ada\xc2\xa0"), ("X-User: \u2003ada", b"\xe2\x80\x83ada")],
+)
+def test_a_header_loses_the_spaces_that_a_server_drops_and_no_others(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, typed: str, sent: bytes
+) -> None:
+    """Else two names that a gateway tells apart would be one here."""
+    made = httpx.Client
+    seen: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.extend(value for name, value in request.headers.raw if name.lower() == b"x-user")
+        return httpx.Response(200, json={"sessions": []})
+
+    monkeypatch.setattr(httpx, "Client", lambda **options: made(**options, transport=httpx.MockTransport(answer)))
+    assert agentspec("sessions", "list", "-H", typed)[0] == 0
+    assert seen == [sent]
+
+
+@pytest.mark.parametrize(
     "answer",
     [
         httpx.Response(302, headers={"Location": "https://login.example"}),
