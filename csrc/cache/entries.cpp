@@ -35,11 +35,11 @@ Size CacheEntry::size() const {
   return size;
 }
 
+// Indexes, and removes what was dropped where nothing is left to index. Each call does one of both: how much is indexed at
+// once depends on how the index does it, and must not change what is removed.
 std::size_t Group::advance(std::size_t budget) {
-  std::size_t left = budget;
-  left -= corpus.advance(left);
-  left -= corpus.sweep(left);
-  return budget - left;
+  const std::size_t indexed = corpus.advance(budget);
+  return indexed > 0 ? indexed : corpus.sweep(budget);
 }
 
 bool Tenant::leave() {

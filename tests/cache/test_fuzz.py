@@ -125,6 +125,11 @@ def test_core_and_oracle_agree_on_random_calls(seed: int, tmp_path: Path) -> Non
     assert fuzzer.done["propose"] > 0
 
 
+def test_core_and_oracle_agree_on_many_random_calls(tmp_path: Path) -> None:
+    """In this world the index is sorted at once while dropped documents wait to be removed."""
+    Fuzzer(2, tmp_path).run(5000)
+
+
 def test_damaged_snapshots_are_refused_or_harmless() -> None:
     loaded = mutations.run(0, 400)
     assert 40 < loaded < 360  # some damage must pass the checks, or nothing was tested

@@ -198,9 +198,7 @@ def work_on(part: "Session | Group | Corpus", budget: int) -> int:
     """Index and sweep in pieces, as far as the budget allows. Return what is left of it."""
     while budget > 0 and part.has_work:
         piece = min(budget, PIECE)
-        done = part.advance(piece)
-        done += part.sweep(piece - done)
-        budget -= min(budget, done)
+        budget -= min(budget, part.advance(piece) or part.sweep(piece))
     return budget
 
 
