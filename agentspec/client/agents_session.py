@@ -45,15 +45,21 @@ class AgentsSession:
         await asyncio.to_thread(self._conversation.confirm)
 
     async def pop_item(self) -> Any | None:
-        """Remove the latest item, in the store too, and return it; None if there is none."""
+        """Take back the latest item and return it; None if there is none.
+
+        No process reads it again, but its text stays in the store until the session is cleared. Raises StoreError, or
+        SessionConflictError if another client wrote to the session; the item is still there then.
+        """
         await self.load()
-        messages = self._conversation.messages()
-        if not messages:
-            return None
-        items = items_of(messages[-1])
-        item = items.pop()
-        await asyncio.to_thread(self._conversation.replace, [*messages[:-1], *messages_of(items)])
-        return item
+        popped: list[Any] = []
+
+        def without_last_item(message: dict[str, Any]) -> list[dict[str, Any]]:
+            *items, last = items_of(message)
+            popped.append(last)
+            return messages_of(items)
+
+        await asyncio.to_thread(self._conversation.change_last, without_last_item)
+        return popped[0] if popped else None
 
     async def clear_session(self) -> None:
         """Erase all items, on the server too."""

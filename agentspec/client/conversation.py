@@ -133,13 +133,23 @@ class Conversation:
                 raise conflict_error(self.id)
             self._append(messages)
 
-    def replace(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Replace all messages, here and in the store. May block. A StoreError means that nothing was changed."""
+    def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> None:
+        """Put the messages that ``change`` returns in the place of the latest one, here and in the store. May block.
+
+        The store does it in one step. Does nothing if there is no message. Raises StoreError and SessionConflictError;
+        nothing was changed then.
+        """
         with self._load_lock, self.reserved():
-            self._log.remove(self.id)
             with self._guard:
-                self._take(Stored())
-                self._append(messages)
+                if not self._history:
+                    return
+                position, last = self._history[-1]
+            said = [Said(position + i, message) for i, message in enumerate(change(copy.deepcopy(last)))]
+            self._log.rewrite(self._place, position, said)
+            with self._guard:
+                self._history[-1:] = said
+                self._next_position = position + len(said)
+                self.resumed = min(self.resumed, len(self._history))
 
     def forget(self) -> None:
         """Remove all messages, stored ones first. May block. A StoreError means that nothing was removed."""

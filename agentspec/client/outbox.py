@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from agentspec.cache.store import NEW_SESSION, MessageRecord, NewEntry, RecordReader, Store, encode
+from agentspec.cache.store import NEW_SESSION, CutRecord, MessageRecord, NewEntry, RecordReader, Store, encode
 from agentspec.client.session_log import Place, Said, Stored, conflict_error
-from agentspec.errors import InvalidInputError, SessionConflictError, StoreUnavailableError
+from agentspec.errors import InvalidInputError, SessionConflictError, StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,18 @@ _MAX_BYTES = 64 << 20
 
 
 def read_session(store: Store, session: str) -> Stored:
-    """Read a session's messages, oldest first. Damaged records leave a gap; repeated ones count once."""
+    """Read a session's messages, oldest first, without those that were taken back.
+
+    Damaged records leave a gap; repeated ones count once.
+    """
     history: list[Said] = []
     position, last = 0, None
     for entry, record in RecordReader().read(store, NAMESPACE, session=session):
         last = entry.sequence
+        if isinstance(record, CutRecord):
+            history = [said for said in history if said.position < record.position]
+            position = record.position
+            continue
         if isinstance(record, MessageRecord):
             behind = record.position is not None and record.position < position
             if behind and Said(record.position or 0, record.message) in history:
@@ -52,7 +59,7 @@ class _Write:
     """Hold messages to append, or none to check only whether another client wrote to the session."""
 
     place: Place
-    records: list[MessageRecord]
+    records: list[MessageRecord | CutRecord]
     size: int
 
 
@@ -77,11 +84,29 @@ class Outbox:
         self._slow = False  # the latest call took longer than WAIT_S
         self._hurried = False  # somebody waits, so the pause after a failure ends
 
-    def put(self, place: Place, said: list[Said]) -> None:
-        """Queue the messages of one turn. Never blocks, never raises."""
-        now = time.time()
-        records = [MessageRecord(place.session, message, now, position) for position, message in said]
-        self._enqueue(_Write(place, records, sum(record.size for record in records)))
+    def put(self, place: Place, said: list[Said], cut: int | None = None) -> None:
+        """Queue the messages of one turn. Never blocks, never raises. cut: as for `SessionLog.append`."""
+        self._enqueue(_write(place, said, cut))
+
+    def put_now(self, place: Place, said: list[Said], cut: int | None, timeout: float) -> None:
+        """Store the messages of one turn behind what is queued for the session. Blocks; nothing is tried again.
+
+        Raises StoreError if the store fails or is not reached within ``timeout`` seconds, and SessionConflictError.
+        """
+        if not self.settle(place.session, timeout) or not self._calling.acquire(timeout=timeout):
+            raise StoreUnavailableError(
+                f"session {place.session!r}: nothing was changed, because the store does not answer; try again later"
+            )
+        try:
+            failed = self._perform(_write(place, said, cut))
+        finally:
+            self._calling.release()
+        if isinstance(failed, StoreError):
+            raise failed
+        if failed is not None:
+            raise StoreError(f"session {place.session!r}: the store failed: {failed}") from failed
+        if place.conflict:
+            raise conflict_error(place.session)
 
     def check(self, place: Place) -> None:
         """Queue a look at whether another client wrote to the session, unless the store is slow or away."""
@@ -212,7 +237,7 @@ class Outbox:
             return error
         return None
 
-    def _append(self, store: Store, place: Place, records: list[MessageRecord]) -> None:
+    def _append(self, store: Store, place: Place, records: list[MessageRecord | CutRecord]) -> None:
         """Append to the session, or only check. Raises SessionConflictError if others wrote behind ``place.last``."""
         payloads = [payload for record in records if (payload := _encode(record, place.offset)) is not None]
         if not payloads:
@@ -251,7 +276,14 @@ class Outbox:
             logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
 
 
-def _encode(record: MessageRecord, offset: int) -> bytes | None:
+def _write(place: Place, said: list[Said], cut: int | None) -> _Write:
+    now = time.time()
+    records: list[MessageRecord | CutRecord] = [] if cut is None else [CutRecord(place.session, cut)]
+    records += [MessageRecord(place.session, message, now, position) for position, message in said]
+    return _Write(place, records, sum(record.size for record in records))
+
+
+def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes | None:
     """Return the record as bytes, or None if it cannot be stored, which leaves a gap."""
     try:
         return encode(replace(record, position=offset + (record.position or 0)))

@@ -56,8 +56,17 @@ class SessionLog:
         """Return the session as it is stored. May block. Raises StoreError if it cannot be read."""
         return Stored()
 
-    def append(self, place: Place, said: list[Said]) -> None:
-        """Queue the messages of one turn. Never blocks, never raises."""
+    def append(self, place: Place, said: list[Said], cut: int | None = None) -> None:
+        """Queue the messages of one turn. Never blocks, never raises.
+
+        cut: position of the first message that is taken back before that; None: none is.
+        """
+
+    def rewrite(self, place: Place, position: int, said: list[Said]) -> None:
+        """Put these messages in the place of those from ``position`` on, in one step. Blocks until that is stored.
+
+        Raises StoreError, or SessionConflictError if another client wrote to the session; nothing has changed then.
+        """
 
     def check(self, place: Place) -> None:
         """Raise SessionConflictError if another client wrote to the session. May block for a moment."""

@@ -48,8 +48,11 @@ class StoreLog(SessionLog):
             raise StoreUnavailableError("messages of this process still wait to be written to the store")
         return read_session(self._opened(), session)
 
-    def append(self, place: Place, said: list[Said]) -> None:
-        self._outbox.put(place, said)
+    def append(self, place: Place, said: list[Said], cut: int | None = None) -> None:
+        self._outbox.put(place, said, cut)
+
+    def rewrite(self, place: Place, position: int, said: list[Said]) -> None:
+        self._outbox.put_now(place, said, position, FLUSH_TIMEOUT_S)
 
     def check(self, place: Place) -> None:
         self._outbox.check(place)

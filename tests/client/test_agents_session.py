@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentspec import AsyncAgentClient, InvalidInputError
+from agentspec import AsyncAgentClient, InvalidInputError, SessionConflictError, StoreError
+from agentspec.cache.store import MemoryStore
+from agentspec.client.outbox import NAMESPACE
 
 from .fake_server import FakeServer
+from .stores import FailingStore
 
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
 ITEMS: list[dict[str, Any]] = [
@@ -53,6 +56,41 @@ async def test_popping_removes_the_latest_item_from_the_store_too(server: FakeSe
         assert await session.get_items() == ITEMS[:3]
         await session.clear_session()
         assert await session.get_items() == [] and server.erased == ["s"]
+
+
+async def test_a_popped_item_is_gone_once_pop_item_returns(server: FakeServer) -> None:
+    store = FailingStore()
+    async with connect(server, store=store) as client:
+        session = client.session("s")
+        await session.add_items(ITEMS[:4])
+        store.delay = 0.05
+        assert await session.pop_item() == ITEMS[3]
+        assert list(MemoryStore.read(store, NAMESPACE, session="s"))  # a kill now must not lose the session
+        store.delay = 0.0
+        async with connect(server, store=store) as another:
+            assert await another.session("s").get_items() == ITEMS[:3]
+        await session.add_items(ITEMS[3:4])
+    async with connect(server, store=store) as client:
+        resumed = client.session("s")
+        assert await resumed.get_items() == ITEMS[:4] and resumed.gaps == []
+
+
+async def test_an_item_that_the_store_cannot_take_back_stays(server: FakeServer) -> None:
+    store = FailingStore()
+    async with connect(server, store=store) as client:
+        session = client.session("s")
+        await session.add_items(ITEMS[:4])
+        store.failing = {"append"}
+        with pytest.raises(StoreError, match="away"):
+            await session.pop_item()
+        assert await session.get_items() == ITEMS[:4]
+        store.failing = set()
+        async with connect(server, store=store) as another:
+            assert await another.session("s").get_items() == ITEMS[:4]
+            await another.session("s").add_items(ITEMS[:1])
+        with pytest.raises(SessionConflictError):
+            await session.pop_item()
+        assert await session.get_items() == ITEMS[:4]
 
 
 async def test_output_items_of_the_api_are_understood(server: FakeServer) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from agentspec.cache.store import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.records import _FIELDS, _KEYS, _checksum, _deflate, _deflated
 from agentspec.errors import CorruptRecordError, RecordVersionError
 from tests.store.helpers import version_2
@@ -33,7 +33,7 @@ def samples() -> list[bytes]:
     full = replace(turn, kept=70, parent=2**63 + 1, block=5, scope="session", **names)  # type: ignore[arg-type]
     message = MessageRecord("s", {"role": "user", "content": ["é", {"a": None}], "x": 1.5}, 2.0, 4)
     coded = replace(turn, response=long, session="0f" * 16)
-    records: list[Record] = [turn, full, coded, message, EraseRecord("s")]
+    records: list[Record] = [turn, full, coded, message, CutRecord("s", 4), EraseRecord("s")]
     return [*map(encode, records), version_2(turn), version_2(full)]
 
 

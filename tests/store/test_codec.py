@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.cache import SCOPES
-from agentspec.cache.store import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.records import _MOST_RATIO, _checksum, _deflate, _seal
 from agentspec.errors import (
     CorruptRecordError,
@@ -61,7 +61,8 @@ JSON = st.recursive(
 MESSAGES = st.builds(
     MessageRecord, NAMES, st.dictionaries(TEXT, JSON, max_size=4), st.floats(0, 4e9), st.none() | st.integers(0, 2**40)
 )
-RECORDS = TURNS | MESSAGES | st.builds(EraseRecord, NAMES)
+CUTS = st.builds(CutRecord, NAMES, st.integers(0, 2**40))
+RECORDS = TURNS | MESSAGES | CUTS | st.builds(EraseRecord, NAMES)
 META: dict[str, Any] = {
     "writer": WRITER,
     "number": 1,
@@ -272,6 +273,7 @@ def wrong(**fields: Any) -> TurnRecord:
         (MessageRecord("s", {"x": [{2: "x"}]}, 1.0), InvalidInputError, "message"),
         (MessageRecord("s", ["x"], 1.0), InvalidInputError, "message"),  # type: ignore[arg-type]
         (MessageRecord("s", {}, 1.0, position=-1), InvalidInputError, "position"),
+        (CutRecord("s", -1), InvalidInputError, "position"),
     ],
 )
 def test_what_could_not_be_read_back_is_not_encoded(record: Record, error: type[Exception], field: str) -> None:

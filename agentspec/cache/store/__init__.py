@@ -29,7 +29,7 @@ from agentspec.cache.store.jobs import StoreJobs
 from agentspec.cache.store.loader import BackgroundLoader, LoaderStats, RecordReader
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
-from agentspec.cache.store.records import EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
+from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import (
     can_write,
@@ -50,6 +50,7 @@ __all__ = [
     "BackgroundLoader",
     "BackgroundWriter",
     "CircuitBreaker",
+    "CutRecord",
     "Entry",
     "EraseRecord",
     "Erasure",

@@ -1,8 +1,8 @@
-"""Encode and decode stored records: turns on the server's side, messages on the client's, tombstones on both.
+"""Encode and decode stored records: turns on the server's side, messages and cuts on the client's, tombstones on both.
 
 A payload is a msgpack map::
 
-    {"v": 3, "k": "turn" | "message" | "erase", "c": crc32, "m": meta, "d": data}
+    {"v": 3, "k": "turn" | "message" | "cut" | "erase", "c": crc32, "m": meta, "d": data}
 
 ``meta`` is itself a msgpack map, packed, so that the checksum covers exact bytes. Its keys are places in _FIELDS.
 Fields with their default are left out. Text of lower-case hexadecimal digits, as the keys of sessions are, is bytes.
@@ -34,7 +34,7 @@ from agentspec.errors import CorruptRecordError, InvalidInputError, InvalidToken
 from agentspec.identifiers import check_ids, check_session_id
 
 VERSION = 3
-_TURN, _MESSAGE, _ERASE = "turn", "message", "erase"
+_TURN, _MESSAGE, _CUT, _ERASE = "turn", "message", "cut", "erase"
 _KEYS = {2: ("kind", "crc", "meta", "data"), 3: ("k", "c", "m", "d")}
 # a field's place in this list is its key in meta, so new ones go to the end
 _FIELDS = (
@@ -133,6 +133,22 @@ class MessageRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CutRecord:
+    """Say at which position a session goes on. Applying a record twice does nothing.
+
+    Messages at this position and behind it were taken back. Messages before it that are not there are lost.
+    """
+
+    session: str
+    position: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that the record takes in memory, roughly."""
+        return _MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class EraseRecord:
     """Mark that a session was erased. session: its key in the store; its name is nowhere."""
 
@@ -144,7 +160,7 @@ class EraseRecord:
         return _MESSAGE_BYTES
 
 
-Record = TurnRecord | MessageRecord | EraseRecord
+Record = TurnRecord | MessageRecord | CutRecord | EraseRecord
 
 
 def encode(record: Record) -> bytes:
@@ -157,12 +173,14 @@ def encode(record: Record) -> bytes:
     meta: dict[str, Any] = {"session": record.session}
     if isinstance(record, EraseRecord):
         return _seal(_ERASE, meta, b"")
+    if isinstance(record, MessageRecord | CutRecord) and record.position is not None:
+        if record.position < 0:
+            raise InvalidInputError(f"position: a count of at least 0 expected, got {record.position}")
+        meta["position"] = record.position
+    if isinstance(record, CutRecord):
+        return _seal(_CUT, meta, b"")
     meta["created"] = float(record.created)
     if isinstance(record, MessageRecord):
-        if record.position is not None:
-            if record.position < 0:
-                raise InvalidInputError(f"position: a count of at least 0 expected, got {record.position}")
-            meta["position"] = record.position
         return _seal(_MESSAGE, meta, _message_bytes(record.message))
     names = {name: value for name in _NAMES if (value := getattr(record, name)) is not None}
     check_ids(**names)
@@ -200,6 +218,8 @@ def decode(payload: bytes) -> Record:
             return _turn(fields, _inflated(data) if version > 2 and not fields.get("plain") else data)
         if kind == _MESSAGE:
             return _message(fields, data)
+        if kind == _CUT:
+            return CutRecord(_text(fields, "session"), _number(fields, "position"))
         return EraseRecord(_text(fields, "session"))
     except CorruptRecordError:
         raise
@@ -220,7 +240,7 @@ def _open(envelope: object) -> tuple[int, str, bytes, bytes]:
         _corrupt("a field has the wrong type")
     if crc != _checksum(kind, meta, data, version):
         _corrupt("the checksum does not hold")
-    if kind not in (_TURN, _MESSAGE, _ERASE):
+    if kind not in (_TURN, _MESSAGE, _CUT, _ERASE):
         raise RecordVersionError(f"record kind {kind[:40]!r} is not known to this release")
     return version, kind, meta, data
 
