@@ -259,7 +259,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         await self.load()
         other = self._client.session(new_id, group=self.group, parent=self.id)
         await other.load()
-        self._conversation.copy_to(other._conversation, at)
+        await asyncio.to_thread(self._conversation.copy_to, other._conversation, at)
         return other
 
     def child(self, new_id: str | None = None, *, group: str | None = None) -> AsyncSession:

@@ -197,7 +197,8 @@ class Session(SessionBase, Loops):
 
     `AgentClient.session()` makes sessions. A call that fails leaves the history unchanged, so it can be repeated. A
     second call at the same time raises SessionBusyError; `fork()` a session to make two calls at once. Messages are
-    stored in the background; while the store is away they wait, and the oldest are dropped beyond 64 MiB.
+    stored in the background. While the store is away they wait; beyond 64 MiB, the largest turn not counted, the
+    session that has most waiting loses its oldest turn, which `gaps` shows.
     """
 
     _client: AgentClient

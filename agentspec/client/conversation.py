@@ -170,7 +170,8 @@ class Conversation:
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
         """Copy the history, or its first turns, to another, loaded conversation. Negative: all but the last ones.
 
-        Raises InvalidSessionError if the other is not empty, and InvalidInputError if there are fewer turns.
+        Blocks while a long history is stored. Raises InvalidSessionError if the other is not empty, and
+        InvalidInputError if there are fewer turns.
         """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
@@ -182,6 +183,7 @@ class Conversation:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
             other._history, other._next_position = history, next_position
             other._save(history)
+        other._log.wait_for_room()
 
     @contextmanager
     def turn(self, new: Sequence[dict[str, Any]], user: object = None) -> Generator[Turn, None, None]:

@@ -1,8 +1,9 @@
 """Write a client's messages to its store in a thread, and notice when another client wrote to the same session.
 
 A turn is one append: all of its messages or none. An append states the last entry that this client knows of the
-session, and fails if there are others behind it. While the store is away, turns wait. Beyond a limit the oldest are
-dropped; the positions of the messages behind them then show a gap.
+session, and fails if there are others behind it. While the store is away or behind, turns wait: up to a limit, which
+does not count the largest of them and the one that is being written, so that a turn of any size is stored. Beyond it
+the session that has most waiting loses its oldest turn. Readers see a gap there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,20 +61,29 @@ class _Write:
 
     place: Place
     records: list[MessageRecord | CutRecord]
-    size: int
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = sum(record.size for record in self.records)
+
+    @property
+    def messages(self) -> int:
+        """Return how many messages it appends."""
+        return sum(isinstance(record, MessageRecord) for record in self.records)
 
 
 class Outbox:
     """Append messages in a thread that starts with the first of them.
 
-    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of what waits.
+    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of what waits, beside the
+    largest turn and the one that is being written.
     """
 
     def __init__(self, store: Callable[[], Store], max_bytes: int = _MAX_BYTES) -> None:
         self._store = store
         self._max_bytes = max_bytes
         self._queue: deque[_Write] = deque()
-        self._bytes = 0
+        self._bytes = 0  # of the queue
         self._dropped = 0  # messages, since the store was last heard of
         self._current: _Write | None = None
         self._changed = threading.Condition()  # guards the queue; never held during a call to the store
@@ -111,7 +121,7 @@ class Outbox:
     def check(self, place: Place) -> None:
         """Queue a look at whether another client wrote to the session, unless the store is slow or away."""
         if not self._failures and not self._slow:
-            self._enqueue(_Write(place, [], 0))
+            self._enqueue(_Write(place, []))
 
     def confirm(self, place: Place) -> None:
         """Wait until what was queued for the session is done, for at most WAIT_S.
@@ -130,6 +140,11 @@ class Outbox:
             self._hurried = self._waits(session)
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._waits(session), timeout)
+
+    def wait_for_room(self, timeout: float) -> None:
+        """Wait until no more than the limit waits, for at most ``timeout`` seconds and while the store works."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or self._waiting_bytes() <= self._max_bytes, timeout)
 
     @contextmanager
     def paused(self, session: str, timeout: float) -> Generator[None, None, None]:
@@ -155,8 +170,8 @@ class Outbox:
         if self._thread is not None:
             self._thread.join(timeout + 0.5)
         with self._changed:
-            left = sum(len(write.records) for write in self._queue)
-            left += len(self._current.records) if self._current is not None else 0
+            left = sum(write.messages for write in self._queue)
+            left += self._current.messages if self._current is not None else 0
             self._discard(lambda write: True)
         if left:
             logger.warning("agentspec: the session store is away; %d messages are lost unwritten", left)
@@ -168,23 +183,48 @@ class Outbox:
                 return
             self._queue.append(write)
             self._bytes += write.size
-            while self._bytes > self._max_bytes and self._queue:
-                self._drop_oldest()
+            self._make_room()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="agentspec-outbox", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def _drop_oldest(self) -> None:
-        write = self._queue.popleft()
+    def _waiting_bytes(self) -> int:
+        return self._bytes + (0 if self._current is None else self._current.size)
+
+    def _make_room(self) -> None:
+        """Drop what is beyond the limit. The queue is searched only if there is something."""
+        while self._bytes > self._max_bytes:
+            largest = max(reversed(self._queue), key=lambda write: write.size)  # of equals the newest
+            if self._bytes - largest.size <= self._max_bytes:
+                return
+            others = [write for write in self._queue if write is not largest]
+            others = [write for write in others if write.messages] or others
+            held = Counter[str]()
+            for write in others:
+                held[write.place.session] += write.size
+            ((session, _),) = held.most_common(1)
+            self._drop(next(write for write in others if write.place.session == session))
+
+    def _drop(self, write: _Write) -> None:
+        """Take the messages out of a queued write, and leave what says that they are missing."""
+        at = self._queue.index(write)
+        cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
+        if write.messages and not any(other.place is write.place for other in list(self._queue)[at + 1 :]):
+            cuts.append(CutRecord(write.place.session, (write.records[-1].position or 0) + 1))
         self._bytes -= write.size
+        if write.messages and cuts:
+            self._queue[at] = _Write(write.place, cuts)
+            self._bytes += self._queue[at].size
+        else:
+            del self._queue[at]
         if not self._dropped:
             logger.warning(
-                "agentspec: more than %d bytes of messages wait for the session store; the oldest are dropped, and"
+                "agentspec: more than %d bytes of messages wait for the session store; some are dropped, and"
                 " their sessions will show gaps",
                 self._max_bytes,
             )
-        self._dropped += len(write.records)
+        self._dropped += write.messages
 
     def _discard(self, of: Callable[[_Write], bool]) -> None:
         kept = [write for write in self._queue if not of(write)]
@@ -204,6 +244,7 @@ class Outbox:
                     if not self._queue:  # discarded meanwhile
                         continue
                     write = self._current = self._queue.popleft()
+                    self._bytes -= write.size
                 begin = time.monotonic()
                 failed = self._perform(write)
                 self._slow = time.monotonic() - begin > WAIT_S
@@ -239,7 +280,7 @@ class Outbox:
 
     def _append(self, store: Store, place: Place, records: list[MessageRecord | CutRecord]) -> None:
         """Append to the session, or only check. Raises SessionConflictError if others wrote behind ``place.last``."""
-        payloads = [payload for record in records if (payload := _encode(record, place.offset)) is not None]
+        payloads = [_encode(record, place.offset) for record in records]
         if not payloads:
             if any(store.read(NAMESPACE, session=place.session, after=place.last, newest=1)):
                 raise conflict_error(place.session)
@@ -259,8 +300,7 @@ class Outbox:
             self._current = None
             if failed is not None and write.records:
                 self._queue.appendleft(write)
-            else:
-                self._bytes -= write.size
+                self._bytes += write.size
             if write.place.conflict:
                 self._discard(lambda other: other.place is write.place)
             recovered, dropped = failed is None and self._failures > 0, self._dropped
@@ -280,13 +320,14 @@ def _write(place: Place, said: list[Said], cut: int | None) -> _Write:
     now = time.time()
     records: list[MessageRecord | CutRecord] = [] if cut is None else [CutRecord(place.session, cut)]
     records += [MessageRecord(place.session, message, now, position) for position, message in said]
-    return _Write(place, records, sum(record.size for record in records))
+    return _Write(place, records)
 
 
-def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes | None:
-    """Return the record as bytes, or None if it cannot be stored, which leaves a gap."""
+def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes:
+    """Return the record as bytes, or for a message that cannot be stored a record that leaves a gap."""
+    position = offset + (record.position or 0)
     try:
-        return encode(replace(record, position=offset + (record.position or 0)))
+        return encode(replace(record, position=position))
     except InvalidInputError as error:
         logger.warning("agentspec: session %r: a message cannot be stored: %s", record.session, error)
-        return None
+        return encode(CutRecord(record.session, position + 1))

@@ -74,6 +74,9 @@ class SessionLog:
     def confirm(self, place: Place) -> None:
         """Wait a moment for the messages to be stored. Raises SessionConflictError if another client wrote before."""
 
+    def wait_for_room(self) -> None:
+        """Wait until so little waits to be stored that nothing has to be dropped. Blocks while the store works."""
+
     def remove(self, session: str) -> None:
         """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""
 

@@ -18,6 +18,7 @@ from agentspec.errors import StoreError, StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 2.0
+ROOM_TIMEOUT_S = 30.0
 RETENTION = Retention(days=365, bytes=2 << 30)
 """Limits of the default store. Beyond them whole sessions are erased, least recently used first."""
 
@@ -60,6 +61,9 @@ class StoreLog(SessionLog):
 
     def confirm(self, place: Place) -> None:
         self._outbox.confirm(place)
+
+    def wait_for_room(self) -> None:
+        self._outbox.wait_for_room(ROOM_TIMEOUT_S)
 
     def remove(self, session: str) -> None:
         with self._outbox.paused(session, FLUSH_TIMEOUT_S):

@@ -1,0 +1,76 @@
+"""What waits to be stored: what the limit drops, and that it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentspec import AgentClient
+from agentspec.client.outbox import Outbox, read_session
+from agentspec.client.session_log import Place, Said
+from tests.store.helpers import wait_until
+
+from .fake_server import FakeServer
+from .stores import FailingStore
+
+
+def test_a_write_of_any_size_is_stored_while_the_store_works() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    store.delay = 0.1
+    small = [Place(f"small{number}") for number in range(3)]
+    for place in small:
+        outbox.put(place, [Said(0, {"role": "user", "content": "important"})])
+    outbox.put(Place("large"), [Said(0, {"role": "user", "content": "A" * 10_000})])
+    for place in small:
+        outbox.put(place, [Said(1, {"role": "user", "content": "important, too"})])
+    outbox.close(60.0)
+    assert [len(read_session(store, place.session).history) for place in small] == [2, 2, 2]
+    assert len(read_session(store, "large").history) == 1
+
+
+def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_end_too() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store, max_bytes=4_000)
+    places = {name: Place(name) for name in ("small", "large", "next", "last")}
+    for place in places.values():
+        outbox.put(place, [Said(0, {"role": "user", "content": "first"})])
+    assert all(outbox.settle(name, 60.0) for name in places)
+    store.failing = {"append"}
+    outbox.put(places["small"], [Said(1, {"role": "user", "content": "on its way"})])
+    wait_until(lambda: outbox._failures > 0)
+    outbox.put(places["small"], [Said(2, {"role": "user", "content": "kept"})])
+    for name, size in (("large", 3_000), ("next", 2_000), ("last", 8_000)):
+        outbox.put(places[name], [Said(1, {"role": "user", "content": "A" * size})])
+    store.failing = set()
+    outbox.close(60.0)
+    found = {name: read_session(store, name) for name in places}
+    assert {name: (len(session.history), session.next_position) for name, session in found.items()} == {
+        "small": (3, 3),
+        "large": (1, 2),
+        "next": (2, 2),
+        "last": (2, 2),
+    }
+
+
+def test_a_turn_that_cannot_be_stored_leaves_a_gap_at_the_end() -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store)
+    place = Place("s")
+    outbox.put(place, [Said(0, {"role": "user", "content": "one"})])
+    outbox.put(place, [Said(1, {"role": "user", "content": object()})])
+    outbox.close(60.0)
+    assert read_session(store, "s").next_position == 2 and len(read_session(store, "s").history) == 1
+
+
+def test_forks_that_are_larger_than_the_outbox_are_stored(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox.__init__, "__defaults__", (4_000,))
+    store = FailingStore()
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        for _ in range(4):
+            session.chat("A" * 1_500)
+        store.delay = 0.05
+        for number in range(4):
+            session.fork(f"fork{number}")
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        assert [len(client.session(f"fork{number}").messages) for number in range(4)] == [8] * 4
