@@ -5,11 +5,11 @@ The session itself keeps chat messages, so that `chat()` and a Runner can take t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.client.messages import tool_message
+from agentspec.client.threads import in_thread
 from agentspec.errors import InvalidInputError
 
 _DROPPED = frozenset({"reasoning", "compaction"})
@@ -42,7 +42,7 @@ class AgentsSession:
         messages = messages_of(items)
         await self.load()
         self._conversation.add(messages)
-        await asyncio.to_thread(self._conversation.confirm)
+        await in_thread(self._conversation.confirm)
 
     async def pop_item(self) -> Any | None:
         """Take back the latest item and return it; None if there is none.
@@ -58,7 +58,7 @@ class AgentsSession:
             popped.append(last)
             return messages_of(items)
 
-        await asyncio.to_thread(self._conversation.change_last, without_last_item)
+        await in_thread(self._conversation.change_last, without_last_item)
         return popped[0] if popped else None
 
     async def clear_session(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -13,12 +14,14 @@ from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
-from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn, unkept_conversation
+from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
 from agentspec.client.request import (
+    ERASURE_PAUSE_S,
+    ERASURE_S,
     PROBE_PATH,
     TIMEOUT_S,
     AsyncClientOptions,
@@ -27,8 +30,11 @@ from agentspec.client.request import (
     Speculating,
     credentials,
     has_no_such_session,
+    incomplete_error,
+    is_erased,
 )
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.threads import StoreThreads, in_thread
 from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:
@@ -60,7 +66,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         **options: Unpack[AsyncClientOptions],
     ) -> None:
         connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
-        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
+        self._threads = StoreThreads()
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer, self._threads)
         self._probe_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was used first
 
@@ -86,7 +93,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         **options: Any,
     ) -> Reply[ParsedT]:
         """Make one call, as AgentClient.chat() does."""
-        unkept = AsyncSession(self, unkept_conversation(session, group, parent))
+        unkept = AsyncSession(self, self._conversations.unkept(session, group, parent))
         return await unkept.chat(messages, response_format=response_format, **options)
 
     def stream(
@@ -100,7 +107,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         **options: Any,
     ) -> AsyncReplyStream[ParsedT]:
         """Return the text of one call as an iterator, as AgentClient.stream() does."""
-        unkept = AsyncSession(self, unkept_conversation(session, group, parent))
+        unkept = AsyncSession(self, self._conversations.unkept(session, group, parent))
         return unkept.stream(messages, response_format=response_format, **options)
 
     async def speculation(self, reply: Reply[Any]) -> Speculation | None:
@@ -112,7 +119,8 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
     async def close(self) -> None:
         """Write queued messages to the store, and close the connections."""
-        await asyncio.to_thread(self._close_log)
+        await self._threads.run(self._close_log)
+        self._threads.close()
         if self._record is not None:
             self._record.close()
         await self._openai.close()
@@ -141,12 +149,22 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
 
     async def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         await self._probe_sessions()
+        until, complete = time.monotonic() + ERASURE_S, True
         for path, options in self._requests.erasures(conversation, cache_salts):
-            try:
-                await self._openai.delete(path, cast_to=object, options=options)
-            except openai.APIStatusError as error:
-                if not has_no_such_session(error):
-                    raise
+            while not (erased := await self._erase_once(path, options)) and time.monotonic() < until:
+                await asyncio.sleep(ERASURE_PAUSE_S)
+            complete = complete and erased
+        if not complete:
+            raise incomplete_error(conversation.id)
+
+    async def _erase_once(self, path: str, options: Any) -> bool:
+        """Ask the server to erase a session, and return whether nothing of it is left."""
+        try:
+            return is_erased(await self._openai.delete(path, cast_to=object, options=options))
+        except openai.APIStatusError as error:
+            if not has_no_such_session(error):
+                raise
+            return True
 
     async def _probe_sessions(self) -> None:
         if self._requests.needs_probe_of_sessions():
@@ -206,7 +224,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         self._client._refuse_if_forked()
         self._client._refuse_in_another_loop()
         if not self._conversation.loaded:
-            await asyncio.to_thread(self._conversation.load, self._on_unavailable)
+            await in_thread(self._conversation.load, self._on_unavailable)
 
     async def chat(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
@@ -215,14 +233,15 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         call = self._call(content, response_format, options)
         await self.load()
         with call.turn as turn:
-            await asyncio.to_thread(self._conversation.check)
+            await in_thread(self._conversation.check)
             await self._client._probe(call)
             await self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**await self._request(call, turn))
-            reply = self._client._take(call, turn, raw)
-            await asyncio.to_thread(self._conversation.confirm)
+            with self._conversation.undone_if_interrupted():
+                reply = self._client._take(call, turn, raw)
+                await in_thread(self._conversation.confirm)
             return reply
 
     def stream(
@@ -234,20 +253,23 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
 
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""
-        await asyncio.to_thread(self._conversation.reload)
+        self._client._refuse_if_forked()
+        await in_thread(self._conversation.reload)
 
     async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
+        self._client._refuse_if_forked()
         with self._conversation.reserved():
             await self._client._erase(self._conversation, cache_salts)
-            await asyncio.to_thread(self._conversation.forget)
-            await asyncio.to_thread(self._client._forecaster.forget, self.id)
+            await in_thread(self._conversation.forget)
+            await self._client._threads.run(self._client._forecaster.forget, self.id)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""
         await self.load()
         await self._client._probe_sessions()
-        return await self._client._prime(self.id, await asyncio.to_thread(list, self._priming(texts, cache_salt)))
+        requests: list[Priming] = await self._client._threads.run(list, self._priming(texts, cache_salt))
+        return await self._client._prime(self.id, requests)
 
     async def forecast(self) -> Forecast:
         """Return what speculation would bring on this session, as Session.forecast() does, in a thread."""
@@ -257,9 +279,9 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def fork(self, new_id: str | None = None, *, at: int | None = None) -> AsyncSession:
         """Return a new session with a copy of the messages, as Session.fork() does."""
         await self.load()
-        other = self._client.session(new_id, group=self.group, parent=self.id)
+        other = self._client.session(new_id)
         await other.load()
-        await asyncio.to_thread(self._conversation.copy_to, other._conversation, at)
+        await in_thread(self._conversation.copy_to, other._conversation, at)
         return other
 
     def child(self, new_id: str | None = None, *, group: str | None = None) -> AsyncSession:
@@ -278,13 +300,13 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def _request(self, call: Call, turn: Turn, *, stream: bool = False) -> dict[str, Any]:
         """Return the arguments of the OpenAI client's call; made in a thread if they take long."""
         if call.predict:
-            return await asyncio.to_thread(self._client._requests.build, call, turn.messages, stream=stream)
+            return await self._client._threads.run(self._client._requests.build, call, turn.messages, stream=stream)
         return self._client._requests.build(call, turn.messages, stream=stream)
 
     async def _items(self, call: Call) -> AsyncGenerator[StreamItem, None]:
         await self.load()
         with call.turn as turn:
-            await asyncio.to_thread(self._conversation.check)
+            await in_thread(self._conversation.check)
             await self._client._probe(call)
             await self._client._offer(self._conversation, call)
             request = await self._request(call, turn, stream=True)
@@ -298,8 +320,9 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                 async for event in events:
                     if text := answer.add(event):
                         yield text
-            reply = self._client._take(call, turn, answer.completion())
-            await asyncio.to_thread(self._conversation.confirm)
+            with self._conversation.undone_if_interrupted():
+                reply = self._client._take(call, turn, answer.completion())
+                await in_thread(self._conversation.confirm)
             yield reply
 
 

@@ -20,6 +20,7 @@ from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
 from agentspec.client.session_log import SessionLog, open_log
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.threads import StoreThreads
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class ClientBase(Generic[OpenAIT]):
         speculation: Speculating,
         record: str | Path | None,
         tokenizer: str | Tokenize | None,
+        threads: StoreThreads | None = None,
     ) -> None:
         from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
 
@@ -61,7 +63,7 @@ class ClientBase(Generic[OpenAIT]):
         self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)
         self._process: int | None = None  # in which it was used first
-        self._conversations = Conversations(self._log)
+        self._conversations = Conversations(self._log, threads)
         self._close_log: Callable[[], object] = weakref.finalize(
             self, _close, self._conversations, self._log, os.getpid()
         )  # also runs when the interpreter exits
@@ -140,10 +142,12 @@ class SessionBase:
 
     def add(self, message: MessageLike) -> None:
         """Append a message, such as a system message, without calling the model."""
+        self._client._refuse_if_forked()
         self._conversation.add([as_message(message)])
 
     def tool_result(self, tool_call_id: str, content: str) -> None:
         """Append a tool's answer. Then call chat() without content to let the model go on."""
+        self._client._refuse_if_forked()
         self._conversation.add([tool_message(tool_call_id, content)])
 
     def _priming(self, texts: Sequence[str | Path] | None, cache_salt: str | None) -> Iterator[Priming]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -12,12 +13,14 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
-from agentspec.client.conversation import Conversation, Gap, OnUnavailable, unkept_conversation
+from agentspec.client.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
 from agentspec.client.priming import Priming, added_by
 from agentspec.client.reply import ParsedT, Reply, Speculation, StreamedAnswer, read_speculation
 from agentspec.client.request import (
+    ERASURE_PAUSE_S,
+    ERASURE_S,
     PROBE_PATH,
     TIMEOUT_S,
     Call,
@@ -26,6 +29,8 @@ from agentspec.client.request import (
     Speculating,
     credentials,
     has_no_such_session,
+    incomplete_error,
+    is_erased,
 )
 from agentspec.client.session_naming import SessionTags
 
@@ -113,7 +118,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         session, group, parent: tags of the call; it adds nothing to that session's messages.
         The other arguments are those of `Session.chat`.
         """
-        unkept = Session(self, unkept_conversation(session, group, parent))
+        unkept = Session(self, self._conversations.unkept(session, group, parent))
         return unkept.chat(messages, response_format=response_format, **options)
 
     def stream(
@@ -127,7 +132,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         **options: Any,
     ) -> ReplyStream[ParsedT]:
         """Return the text of one chat() call as an iterator. The request is sent when iteration starts."""
-        unkept = Session(self, unkept_conversation(session, group, parent))
+        unkept = Session(self, self._conversations.unkept(session, group, parent))
         return unkept.stream(messages, response_format=response_format, **options)
 
     def speculation(self, reply: Reply[Any]) -> Speculation | None:
@@ -158,12 +163,22 @@ class AgentClient(ClientBase[openai.OpenAI]):
 
     def _erase(self, conversation: Conversation, cache_salts: Sequence[str]) -> None:
         self._probe_sessions()
+        until, complete = time.monotonic() + ERASURE_S, True
         for path, options in self._requests.erasures(conversation, cache_salts):
-            try:
-                self._openai.delete(path, cast_to=object, options=options)
-            except openai.APIStatusError as error:
-                if not has_no_such_session(error):
-                    raise
+            while not (erased := self._erase_once(path, options)) and time.monotonic() < until:
+                time.sleep(ERASURE_PAUSE_S)
+            complete = complete and erased
+        if not complete:
+            raise incomplete_error(conversation.id)
+
+    def _erase_once(self, path: str, options: Any) -> bool:
+        """Ask the server to erase a session, and return whether nothing of it is left."""
+        try:
+            return is_erased(self._openai.delete(path, cast_to=object, options=options))
+        except openai.APIStatusError as error:
+            if not has_no_such_session(error):
+                raise
+            return True
 
     def _probe_sessions(self) -> None:
         if self._requests.needs_probe_of_sessions():
@@ -251,8 +266,9 @@ class Session(SessionBase, Loops):
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = send(**self._client._requests.build(call, turn.messages))
-            reply = self._client._take(call, turn, raw)
-            self._conversation.confirm()
+            with self._conversation.undone_if_interrupted():
+                reply = self._client._take(call, turn, raw)
+                self._conversation.confirm()
             return reply
 
     def stream(
@@ -266,6 +282,7 @@ class Session(SessionBase, Loops):
 
         Raises StoreError if they cannot be read; the messages here are then unchanged.
         """
+        self._client._refuse_if_forked()
         self._conversation.reload()
 
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
@@ -275,8 +292,10 @@ class Session(SessionBase, Loops):
         A `cache_salt` makes another session on the server. Those that calls of this process have sent are erased, too;
         cache_salts: others.
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
-        clear() again to erase what is left.
+        clear() again to erase what is left. StoreUnavailableError: the text is still in the database of the server or
+        of this client, because another process reads there.
         """
+        self._client._refuse_if_forked()
         with self._conversation.reserved():
             self._client._erase(self._conversation, cache_salts)
             self._conversation.forget()
@@ -313,7 +332,7 @@ class Session(SessionBase, Loops):
         and InvalidInputError for a turn that the session doesn't have.
         """
         self.load()
-        other = self._client.session(new_id, group=self.group, parent=self.id)
+        other = self._client.session(new_id)
         other.load()
         self._conversation.copy_to(other._conversation, at)
         return other
@@ -349,8 +368,9 @@ class Session(SessionBase, Loops):
                 for event in events:
                     if text := answer.add(event):
                         yield text
-            reply = self._client._take(call, turn, answer.completion())
-            self._conversation.confirm()
+            with self._conversation.undone_if_interrupted():
+                reply = self._client._take(call, turn, answer.completion())
+                self._conversation.confirm()
             yield reply
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from agentspec.client.erasure_list import ErasureList
 from agentspec.client.session_log import Place, Said, SessionLog, Stored, conflict_error
+from agentspec.client.threads import StoreThreads
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 from agentspec.identifiers import check_ids
 
 logger = logging.getLogger(__name__)
-
-_MAX_HELPERS = 1_000
 
 OnUnavailable: TypeAlias = Literal["raise", "empty"]
 """What to do if a session's stored messages cannot be read: raise the error, or start with an empty history."""
@@ -43,7 +43,8 @@ class Conversation:
 
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
     loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: where it puts
-    itself while it has messages that it can store only behind those.
+    itself while it has messages that it can store only behind those. erasures: where it notes what the server has to
+    erase with it. threads: those in which asyncio calls its methods that block; None: asyncio's own.
     """
 
     def __init__(
@@ -55,17 +56,19 @@ class Conversation:
         parent: str | None = None,
         new: bool = False,
         unsaved: set[Conversation] | None = None,
+        erasures: ErasureList | None = None,
+        threads: StoreThreads | None = None,
     ) -> None:
         self.id = session
         self.group = group
         self.parent = parent
-        self.cache_salts: set[str] = set()  # salts that its calls have sent: each makes another session on the server
-        self.helpers: dict[str, None] = {}  # ids of the sessions that its loops used, oldest first
         self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # with which no other session's id begins
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.offered = False  # whether a server was told of those messages
+        self.threads = threads
         self._log = log
+        self._erasures = ErasureList() if erasures is None else erasures
         self._unsaved = set[Conversation]() if unsaved is None else unsaved
         self._history: list[Said] = []
         self._next_position = 0
@@ -152,7 +155,7 @@ class Conversation:
                 self.resumed = min(self.resumed, len(self._history))
 
     def forget(self) -> None:
-        """Remove all messages, stored ones first. May block. A StoreError means that nothing was removed."""
+        """Remove all messages, stored ones first. May block. A StoreError means that they are here still."""
         with self._load_lock:
             self._log.remove(self.id)
             with self._guard:
@@ -161,15 +164,27 @@ class Conversation:
 
     def add_helper(self, session: str) -> None:
         """Note a session that a loop of this one uses, which is erased with it. The latest of them are remembered."""
-        with self._guard:
-            self.helpers.pop(session, None)
-            self.helpers[session] = None
-            if len(self.helpers) > _MAX_HELPERS:
-                del self.helpers[next(iter(self.helpers))]
+        self._erasures.add_helper(self.id, session)
+
+    def add_salt(self, cache_salt: str) -> None:
+        """Note a salt that a call sends. It makes another session on the server, which is erased with this one."""
+        if self.id:
+            self._erasures.add_salt(self.id, cache_salt)
+
+    @property
+    def helpers(self) -> list[str]:
+        """Return the ids of the sessions that loops have used in this client, oldest first."""
+        return self._erasures.helpers(self.id)
+
+    @property
+    def cache_salts(self) -> list[str]:
+        """Return the salts that calls have sent in this client, oldest first."""
+        return self._erasures.salts(self.id)
 
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
-        """Copy the history, or its first turns, to another, loaded conversation. Negative: all but the last ones.
+        """Copy the history, or its first turns, to another, loaded conversation, and become its parent.
 
+        turns: negative for all but the last ones.
         Blocks while a long history is stored. Raises InvalidSessionError if the other is not empty, and
         InvalidInputError if there are fewer turns.
         """
@@ -179,10 +194,11 @@ class Conversation:
             history = _first_turns(history, turns)
             next_position = history[-1].position + 1 if history else 0
         with other._guard:
-            if other._history:
+            if other._history or other is self:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
             other._history, other._next_position = history, next_position
             other._save(history)
+            other.parent, other.group = self.id, other.group if self.group is None else self.group
         other._log.wait_for_room()
 
     @contextmanager
@@ -209,6 +225,23 @@ class Conversation:
             yield
         finally:
             self.release(user)
+
+    @contextmanager
+    def undone_if_interrupted(self) -> Generator[None, None, None]:
+        """Take back what the body adds if it is cancelled or gets Ctrl-C, as during a wait. For a reserved session."""
+        with self._guard:
+            count, position = len(self._history), self._next_position
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            with self._guard:
+                if self._next_position > position:
+                    del self._history[count:]
+                    self._next_position = position
+                    self._log.append(self._place, [], cut=position)
+            raise
 
     def release(self, user: object) -> None:
         """End the reservation for this user, if there is one."""
@@ -272,8 +305,10 @@ class Conversations:
     without a name is not stored, because nobody could ask for it again, and stays while it is used.
     """
 
-    def __init__(self, log: SessionLog) -> None:
+    def __init__(self, log: SessionLog, threads: StoreThreads | None = None) -> None:
         self._log = log
+        self._threads = threads
+        self._erasures = ErasureList()
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
         self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
@@ -292,25 +327,33 @@ class Conversations:
 
         Raises InvalidSessionError for an unusable id.
         """
-        check_ids(session=session, group=group, parent=parent)
+        _check_ids(session, group, parent)
         with self._lock:
             found = None if session is None else self._known.get(session) or self._unnamed.get(session)
             if session is None:
                 name = f"session-{uuid.uuid4().hex}"
-                found = self._unnamed[name] = Conversation(name, SessionLog(), new=True)
+                found = self._unnamed[name] = self._new(name, SessionLog(), new=True)
             elif found is None:
-                found = self._known[session] = Conversation(session, self._log, unsaved=self._unsaved)
+                found = self._known[session] = self._new(session, self._log, unsaved=self._unsaved)
             if group is not None:
                 found.group = group
             if parent is not None:
                 found.parent = parent
             return found
 
+    def unkept(self, session: str | None, group: str | None, parent: str | None = None) -> Conversation:
+        """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
+        _check_ids(session, group, parent)
+        return self._new(session or "", SessionLog(), group=group, parent=parent, new=True)
 
-def unkept_conversation(session: str | None, group: str | None, parent: str | None = None) -> Conversation:
-    """Return a conversation for one call that is not stored. Raises InvalidSessionError for an unusable id."""
+    def _new(self, session: str, log: SessionLog, **options: Any) -> Conversation:
+        return Conversation(session, log, erasures=self._erasures, threads=self._threads, **options)
+
+
+def _check_ids(session: str | None, group: str | None, parent: str | None) -> None:
     check_ids(session=session, group=group, parent=parent)
-    return Conversation(session or "", SessionLog(), group=group, parent=parent, new=True)
+    if parent is not None and parent == session:
+        raise InvalidSessionError(f"parent: session {session!r} cannot be its own; take another id")
 
 
 def _first_turns(history: list[Said], turns: int) -> list[Said]:

@@ -17,7 +17,7 @@ from agentspec.client.messages import Content, as_messages, shown
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
 from agentspec.client.session_naming import EXTENSION, NAMINGS, SessionTags
-from agentspec.errors import ConfigurationError, InvalidInputError
+from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
 from agentspec.identifiers import to_header, to_path
 
 Speculating: TypeAlias = bool | Literal["summary", "detailed"]
@@ -34,6 +34,8 @@ PROBE_PATH = "/agentspec"
 TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
+ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
+"""How long an erasure is repeated while the server says that something is left, and the pause between, in seconds."""
 
 _OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
@@ -100,7 +102,7 @@ class Call:
         salt = body.get("cache_salt")
         self.cache_salt = salt if isinstance(salt, str) else None
         if self.cache_salt is not None:
-            conversation.cache_salts.add(self.cache_salt)
+            conversation.add_salt(self.cache_salt)
         self._conversation = conversation
         self.turn = conversation.turn([] if content is None else as_messages(content), self)
         self.response_format = response_format
@@ -278,6 +280,19 @@ def check_timeout(timeout: object) -> None:
 def _check_mapping(name: str, given: object) -> None:
     if given is not None and not isinstance(given, Mapping):
         raise InvalidInputError(f"{name}: a dict is needed, not {shown(given)}")
+
+
+def is_erased(answer: object) -> bool:
+    """Return whether a server's answer to an erasure says that nothing is left."""
+    return not (isinstance(answer, Mapping) and answer.get("complete") is False)
+
+
+def incomplete_error(session: str) -> StoreUnavailableError:
+    """Return the error for a session whose text is still in the server's database."""
+    return StoreUnavailableError(
+        f"session {session!r}: the server has erased it, but another process still reads the old pages of its database;"
+        " call clear() again when that process has ended"
+    )
 
 
 def has_no_such_session(error: openai.APIStatusError) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
@@ -67,7 +68,14 @@ class StoreLog(SessionLog):
 
     def remove(self, session: str) -> None:
         with self._outbox.paused(session, FLUSH_TIMEOUT_S):
-            self._opened().erase_session(NAMESPACE, session, mark=False)  # no server follows this log
+            store, until = self._opened(), time.monotonic() + FLUSH_TIMEOUT_S
+            while not store.erase_session(NAMESPACE, session, mark=False).complete:  # no server follows this log
+                if time.monotonic() > until:
+                    raise StoreUnavailableError(
+                        f"session {session!r}: erased, but another process still reads the old pages of the store; call"
+                        " clear() again when that process has ended"
+                    )
+                time.sleep(0.1)
 
     def close(self) -> None:
         self._outbox.close(FLUSH_TIMEOUT_S)

@@ -42,7 +42,7 @@ class FakeServer:
     token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, for those who ask
     prediction_usage: tuple[int, int] | None = None  # accepted and rejected tokens
     finish_reason: str | None = None
-    erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202 behind them
+    erasing: list[int] = field(default_factory=list)  # statuses of the next erasures; 202: something is left
     broken_stream: bool = False
     hold: threading.Event | None = None  # chat calls wait for it
     received: list[Received] = field(default_factory=list)
@@ -176,8 +176,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self._record({})
         if self._allowed():
-            status = self.state.erasing.pop(0) if self.state.erasing else 202 if self.state.extension else 404
-            self._send(status, {"erased": status == 202})
+            status = self.state.erasing.pop(0) if self.state.erasing else 200 if self.state.extension else 404
+            self._send(status, {"complete": status == 200})
 
     def do_PUT(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -501,7 +501,7 @@ def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> N
             conversation.add_helper(f"helper {number}")
         conversation.add_helper("helper 9500")
     assert len(conversation.helpers) == 1_000
-    assert {"helper 9001", "helper 9500", "helper 9999"} < conversation.helpers.keys()
+    assert {"helper 9001", "helper 9500", "helper 9999"} < set(conversation.helpers)
 
 
 def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:

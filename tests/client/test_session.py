@@ -266,18 +266,57 @@ def test_a_client_that_was_used_is_refused_in_a_forked_process(server: FakeServe
         used.session("parent").chat("one")
         told = _in_a_fork(lambda: used.session("child").chat("two").text)
         assert "make a client in each process" in told
-        assert "make a client in each process" in _in_a_fork(lambda: str(used.session("new").messages))
+        session = used.session("parent")
+        message = {"role": "user", "content": "two"}
+        calls: list[Callable[[], object]] = [
+            lambda: used.session("new").messages,
+            lambda: session.add(message),
+            lambda: session.tool_result("c", "two"),
+            lambda: session.reload(),
+            lambda: session.clear(),
+            lambda: session.fork("other"),
+        ]
+        for call in calls:
+            assert "make a client in each process" in _in_a_fork(call)
         assert _in_a_fork(lambda: unused.session("child").chat("two").text) == "answer 2"
         assert used.session("parent").chat("three").text == "answer 3"
 
 
-def _in_a_fork(call: Callable[[], str]) -> str:
+def test_a_fork_that_fails_changes_no_other_session(server: FakeServer) -> None:
+    with connect(server) as client:
+        one, two = client.session("one", group="g"), client.session("two")
+        one.chat("1")
+        two.chat("2")
+        with pytest.raises(InvalidSessionError, match="another id"):
+            one.fork("two")
+        with pytest.raises(InvalidInputError, match="at:"):
+            one.fork("three", at=9)
+        assert (two.parent, two.group, client.session("three").parent) == (None, None, None)
+        assert (one.fork("four").parent, one.fork("five").group) == ("one", "g")
+
+
+def test_a_session_is_never_its_own_parent(server: FakeServer) -> None:
+    with connect(server) as client:
+        session = client.session("s")
+        calls: list[Callable[[], object]] = [
+            lambda: session.child("s"),
+            lambda: session.fork("s"),
+            lambda: client.session("s", parent="s"),
+            lambda: client.chat("one", session="s", parent="s"),
+        ]
+        for wrong in calls:
+            with pytest.raises(InvalidSessionError, match="take another id"):
+                wrong()
+        assert session.parent is None
+
+
+def _in_a_fork(call: Callable[[], object]) -> str:
     """What a call returns, or the text of its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            told = call()
+            told = str(call())
         except Exception as error:
             told = str(error)
         os.write(writing, told.encode())

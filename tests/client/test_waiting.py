@@ -1,0 +1,101 @@
+"""Calls that wait for the store: cancelled ones leave their session as it was, loops' functions delay no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from agentspec import AgentClient, AsyncAgentClient
+from agentspec.client.outbox import read_session
+
+from .fake_server import FakeServer
+from .stores import FailingStore
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_that_is_cancelled_while_the_store_writes_leaves_its_session_as_it_was(
+    server: FakeServer, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 5.0)
+    store = FailingStore()
+    writing, go_on = threading.Event(), threading.Event()
+    append = store.append
+
+    def slow_append(*args: Any, **options: Any) -> Any:
+        writing.set()
+        go_on.wait(10)
+        return append(*args, **options)
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        await session.chat("one")
+        monkeypatch.setattr(store, "append", slow_append)
+
+        async def call() -> None:
+            await (session.stream("two").until_done() if streamed else session.chat("two"))
+
+        task = asyncio.create_task(call())
+        await asyncio.to_thread(writing.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [message["content"] for message in session.messages] == ["one", "answer 1"]
+        go_on.set()
+        await session.chat("two")
+    found = read_session(store, "s")
+    assert [said.message["content"] for said in found.history] == ["one", "answer 1", "two", "answer 3"]
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        await session.load()
+        assert len(session.messages) == 4 and session.gaps == []
+
+
+def test_a_call_that_ctrl_c_ends_while_the_store_writes_leaves_its_session_as_it_was(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FailingStore()
+    with AgentClient(base_url=server.url, model="small", store=store) as client:
+        session = client.session("s")
+        session.chat("one")
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(session._conversation, "confirm", interrupted)
+            session.chat("two")
+        session.chat("two")
+    assert [said.message["content"] for said in read_session(store, "s").history] == [
+        *("one", "answer 1"),
+        *("two", "answer 3"),
+    ]
+
+
+async def test_slow_functions_of_loops_delay_no_other_session(server: FakeServer) -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def tool() -> str:
+        """Wait."""
+        started.set()
+        done.wait(30)
+        return "done"
+
+    call = {"type": "function", "function": {"name": "tool", "arguments": json.dumps({})}}
+    calls = [{**call, "id": f"c{number}"} for number in range(40)]  # more than asyncio has threads
+    async with AsyncAgentClient(base_url=server.url, model="small", store="memory://") as client:
+        other = client.session("other")
+        await other.chat("one")
+        server.answers = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        loop = asyncio.create_task(client.session("busy").run_tools("go", [tool], at_once=40))
+        while not started.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(other.chat("two"), 10)
+            assert not loop.done()
+        finally:
+            done.set()
+        await loop
