@@ -288,9 +288,9 @@ class Session(SessionBase, Loops):
     def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages: on the server, if it has the extension, and in the client's store.
 
-        What loops of this process said in other sessions (best_of's answers, a pipeline's stages) is erased, too.
-        A `cache_salt` makes another session on the server. Those that calls of this process have sent are erased, too;
-        cache_salts: others.
+        What loops of this client said in other sessions (best_of's answers, a pipeline's stages) is erased, too.
+        A `cache_salt` makes another session on the server. Those that calls of this client have sent are erased, too:
+        the latest 1,000, for the latest 10,000 sessions. cache_salts: others.
         An error of the server (openai.APIError) or the store (StoreError) leaves the messages here unchanged; call
         clear() again to erase what is left. StoreUnavailableError: the text is still in the database of the server or
         of this client, because another process reads there.

@@ -96,7 +96,12 @@ class StoreLog(SessionLog):
 
 
 def _open_default() -> Store:
-    store = open_store(default_store_url("sessions.db"))
+    try:
+        store = open_store(default_store_url("sessions.db"))
+    except StoreError as error:
+        raise type(error)(
+            f"{error}; store=None keeps sessions in memory only, store= or XDG_DATA_HOME names another place"
+        ) from error
     threading.Thread(target=_trim, args=(store,), name="agentspec-retention", daemon=True).start()
     return store
 

@@ -161,6 +161,9 @@ def test_without_a_home_folder_the_default_store_is_away_and_redis_has_no_snapsh
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert default_store_url("server.db").endswith("/server.db")
+    default = default_store_url("server.db")
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert default_store_url("server.db") == default and "relative" not in default
     assert snapshot_path("redis://host/0", "log", 0) is not None
     without_home(monkeypatch)
     with pytest.raises(StoreUnavailableError, match="set XDG_DATA_HOME"):

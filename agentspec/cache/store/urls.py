@@ -48,11 +48,15 @@ _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 def default_store_url(name: str) -> str:
     """Return the URL of the SQLite file ``name`` in agentspec's folder of the user's data folder (XDG_DATA_HOME).
 
+    A relative XDG_DATA_HOME is ignored, as the XDG Base Directory Specification says.
     Raises StoreUnavailableError where this user has no home folder.
     """
-    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    base = os.environ.get("XDG_DATA_HOME") or ""
     try:
         folder = Path(base).expanduser()
+        if not folder.is_absolute():
+            base = "~/.local/share"
+            folder = Path(base).expanduser()
     except RuntimeError as error:
         raise StoreUnavailableError(f"{base}: {error} Name a store, or set XDG_DATA_HOME") from None
     return f"sqlite:///{folder / 'agentspec' / name}"
