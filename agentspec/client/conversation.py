@@ -198,6 +198,8 @@ class Conversation:
                 raise InvalidSessionError(f"new_id: session {other.id!r} has messages already; take another id")
             other._history, other._next_position = history, next_position
             other._save(history)
+            if next_position > (history[-1].position + 1 if history else 0):  # a gap at the end
+                other._log.append(other._place, [], cut=next_position)
             other.parent, other.group = self.id, other.group if self.group is None else self.group
         other._log.wait_for_room()
 

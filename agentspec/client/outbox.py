@@ -8,10 +8,11 @@ the session that has most waiting loses its oldest turn. Readers see a gap there
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -193,38 +194,48 @@ class Outbox:
         return self._bytes + (0 if self._current is None else self._current.size)
 
     def _make_room(self) -> None:
-        """Drop what is beyond the limit. The queue is searched only if there is something."""
-        while self._bytes > self._max_bytes:
-            largest = max(reversed(self._queue), key=lambda write: write.size)  # of equals the newest
-            if self._bytes - largest.size <= self._max_bytes:
-                return
-            others = [write for write in self._queue if write is not largest]
-            others = [write for write in others if write.messages] or others
-            held = Counter[str]()
-            for write in others:
-                held[write.place.session] += write.size
-            ((session, _),) = held.most_common(1)
-            self._drop(next(write for write in others if write.place.session == session))
-
-    def _drop(self, write: _Write) -> None:
-        """Take the messages out of a queued write, and leave what says that they are missing."""
-        at = self._queue.index(write)
-        cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
-        if write.messages and not any(other.place is write.place for other in list(self._queue)[at + 1 :]):
-            cuts.append(CutRecord(write.place.session, (write.records[-1].position or 0) + 1))
-        self._bytes -= write.size
-        if write.messages and cuts:
-            self._queue[at] = _Write(write.place, cuts)
-            self._bytes += self._queue[at].size
-        else:
-            del self._queue[at]
+        """Drop what is beyond the limit, and a little more, so that the queue is searched seldom."""
+        if self._bytes <= self._max_bytes:
+            return
+        largest = max(reversed(self._queue), key=lambda write: write.size)  # of equals the newest
+        limit = self._max_bytes + largest.size
+        if self._bytes <= limit:
+            return
         if not self._dropped:
             logger.warning(
                 "agentspec: more than %d bytes of messages wait for the session store; some are dropped, and"
                 " their sessions will show gaps",
                 self._max_bytes,
             )
-        self._dropped += write.messages
+        self._drop_messages(largest, limit - self._max_bytes // 16)
+        while self._bytes > limit:  # nothing but records of what is missing
+            write = next(write for write in self._queue if write is not largest)
+            self._queue.remove(write)
+            self._bytes -= write.size
+
+    def _drop_messages(self, kept: _Write, goal: int) -> None:
+        """Take the messages out of writes other than ``kept`` until ``goal`` bytes wait: always the oldest of the
+        session that has most. What says that they are missing is left.
+        """
+        last = {write.place: write for write in self._queue if write.records}
+        waiting: dict[str, deque[_Write]] = defaultdict(deque)
+        for write in self._queue:
+            if write is not kept and write.messages:
+                waiting[write.place.session].append(write)
+        heap = [(-sum(write.size for write in writes), session) for session, writes in waiting.items()]
+        heapq.heapify(heap)
+        left: dict[_Write, _Write] = {}
+        while self._bytes > goal and heap:
+            negative, session = heap[0]
+            write = waiting[session].popleft()
+            left[write] = _without_messages(write, is_last=last[write.place] is write)
+            self._bytes += left[write].size - write.size
+            self._dropped += write.messages
+            if waiting[session]:
+                heapq.heapreplace(heap, (negative + write.size, session))
+            else:
+                heapq.heappop(heap)
+        self._queue = deque(left.get(write, write) for write in self._queue if write not in left or left[write].records)
 
     def _discard(self, of: Callable[[_Write], bool]) -> None:
         kept = [write for write in self._queue if not of(write)]
@@ -321,6 +332,17 @@ def _write(place: Place, said: list[Said], cut: int | None) -> _Write:
     records: list[MessageRecord | CutRecord] = [] if cut is None else [CutRecord(place.session, cut)]
     records += [MessageRecord(place.session, message, now, position) for position, message in said]
     return _Write(place, records)
+
+
+def _without_messages(write: _Write, *, is_last: bool) -> _Write:
+    """Return what is left of a write that is dropped.
+
+    is_last: whether no later write shows by its position what is lost.
+    """
+    cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
+    if is_last:
+        cuts.append(CutRecord(write.place.session, (write.records[-1].position or 0) + 1))
+    return _Write(write.place, cuts)
 
 
 def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes:

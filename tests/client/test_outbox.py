@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec import AgentClient
+from agentspec import AgentClient, Gap
 from agentspec.client.outbox import Outbox, read_session
 from agentspec.client.session_log import Place, Said
 from tests.store.helpers import wait_until
@@ -60,6 +60,20 @@ def test_a_turn_that_cannot_be_stored_leaves_a_gap_at_the_end() -> None:
     outbox.put(place, [Said(1, {"role": "user", "content": object()})])
     outbox.close(60.0)
     assert read_session(store, "s").next_position == 2 and len(read_session(store, "s").history) == 1
+
+
+def test_a_fork_has_the_gap_at_the_end_too(server: FakeServer) -> None:
+    store = FailingStore()
+    outbox = Outbox(lambda: store)
+    outbox.put(Place("s"), [Said(0, {"role": "user", "content": "one"}), Said(1, {"content": object()})])
+    outbox.close(60.0)
+    for _ in range(2):
+        with AgentClient(base_url=server.url, model="small", store=store) as client:
+            session = client.session("s")
+            assert session.gaps == [Gap(before=1, lost=1)]
+            if not client.session("fork").messages:
+                session.fork("fork")
+            assert client.session("fork").gaps == session.gaps
 
 
 def test_forks_that_are_larger_than_the_outbox_are_stored(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
