@@ -10,13 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentspec.client.async_client import AsyncAgentClient, AsyncReplyStream, AsyncSession
+    from agentspec.client.async_client import AsyncAgentClient, AsyncSession
     from agentspec.client.budget import Attempt, Budget, LoopResult, Progress, Spent
-    from agentspec.client.client import AgentClient, ReplyStream, Session
+    from agentspec.client.client import AgentClient, Session
     from agentspec.client.conversation import Gap
     from agentspec.client.forecast import Forecast
     from agentspec.client.loop_generators import Stage
     from agentspec.client.reply import DecodeStep, DraftedToken, Reply, Speculation
+    from agentspec.client.streams import AsyncReplyStream, ReplyStream
     from agentspec.client.tools import ToolRun
 
 __all__ = [
@@ -44,7 +45,7 @@ __all__ = [
 _MODULES = {
     "AgentClient": "client",
     "AsyncAgentClient": "async_client",
-    "AsyncReplyStream": "async_client",
+    "AsyncReplyStream": "streams",
     "AsyncSession": "async_client",
     "Attempt": "budget",
     "Budget": "budget",
@@ -55,7 +56,7 @@ _MODULES = {
     "LoopResult": "budget",
     "Progress": "budget",
     "Reply": "reply",
-    "ReplyStream": "client",
+    "ReplyStream": "streams",
     "Session": "client",
     "Speculation": "reply",
     "Spent": "budget",

@@ -1,11 +1,11 @@
-"""Provide AgentClient, Session and ReplyStream of client.py for asyncio."""
+"""Provide AgentClient and Session of client.py for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,7 +13,7 @@ import openai
 from typing_extensions import Unpack
 
 from agentspec.client.agents_session import AgentsSession
-from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
+from agentspec.client.base import ClientBase, SessionBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable, Turn
 from agentspec.client.loops import AsyncLoops
 from agentspec.client.messages import Content
@@ -34,6 +34,7 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.streams import AsyncReplyStream
 from agentspec.client.threads import StoreThreads, in_thread
 from agentspec.errors import AgentSpecError
 
@@ -324,49 +325,3 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                 reply = self._client._take(call, turn, answer.completion())
                 await in_thread(self._conversation.confirm)
             yield reply
-
-
-class AsyncReplyStream(StreamBase[ParsedT]):
-    """Iterate over the text's pieces as ReplyStream does, with `async for`, `async with` and awaited methods."""
-
-    def __init__(self, items: AsyncGenerator[StreamItem, None], release: Callable[[], None]) -> None:
-        self._items = items
-        self._release = release
-
-    def __del__(self) -> None:  # the event loop closes the connection a little later
-        self._release()
-
-    async def start(self) -> Self:
-        """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
-        if not self._started:
-            self._started = True
-            await anext(self._items, None)  # ends at once if the stream was closed before
-        return self
-
-    def __aiter__(self) -> AsyncIterator[str]:
-        return self
-
-    async def __anext__(self) -> str:
-        await self.start()
-        item = await anext(self._items)
-        if isinstance(item, str):
-            return item
-        self._reply = item
-        await self._items.aclose()
-        raise StopAsyncIteration
-
-    async def until_done(self) -> Reply[ParsedT]:
-        """Read the rest of the stream, and return the reply."""
-        async for _ in self:
-            pass
-        return self.reply
-
-    async def close(self) -> None:
-        """Close the connection, and free the session for its next call."""
-        await self._items.aclose()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()

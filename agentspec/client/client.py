@@ -1,18 +1,18 @@
-"""Add sessions to the OpenAI client: AgentClient, Session and ReplyStream."""
+"""Add sessions to the OpenAI client: AgentClient and Session."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import openai
 from typing_extensions import Unpack
 
-from agentspec.client.base import ClientBase, SessionBase, StreamBase, StreamItem
+from agentspec.client.base import ClientBase, SessionBase, StreamItem
 from agentspec.client.conversation import Conversation, Gap, OnUnavailable
 from agentspec.client.loops import Loops
 from agentspec.client.messages import Content
@@ -33,6 +33,7 @@ from agentspec.client.request import (
     is_erased,
 )
 from agentspec.client.session_naming import SessionTags
+from agentspec.client.streams import ReplyStream
 
 if TYPE_CHECKING:
     from agentspec.cache.store import Store
@@ -372,49 +373,3 @@ class Session(SessionBase, Loops):
                 reply = self._client._take(call, turn, answer.completion())
                 self._conversation.confirm()
             yield reply
-
-
-class ReplyStream(StreamBase[ParsedT]):
-    """Iterate over the text's pieces; afterwards `.reply` has the whole reply.
-
-    The request is sent when iteration starts or `with` is entered. `with`, `close()` or deletion closes a stream that
-    is not read to its end; its session stays unchanged.
-    """
-
-    def __init__(self, items: Generator[StreamItem, None, None]) -> None:
-        self._items = items
-
-    def start(self) -> Self:
-        """Send the request now, unless it was sent already. Raises the OpenAI client's errors."""
-        if not self._started:
-            self._started = True
-            next(self._items, None)  # ends at once if the stream was closed before
-        return self
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.start()
-        item = next(self._items)
-        if isinstance(item, str):
-            return item
-        self._reply = item
-        self._items.close()
-        raise StopIteration
-
-    def until_done(self) -> Reply[ParsedT]:
-        """Read the rest of the stream, and return the reply."""
-        for _ in self:
-            pass
-        return self.reply
-
-    def close(self) -> None:
-        """Close the connection, and free the session for its next call."""
-        self._items.close()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
