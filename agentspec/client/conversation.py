@@ -8,7 +8,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -204,17 +204,20 @@ class Conversation:
         other._log.wait_for_room()
 
     @contextmanager
-    def turn(self, new: Sequence[dict[str, Any]], user: object = None) -> Generator[Turn, None, None]:
+    def turn(
+        self, new: Sequence[dict[str, Any]], user: object = None, answerer: object = None
+    ) -> Generator[Turn, None, None]:
         """Reserve the session for one call that sends the history and ``new``. user: as for `reserved`.
 
-        ``Turn.commit`` stores ``new`` and the answer together. Raises SessionBusyError during another call, and
+        ``Turn.commit`` stores ``new`` and the answer together. answerer: for whom the session stays reserved after an
+        answer with tool calls, until `answer_calls(answerer)`. Raises SessionBusyError during another call, and
         InvalidInputError if there is nothing to send.
         """
         with self.reserved(user):
             sent = [*(message for _, message in self._history), *new]
             if not sent:
                 raise InvalidInputError(f"content: session {self.id!r} is empty, so a first message is needed")
-            yield Turn(sent, lambda message: self._commit([*new, message]))
+            yield Turn(sent, lambda message: self._commit([*new, message], answerer))
 
     @contextmanager
     def reserved(self, user: object = None) -> Generator[None, None, None]:
@@ -275,9 +278,29 @@ class Conversation:
         self.resumed = len(self._history)
         self._unsaved.discard(self)
 
-    def _commit(self, messages: Sequence[dict[str, Any]]) -> None:
+    def answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
+        """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
+
+        answers: by the call's index. otherwise: the answer to the other calls. Does nothing without a reservation for
+        this answerer. Appends after a conflict, too, as a turn does, so that no call stays unanswered.
+        """
+        with self._guard:
+            if self._user is not answerer:
+                return
+            calls = self._history[-1].message["tool_calls"]
+            self._append(
+                [
+                    {"role": "tool", "tool_call_id": call["id"], "content": answers.get(index, otherwise)}
+                    for index, call in enumerate(calls)
+                ]
+            )
+            self._user = None
+
+    def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> None:
         with self._guard:
             self._append(messages)
+            if answerer is not None and messages[-1].get("tool_calls"):
+                self._user = answerer
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
@@ -295,8 +318,8 @@ class Conversation:
     def _refuse_if_busy(self) -> None:
         if self._user is not None:
             raise SessionBusyError(
-                f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
-                " or fork() the session to go two ways at once"
+                f"session {self.id!r} is in a call (or in a stream that is still open, or its tools are running): let"
+                " it end first, or fork() the session to go two ways at once"
             )
 
 

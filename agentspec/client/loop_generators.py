@@ -25,6 +25,7 @@ from agentspec.client.budget import (
 )
 from agentspec.client.messages import Content, as_messages, encodable, shown
 from agentspec.client.reply import Reply
+from agentspec.client.request import ANSWERER
 from agentspec.client.steps import Apply, Steps, Together, check_count
 from agentspec.client.tools import ToolBox, ToolRun, answer_text, named
 from agentspec.errors import InvalidInputError, SessionBusyError
@@ -133,25 +134,21 @@ def run_tools(
     """Answer the model's tool calls until it makes none. Returns why that ended."""
     check_count("attempts", attempts)
     check_count("at_once", at_once)
-    content, tools = task, {"tools": box.described()}
+    answerer = object()
+    content, options = task, {"tools": box.described(), ANSWERER: answerer}
     for number in range(1, attempts + 1):
-        attempt = yield from _ask(account, session.chat, content, f"answer {number}", tools)
-        calls = attempt.reply.tool_calls if attempt.reply is not None else ()
-        if calls:
-            runs: dict[int, ToolRun] = {}
-            try:
+        runs: dict[int, ToolRun] = {}
+        try:
+            attempt = yield from _ask(account, session.chat, content, f"answer {number}", options)
+            calls = attempt.reply.tool_calls if attempt.reply is not None else ()
+            if calls:
                 yield Together(
                     [_call_tool(account, box, runs, index, call) for index, call in enumerate(calls)], at_once
                 )
-            finally:  # the API refuses a history with unanswered calls
-                ran = tuple(
-                    runs.get(index) or ToolRun(call.id, *named(call), answer="error: cancelled before it ended")
-                    for index, call in enumerate(calls)
-                )
-                session._conversation.add(
-                    [{"role": "tool", "tool_call_id": run.id, "content": run.answer} for run in ran]
-                )
-            attempt = replace(attempt, tools=ran)
+                attempt = replace(attempt, tools=tuple(runs[index] for index in range(len(calls))))
+        finally:  # the API refuses a history with unanswered calls; a lost reply may have left some, too
+            answers = {index: run.answer for index, run in list(runs.items())}
+            session._conversation.answer_calls(answerer, answers, "error: cancelled before it ended")
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()

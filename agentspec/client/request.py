@@ -39,7 +39,9 @@ ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
 
 _OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
-_OUR_OPTIONS = frozenset({"max_retries", "predict"})
+ANSWERER = "_answerer"
+"""Option of a loop's call: the `answerer` of its turn."""
+_OUR_OPTIONS = frozenset({"max_retries", "predict", ANSWERER})
 _REMEDIES = {
     "messages": "pass them as the first argument; a session adds its own history to them",
     "stream": "use stream(...)",
@@ -104,7 +106,8 @@ class Call:
         if self.cache_salt is not None:
             conversation.add_salt(self.cache_salt)
         self._conversation = conversation
-        self.turn = conversation.turn([] if content is None else as_messages(content), self)
+        messages = [] if content is None else as_messages(content)
+        self.turn = conversation.turn(messages, self, options.get(ANSWERER))
         self.response_format = response_format
         self.begin = time.monotonic()
         self.options = {name: value for name, value in options.items() if name not in _OUR_OPTIONS}
