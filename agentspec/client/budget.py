@@ -22,10 +22,13 @@ Stopped: TypeAlias = Literal["done", "attempts", "requests", "tokens", "seconds"
 class Budget:
     """Limit one loop. None is no limit. Raises InvalidInputError for a limit that is not positive.
 
-    requests: most calls of the model; the OpenAI client's own retries are not counted.
+    requests: most calls of the model; retries are not counted.
     tokens: most tokens that the model may generate. Each call asks for what is left at most; its `n` choices share it.
-    seconds: longest duration. A call that runs into it is cut off: by its timeout, in asyncio by cancelling it. Tools
-        and critics are not interrupted in a synchronous loop.
+    seconds: longest duration. No part of a call's timeout is longer than what is left, and a failed call is made again,
+        as often as without a budget, while the pause before it is shorter than that. In asyncio a call, tool or critic
+        that runs into the limit is cancelled. A synchronous loop interrupts no tool and no critic, and a call only
+        where its server sends nothing for as long as was left when it began: one that sends its answer in small
+        pieces can take longer.
     """
 
     requests: int | None = None
@@ -207,10 +210,6 @@ class Account:
             self._reserved += reserved
             self._requests += 1
             number = self._requests
-        if seconds is not None:
-            timeout = limited.get("timeout")
-            limited["timeout"] = min(seconds, timeout) if isinstance(timeout, int | float) else seconds
-            limited["max_retries"] = 0
         return BegunCall(number, limited, reserved)
 
     def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
@@ -238,6 +237,11 @@ class Account:
     def why_failed(self) -> Stopped:
         """Return why a loop ends whose call failed."""
         return "seconds" if self.seconds_left == 0.0 else "error"
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the loop has ended, so that no call may begin."""
+        return self._closed
 
     def close(self) -> None:
         """Let no call begin any more, in threads that outlive their loop."""

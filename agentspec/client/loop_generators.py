@@ -26,7 +26,8 @@ from agentspec.client.budget import (
 from agentspec.client.messages import Content, as_messages, encodable, shown
 from agentspec.client.reply import Reply
 from agentspec.client.request import ANSWERER
-from agentspec.client.steps import Apply, Steps, Together, check_count
+from agentspec.client.retries import bounded_timeout, own_limits, pause_before_retry
+from agentspec.client.steps import Apply, Pause, Steps, Together, check_count
 from agentspec.client.tools import ToolBox, ToolRun, answer_text, named
 from agentspec.errors import InvalidInputError, SessionBusyError
 
@@ -78,7 +79,7 @@ def refine(
     check_function("critic", critic)
     content = task
     for number in range(1, attempts + 1):
-        attempt = yield from _ask(account, session.chat, content, stage or f"attempt {number}", options)
+        attempt = yield from _ask(account, session, content, stage or f"attempt {number}", options)
         if critic is not None:
             attempt = yield from _judge(account, attempt, critic, "feedback", _feedback)
         account.record(attempt)
@@ -108,7 +109,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
             tags = {"session": name, "parent": session.id, "group": session.group or session.id}
             try:
                 attempt = yield from _ask(
-                    account, session._client.chat, turn.messages, f"answer {number}", tags, among=n + 1 - number
+                    account, session, turn.messages, f"answer {number}", tags, session._client.chat, n + 1 - number
                 )
             except BudgetSpentError as error:
                 short.append(error.what)
@@ -139,7 +140,7 @@ def run_tools(
     for number in range(1, attempts + 1):
         runs: dict[int, ToolRun] = {}
         try:
-            attempt = yield from _ask(account, session.chat, content, f"answer {number}", options)
+            attempt = yield from _ask(account, session, content, f"answer {number}", options)
             calls = attempt.reply.tool_calls if attempt.reply is not None else ()
             if calls:
                 yield Together(
@@ -189,16 +190,22 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
 
 
 def _ask(
-    account: Account, chat: Any, content: Content | None, name: str, options: Mapping[str, Any], among: int = 1
+    account: Account,
+    session: Any,
+    content: Content | None,
+    name: str,
+    options: Mapping[str, Any],
+    chat: Any = None,
+    among: int = 1,
 ) -> Steps[Attempt[Any]]:
-    """Call the model. Returns the attempt, with the call's error if it failed.
+    """Call the model. Returns the attempt, with the call's error if it failed. chat: by default the session's.
 
     Raises BudgetSpentError before the call, and the errors of wrong use.
     """
     begin, reply, refused = time.monotonic(), None, False
     call = account.begin(options, among)
     try:
-        reply = yield Apply(chat, (content,), call.options, account.seconds_left)
+        reply = yield from _chat(account, session._client.openai, chat or session.chat, content, call.options)
         return Attempt(name, call.number, reply, seconds=time.monotonic() - begin)
     except (InvalidInputError, SessionBusyError):
         refused = True
@@ -208,6 +215,33 @@ def _ask(
         return Attempt(name, call.number, error=error, seconds=time.monotonic() - begin)
     finally:
         account.end(call, reply, refused)
+
+
+def _chat(
+    account: Account, connection: Any, chat: Any, content: Content | None, options: Mapping[str, Any]
+) -> Steps[Any]:
+    """Make one call. Returns the reply.
+
+    With a budget of seconds it makes the retries, too, which the OpenAI client cannot bound.
+    """
+    seconds = account.seconds_left
+    if seconds is None:
+        return (yield Apply(chat, (content,), options))
+    timeout, allowed = own_limits(options, connection)
+    retries = 0
+    while True:
+        limits = {"timeout": bounded_timeout(timeout, seconds), "max_retries": 0}
+        try:
+            return (yield Apply(chat, (content,), {**options, **limits}, seconds))
+        except Exception as error:
+            pause = pause_before_retry(error, retries) if retries < allowed else None
+            if pause is None or pause >= (account.seconds_left or 0.0):
+                raise
+        retries += 1
+        yield Pause(pause)
+        if account.closed:
+            raise BudgetSpentError("seconds")
+        seconds = account.seconds_left or 0.0
 
 
 def _judge(

@@ -99,6 +99,7 @@ class Call:
         body: Mapping[str, Any] = options.get("extra_body") or {}
         _check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
         check_timeout(options.get("timeout"))
+        check_retries(options.get("max_retries"))
         if isinstance(tools := options.get("tools"), list | tuple) and any(map(callable, tools)):
             raise InvalidInputError("tools: chat() takes tools in the API's form; run_tools() takes functions")
         salt = body.get("cache_salt")
@@ -278,6 +279,12 @@ def check_timeout(timeout: object) -> None:
         raise InvalidInputError(
             f"timeout: a positive number of seconds or an openai.Timeout is needed, not {timeout!r}"
         )
+
+
+def check_retries(retries: object) -> None:
+    """Raise InvalidInputError for a number of retries with which the OpenAI client would fail in words of its own."""
+    if retries is not None and (not isinstance(retries, int) or retries < 0):
+        raise InvalidInputError(f"max_retries: a whole number, 0 at least, is needed, not {shown(retries)}")
 
 
 def _check_mapping(name: str, given: object) -> None:
