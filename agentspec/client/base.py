@@ -87,7 +87,7 @@ class ClientBase(Generic[OpenAIT]):
 
     def _take(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
         """Read the answer to a call, add it to its session, and note it for forecasts and the record."""
-        reply = read_reply(raw, call.session, call.model_class)
+        reply = read_reply(raw, call.session, call.answer_class)
         turn.commit(reply.message)
         self._forecaster.note(call.session, call.group, turn.messages, reply, call.resumed)
         if self._record is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
+import openai
 import pydantic
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageToolCallUnion
@@ -147,9 +148,10 @@ class Reply(Generic[ParsedT]):
 
 
 def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] | None) -> Reply[Any]:
-    """Read a completion, and parse its text as an instance of `model_class` if one is given.
+    """Read a completion, and parse its text as an instance of `model_class` if one is given and it calls no tool.
 
-    Raises AgentSpecError if the server sent no choice, and pydantic.ValidationError if the text does not fit.
+    Raises AgentSpecError if the server sent no choice, pydantic.ValidationError if the text does not fit, and
+    openai.LengthFinishReasonError if it was cut.
     """
     if not isinstance(raw, ChatCompletion):  # the OpenAI client returns what is no JSON object as it is
         raise AgentSpecError(
@@ -168,7 +170,9 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         if not getattr(call, "id", None):  # some servers send none; the tool's answer needs one
             call.id = f"call-{uuid.uuid4().hex}"
     parsed = getattr(message, "parsed", None)  # a streamed message has none
-    if parsed is None and model_class is not None and message.content and not message.refusal:
+    if parsed is None and model_class is not None and message.content and not (message.refusal or message.tool_calls):
+        if choice.finish_reason == "length":
+            raise openai.LengthFinishReasonError(completion=raw)
         parsed = pydantic.TypeAdapter(model_class).validate_json(message.content)
     return Reply(
         text=encodable(message.content or ""),

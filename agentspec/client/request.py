@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 import openai
 
 from agentspec.client.conversation import Conversation
+from agentspec.client.formats import check_response_format, has_loose_tools, json_schema_format
 from agentspec.client.messages import Content, as_messages, shown
 from agentspec.client.predictions import as_prediction, check_predict, likely_answer, openai_refuses
 from agentspec.client.reply import ParsedT, Reply
@@ -98,6 +99,7 @@ class Call:
             _check_mapping(name, options.get(name))
         body: Mapping[str, Any] = options.get("extra_body") or {}
         _check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
+        check_response_format(response_format)
         check_timeout(options.get("timeout"))
         check_retries(options.get("max_retries"))
         if isinstance(tools := options.get("tools"), list | tuple) and any(map(callable, tools)):
@@ -124,6 +126,11 @@ class Call:
 
     @property
     def model_class(self) -> type[Any] | None:
+        """Return the pydantic model as which the OpenAI client parses the answer, or None."""
+        return None if has_loose_tools(self.options.get("tools")) else self.answer_class
+
+    @property
+    def answer_class(self) -> type[Any] | None:
         """Return the pydantic model for the answer, or None."""
         return self.response_format if isinstance(self.response_format, type) else None
 
@@ -243,7 +250,9 @@ class RequestBuilder:
         call.begin = time.monotonic()
         request: dict[str, Any] = {"model": self.model, **call.options, "messages": list(messages)}
         if call.response_format is not None:
-            request["response_format"] = call.response_format
+            parsed_here = call.answer_class is not None and call.model_class is None
+            format_ = json_schema_format(call.answer_class) if parsed_here else call.response_format
+            request["response_format"] = format_
         self._predict(request, call)
         naming = EXTENSION if self._session_tags == "auto" and self.extension else NAMINGS[self._session_tags]
         naming.tag(request, call.session, call.parent, call.group)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pydantic
 import pytest
 from pydantic import BaseModel
 
-from agentspec import AgentClient, InvalidInputError
+from agentspec import AgentClient, AsyncAgentClient, InvalidInputError
 
 from .fake_server import FakeServer
 
-RUN = {"type": "function", "function": {"name": "run_tests", "parameters": {"type": "object", "properties": {}}}}
+RUN: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "run_tests", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = {"id": "call-1", "type": "function", "function": {"name": "run_tests", "arguments": "{}"}}
 
 
@@ -104,3 +109,60 @@ def test_refusals_are_sent_back_as_refusals(plain_server: FakeServer) -> None:
         reply = client.chat("Judge.", response_format=Verdict)
     assert (reply.text, reply.parsed) == ("", None)
     assert reply.message == {"role": "assistant", "content": None, "refusal": "No."}
+
+
+def double(a: int) -> int:
+    """Double a number."""
+    return 2 * a
+
+
+FITS = '{"passed": true, "reason": "ok"}'
+CALL_WITH_TEXT = {
+    "content": "let me see",
+    "tool_calls": [{**CALL, "function": {"name": "double", "arguments": '{"a": 2}'}}],
+}
+
+
+@pytest.mark.parametrize("asyncio", [False, True])
+async def test_run_tools_takes_a_response_format(plain_server: FakeServer, asyncio: bool) -> None:
+    plain_server.answers = [CALL_WITH_TEXT, {"content": FITS}]
+    if asyncio:
+        async with AsyncAgentClient(base_url=plain_server.url, model="small", store=None) as agents:
+            result = await agents.session("s").run_tools("go", [double], response_format=Verdict)
+    else:
+        with connect(plain_server) as client:
+            result = client.session("s").run_tools("go", [double], response_format=Verdict)
+    assert (result.stopped, result.reply.parsed) == ("done", Verdict(passed=True, reason="ok"))
+    sent = plain_server.chats[1].body
+    assert sent["response_format"]["json_schema"]["schema"]["additionalProperties"] is False
+    assert sent["response_format"]["json_schema"]["name"] == "Verdict"
+    assert sent["tools"][0]["function"]["name"] == "double"
+
+
+def test_tools_and_a_response_format_go_together(plain_server: FakeServer) -> None:
+    plain_server.answers = [
+        {"content": FITS},
+        {"content": FITS},
+        {"content": FITS},
+        {"content": '{"passed": "perhaps"}'},
+    ]
+    with connect(plain_server) as client:
+        session = client.session("s")
+        expected = Verdict(passed=True, reason="ok")
+        assert session.chat("Judge.", response_format=Verdict, tools=[RUN]).parsed == expected
+        with session.stream("Judge.", response_format=Verdict, tools=[RUN]) as stream:
+            assert stream.until_done().parsed == expected
+        strict = {**RUN, "function": {**RUN["function"], "strict": True}}
+        assert session.chat("Judge.", response_format=Verdict, tools=[strict]).parsed == expected
+        plain_server.finish_reason = "length"
+        with pytest.raises(openai.LengthFinishReasonError):
+            session.chat("Judge.", response_format=Verdict, tools=[RUN])
+    formats = [chat.body["response_format"] for chat in plain_server.chats]
+    assert formats[0] == formats[1] == formats[2]  # the OpenAI client made the last one
+
+
+@pytest.mark.parametrize("wrong", [list[int], dict, "json", 5, Verdict(passed=True, reason="")])
+def test_a_response_format_that_cannot_be_used_is_named(plain_server: FakeServer, wrong: Any) -> None:
+    with connect(plain_server) as client, pytest.raises(InvalidInputError, match="response_format: a pydantic model"):
+        client.chat("Judge.", response_format=wrong)
+    assert plain_server.chats == []
