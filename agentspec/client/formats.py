@@ -1,4 +1,4 @@
-"""Check response formats, and ask for a pydantic model where the OpenAI client won't: beside tools that aren't strict."""
+"""Check response formats, and ask for pydantic models where the OpenAI client won't: beside loose tools."""
 
 from __future__ import annotations
 

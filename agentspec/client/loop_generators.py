@@ -29,7 +29,7 @@ from agentspec.client.request import ANSWERER
 from agentspec.client.retries import bounded_timeout, own_limits, pause_before_retry
 from agentspec.client.steps import Apply, Pause, Steps, Together, check_count
 from agentspec.client.tools import ToolBox, ToolRun, answer_text, named
-from agentspec.errors import InvalidInputError, SessionBusyError
+from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def refine(
     stage: str | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Steps[Stopped]:
-    """Refine an answer. Returns why that ended."""
+    """Refine an answer. Returns why that ended. stage: that of a pipeline, whose answer must have a text to pass on."""
     check_count("attempts", attempts)
     check_function("critic", critic)
     content = task
@@ -82,6 +82,8 @@ def refine(
         attempt = yield from _ask(account, session, content, stage or f"attempt {number}", options)
         if critic is not None:
             attempt = yield from _judge(account, attempt, critic, "feedback", _feedback)
+        if stage is not None and not attempt.feedback:
+            attempt = _with_text(attempt, stage)
         account.record(attempt)
         if attempt.error is not None:
             return account.why_failed()
@@ -259,6 +261,15 @@ def _judge(
     except Exception as error:  # the caller's function; its attempts so far must not be lost
         found = {"error": error}
     return replace(attempt, seconds=attempt.seconds + time.monotonic() - begin, **found)
+
+
+def _with_text(attempt: Attempt[Any], stage: str) -> Attempt[Any]:
+    """Return the attempt; with an error if its answer has no text, such as a refusal."""
+    if attempt.reply is None or attempt.error is not None or attempt.reply.text.strip():
+        return attempt
+    refusal = attempt.reply.message.get("refusal")
+    why = f"the model refused: {refusal}" if refusal else "the answer has no text to pass on"
+    return replace(attempt, error=AgentSpecError(f"stage {stage!r}: {why}"))
 
 
 def _feedback(found: Any) -> Any:

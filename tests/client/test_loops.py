@@ -18,6 +18,7 @@ import pytest
 
 from agentspec import (
     AgentClient,
+    AgentSpecError,
     AsyncAgentClient,
     Budget,
     InvalidInputError,
@@ -423,6 +424,26 @@ class TestPipeline:
         stages = [Stage("count", "Count", critic=short, attempts=2), Stage("say", "Say")]
         result, messages = run("pipeline", "a game", stages)
         assert (result.stopped, messages, len(server.chats)) == ("attempts", [], 2)
+
+    @pytest.mark.parametrize(
+        ("answer", "why"),
+        [({"content": None, "refusal": "I won't."}, "refused: I won't."), ({"content": " "}, "no text to pass on")],
+    )
+    def test_stops_at_an_answer_without_a_text(self, run: Any, server: FakeServer, answer: Any, why: str) -> None:
+        server.answers = [{"content": "a plan"}, answer]
+        stages = [Stage("plan", "Plan"), Stage("code", "Code"), Stage("check", "Check")]
+        result, messages = run("pipeline", "a game", stages)
+        assert (result.stopped, result.best, messages, len(server.chats)) == ("error", None, [], 2)
+        assert [attempt.name for attempt in result.attempts] == ["plan", "code"]
+        assert result.attempts[1].reply.message.get("refusal") == answer.get("refusal")
+        with pytest.raises(AgentSpecError, match=f"stage 'code': .*{why}"):
+            _ = result.text
+
+    def test_lets_a_critic_mend_an_answer_without_a_text(self, run: Any, server: FakeServer) -> None:
+        server.answers = [{"content": ""}]
+        critic = lambda reply: None if reply.text else "Say something."  # noqa: E731
+        result, messages = run("pipeline", "a game", [Stage("code", "Code", critic=critic)])
+        assert (result.stopped, messages[-1]["content"]) == ("done", "answer 2")
 
 
 class TestEndingEarly:
