@@ -14,7 +14,11 @@ from agentspec.errors import InvalidInputError
 
 _DROPPED = frozenset({"reasoning", "compaction"})
 """Types of items that say nothing to another model."""
+_ANSWER = {"type": "message", "id": "__fake_id__", "role": "assistant", "status": "completed"}
+"""Form of an answer's text to which a Runner joins the calls behind it; the id is openai-agents' own placeholder."""
 _TO_CHAT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "text"}
+_SAME_IN_BOTH = frozenset({"input_audio", "video_url"})
+_FILE_FIELDS = ("file_data", "file_id", "filename")
 
 
 class AgentsSession:
@@ -75,26 +79,28 @@ class AgentsSession:
 
 
 def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a chat message as items: one at least, and one for each tool call."""
+    """Return a chat message as items: one at least, and one for each tool call.
+
+    Raises InvalidInputError for what a Runner would not send to chat completions again.
+    """
     role = message["role"]
+    for name in ("audio", "function_call"):
+        if message.get(name):
+            raise _no_item(f"an answer's {name!r}")
+    if role == "function":
+        raise _no_item("a message of the role 'function'")
     if role == "tool":
         return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}]
-    calls = [
-        {
-            "type": "function_call",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-        }
-        for call in message.get("tool_calls") or ()
-        if call.get("type", "function") == "function"
-    ]
+    calls = [_item_call(call) for call in message.get("tool_calls") or ()]
     content = message.get("content") or message.get("refusal") or ""
     if calls and not content:
         return calls
     if not isinstance(content, str):
         content = [_item_part(part) for part in content]
-    return [{"role": role, "content": content}, *calls]
+    if not calls:
+        return [{"role": role, "content": content}]
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return [{**_ANSWER, "content": [{"type": "output_text", "text": text, "annotations": []}]}, *calls]
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -137,14 +143,43 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail", "auto")}}
-    raise InvalidInputError(f"items: content {kind!r} has no form in chat completions; text and image URLs can be kept")
+    if kind == "input_file" and not part.get("file_url"):
+        return {"type": "file", "file": {name: part[name] for name in _FILE_FIELDS if part.get(name)}}
+    if kind in _SAME_IN_BOTH:
+        return dict(part)
+    raise InvalidInputError(
+        f"items: content {kind!r} has no form in chat completions; text, image URLs, audio, and files by content or id"
+        " can be kept"
+    )
 
 
 def _item_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    if part["type"] == "image_url":
+    kind = part["type"]
+    if kind == "image_url":
         return {
             "type": "input_image",
             "image_url": part["image_url"]["url"],
             "detail": part["image_url"].get("detail", "auto"),
         }
-    return {"type": "input_text", "text": part.get("text", "")}
+    if kind == "file":
+        return {"type": "input_file", **part["file"]}
+    if kind in _SAME_IN_BOTH:
+        return dict(part)
+    if kind in ("text", "refusal"):
+        return {"type": "input_text", "text": part.get("text") or part.get("refusal") or ""}
+    raise _no_item(f"content {kind!r}")
+
+
+def _item_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if function is None:
+        raise _no_item(f"a tool call of the type {call.get('type')!r}")
+    name, arguments = function["name"], function["arguments"]
+    return {"type": "function_call", "call_id": call["id"], "name": name, "arguments": arguments}
+
+
+def _no_item(what: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"items: the session has {what}, which openai-agents doesn't send to chat completions; go on with chat(), or in"
+        " another session"
+    )

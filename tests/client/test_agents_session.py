@@ -17,12 +17,25 @@ from .stores import FailingStore
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
 ITEMS: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "let me see"},
+    {
+        "type": "message",
+        "id": "__fake_id__",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "let me see", "annotations": []}],
+    },
     CALL,
     {**CALL, "call_id": "c2"},
     {"type": "function_call_output", "call_id": "c1", "output": "1"},
     {"type": "function_call_output", "call_id": "c2", "output": "2"},
-    {"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png", "detail": "low"}]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "input_image", "image_url": "http://x/y.png", "detail": "low"},
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            {"type": "input_file", "file_id": "file-1", "filename": "a.pdf"},
+        ],
+    },
 ]
 
 
@@ -108,6 +121,38 @@ async def test_output_items_of_the_api_are_understood(server: FakeServer) -> Non
             await session.add_items([{"type": "computer_call"}])
 
 
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "user", "content": [{"type": "hologram"}]}, "content 'hologram'"),
+        (
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "z"}}],
+            },
+            "a tool call of the type 'custom'",
+        ),
+        ({"role": "assistant", "content": None, "audio": {"id": "audio-1"}}, "an answer's 'audio'"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "'function_call'"),
+        ({"role": "function", "name": "f", "content": "1"}, "role 'function'"),
+    ],
+)
+async def test_what_has_no_form_as_an_item_is_named(server: FakeServer, message: Any, named: str) -> None:
+    async with connect(server) as client:
+        session = client.session()
+        session.add(message)
+        with pytest.raises(InvalidInputError, match=f"items: the session has .*{named}"):
+            await session.get_items()
+
+
+async def test_files_by_url_are_refused(server: FakeServer) -> None:
+    async with connect(server) as client:
+        session = client.session()
+        with pytest.raises(InvalidInputError, match="'input_file' has no form"):
+            await session.add_items([{"role": "user", "content": [{"type": "input_file", "file_url": "http://x/a"}]}])
+
+
 async def test_the_runner_takes_a_session(server: FakeServer) -> None:
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     agents.set_tracing_disabled(True)
@@ -116,7 +161,11 @@ async def test_the_runner_takes_a_session(server: FakeServer) -> None:
         return a + b
 
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
-    texts: list[dict[str, Any]] = [{"tool_calls": [call]}, {"content": "5"}, {"content": "as I said"}]
+    texts: list[dict[str, Any]] = [
+        {"content": "let me see", "tool_calls": [call]},
+        {"content": "5"},
+        {"content": "as I said"},
+    ]
     server.answers = [{**text, "reasoning": None} for text in texts]  # the Runner would send it back
     async with connect(server) as client:
         session = client.session("s")
@@ -130,6 +179,8 @@ async def test_the_runner_takes_a_session(server: FakeServer) -> None:
         await agents.Runner.run(agent, "sure?", session=session, run_config=config)
         assert (await session.chat("and now?")).text == "answer 4"  # both can take turns
     assert {chat.headers["x-session-id"] for chat in server.chats} == {"s"}
+    sent = server.chats[2].body["messages"][1]
+    assert (sent["content"], sent["tool_calls"][0]["id"]) == ("let me see", "c1")  # one message, as it was answered
     assert [message["role"] for message in server.chats[2].body["messages"]] == [
         "user",
         "assistant",
