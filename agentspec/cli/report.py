@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from agentspec.cli.server import write_private
 from agentspec.report import read_run, render
 
 
@@ -20,7 +21,7 @@ def report(
         raise typer.BadParameter(f"{out}: is the record itself; name another file for the page")
     try:
         page = render(read_run(record), title)
-        out.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        write_private(out, page.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
     except OSError as error:
         raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
     typer.echo(f"written: {out}")

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
 from agentspec.errors import ConfigurationError, InvalidInputError, StoreUnavailableError
+from agentspec.private_files import create_private
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -90,6 +92,14 @@ def _reason(answer: httpx.Response) -> str:
         return str(said["error"]["message"] if "error" in said else said["detail"])
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read; warn of one that others may read already. Raises OSError."""
+    warning = create_private(path)
+    path.write_bytes(data)
+    if warning:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def root_of(url: str) -> str:

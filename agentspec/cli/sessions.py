@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from agentspec.cache.store import default_store_url, redact
-from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at
+from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at, write_private
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, to_path
 
@@ -82,7 +82,7 @@ def export_session(
     with server_at(url, header) as server:
         answer = ask(server, "GET", _path(session), "turns")
     try:
-        file.write_bytes(answer.content)
+        write_private(file, answer.content)
     except OSError as error:
         raise typer.BadParameter(f"{file}: {error.strerror}") from None
     typer.echo(f"written: {file}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentspec.client.reply import Reply
 from agentspec.errors import ConfigurationError
+from agentspec.private_files import create_private
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 class ReplyRecord:
     """Append replies to a file. It holds what was said, so only its owner may read a new one.
 
+    A file that others may read already keeps its mode, and a warning is logged.
     Raises OSError if the file cannot be opened, and ConfigurationError for what names none.
     """
 
@@ -25,7 +27,8 @@ class ReplyRecord:
         if not path or not isinstance(path, str | Path):
             raise ConfigurationError(f"record: the name of a file is needed, not {path!r}")
         path = Path(path).expanduser()
-        path.touch(0o600)
+        if warning := create_private(path):
+            logger.warning("agentspec: record: %s", warning)
         # Half a surrogate pair becomes a JSON escape. Gateways divide characters between chunks.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._lock = threading.Lock()

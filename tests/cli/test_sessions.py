@@ -87,7 +87,10 @@ def test_a_session_is_reached_whatever_its_id(sessions: Sessions, server: Server
 def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "fix-42.json"
     assert f"{len(TEXT)}" in sessions("show", "fix-42")[1]
-    assert sessions("export", "fix-42", str(file))[0] == 0
+    assert sessions("export", "fix-42", str(file)) == (0, f"written: {file}\n")
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    assert f"warning: {file}: others may read it (mode 0640)" in sessions("export", "fix-42", str(file))[1]
     assert "1 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
     assert "0 of 1 turns added" in sessions("import", "copy of it", str(file), key=BOB)[1]
     assert server.draws_on(server.identity(BOB, "copy of it"))

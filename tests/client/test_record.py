@@ -86,6 +86,20 @@ def test_only_its_owner_may_read_a_record(server: FakeServer, tmp_path: Path) ->
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text()
 
 
+def test_others_may_read_what_was_there(server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "replies.jsonl"
+    path.touch()
+    path.chmod(0o644)
+    with AgentClient(base_url=server.url, model="small", store=None, record=path) as client:
+        client.chat("one")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert f"{path}: others may read it (mode 0644), and it holds what was said: chmod 600 {path}" in caplog.text
+    caplog.clear()
+    path.chmod(0o600)
+    AgentClient(base_url=server.url, model="small", store=None, record=path).close()
+    assert not caplog.text
+
+
 def test_a_record_that_cannot_be_opened_fails_at_once(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         AgentClient(base_url=server.url, model="small", store=None, record=tmp_path / "no" / "such.jsonl")

@@ -160,6 +160,7 @@ def test_the_command_writes_the_page_and_names_it(record: Path, tmp_path: Path) 
     result = CliRunner().invoke(app, ["report", str(record), "-o", str(out)])
     assert result.exit_code == 0 and str(out) in result.output.replace("\n", "")
     assert "fix-42" in out.read_text()
+    assert out.stat().st_mode & 0o777 == 0o600  # it quotes what was said
     result = CliRunner().invoke(app, ["report", str(record), "-o", str(tmp_path / "no" / "page.html")])
     assert result.exit_code == 2
 
