@@ -60,12 +60,15 @@ def assistant_message(message: ChatCompletionMessage) -> dict[str, Any]:
     kept: dict[str, Any] = {"role": "assistant"}
     if message.content is not None:
         kept["content"] = encodable(message.content)
-    elif not message.tool_calls:  # the API requires the field in this case
+    elif not message.tool_calls and message.function_call is None:  # the API requires the field in this case
         kept["content"] = None if message.refusal else ""
     if message.refusal:
         kept["refusal"] = encodable(message.refusal)
     if message.audio is not None:
         kept["audio"] = {"id": message.audio.id}
+    if message.function_call is not None:  # what servers send for the old option `functions`
+        call = message.function_call
+        kept["function_call"] = {"name": encodable(call.name or ""), "arguments": encodable(call.arguments or "{}")}
     if message.tool_calls:
         kept["tool_calls"] = [_tool_call(call.model_dump(exclude_none=True)) for call in message.tool_calls]
     return kept

@@ -200,6 +200,7 @@ class StreamedAnswer:
         self._logprobs: dict[str, list[Any]] = {}
         self._tool_calls: list[dict[str, Any]] = []
         self._call_at: dict[int, dict[str, Any]] = {}  # the one that chunks of an index go on with
+        self._function_call: list[Any] = []  # parts of a call that the old option `functions` allows
         self._finish_reason: str | None = None
         self._usage: CompletionUsage | None = None
         self._figures: Any = None
@@ -229,6 +230,8 @@ class StreamedAnswer:
         for name, text in (("content", delta.content), ("refusal", delta.refusal), *(delta.model_extra or {}).items()):
             if isinstance(text, str):
                 self._texts.setdefault(name, []).append(text)
+        if delta.function_call is not None:
+            self._function_call.append(delta.function_call)
         for part in delta.tool_calls or ():
             call = self._call_at.get(part.index)
             if call is None or (part.id and call["id"] not in ("", part.id)):  # some servers number all of them 0
@@ -259,6 +262,11 @@ class StreamedAnswer:
                 }
                 for call in sorted(self._tool_calls, key=lambda call: call["index"])
             ]
+        if self._function_call:
+            message["function_call"] = {
+                "name": next((part.name for part in self._function_call if part.name), ""),
+                "arguments": "".join(part.arguments or "" for part in self._function_call),
+            }
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": self._finish_reason,

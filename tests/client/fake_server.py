@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 KNOWN_FIELDS = {*CompletionCreateParamsBase.__annotations__, "stream"}
-KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls"}
+KNOWN_ASSISTANT_FIELDS = {"role", "content", "refusal", "audio", "tool_calls", "function_call"}
 EXTENSION_FIELDS = {"cache_salt", "return_token_ids", "session_id", "vllm_xargs"}
 
 
@@ -136,6 +136,9 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     text = message["content"] or ""
     deltas += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
+    if call := message.get("function_call"):
+        deltas.append({"function_call": {"name": call["name"], "arguments": ""}})
+        deltas += [{"function_call": {"arguments": piece}} for piece in (call["arguments"][:3], call["arguments"][3:])]
     for index, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
         deltas.append(

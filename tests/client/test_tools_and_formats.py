@@ -166,3 +166,20 @@ def test_a_response_format_that_cannot_be_used_is_named(plain_server: FakeServer
     with connect(plain_server) as client, pytest.raises(InvalidInputError, match="response_format: a pydantic model"):
         client.chat("Judge.", response_format=wrong)
     assert plain_server.chats == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_the_old_form_is_kept(plain_server: FakeServer, stream: bool) -> None:
+    call = {"name": "run_tests", "arguments": '{"path": "a"}'}
+    plain_server.answers = [{"content": None, "function_call": call}]
+    plain_server.finish_reason = "function_call"
+    with connect(plain_server) as client:
+        session = client.session("s")
+        functions: list[Any] = [RUN["function"]]
+        if stream:
+            session.stream("Test.", functions=functions).until_done()
+        else:
+            session.chat("Test.", functions=functions)
+        assert session.messages[-1]["function_call"] == call
+        assert session.chat({"role": "function", "name": "run_tests", "content": "ok"}, functions=functions).text
+    assert plain_server.chats[1].body["messages"][1]["function_call"] == call
