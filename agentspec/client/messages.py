@@ -13,6 +13,8 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 
+_DEEPEST = 200  # levels of a message: it is copied and encoded by functions that call themselves
+
 MessageLike: TypeAlias = Mapping[str, object] | ChatCompletionMessage
 """One chat message: a dict in the API's form, or the OpenAI client's message object."""
 
@@ -104,9 +106,10 @@ def encodable(text: T) -> T:
     return text
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object, depth: int = 0) -> Any:
     """Return a copy of a message's part, as JSON has it. A pydantic object, such as a tool call, becomes a dict.
 
+    depth: of the part in its message.
     Raises InvalidInputError for what no request and no store can carry: the session would lose it, or be unusable.
     """
     if isinstance(value, str):
@@ -114,12 +117,16 @@ def _plain(value: object) -> Any:
         return value
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
+    if depth > _DEEPEST:
+        raise InvalidInputError(
+            f"message: it is nested deeper than {_DEEPEST} levels, or holds itself; json.dumps() makes a text of data"
+        )
     if isinstance(value, Mapping):
-        return {_plain(str(key)): _plain(part) for key, part in value.items()}
+        return {_plain(str(key)): _plain(part, depth + 1) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(part, depth + 1) for part in value]
     if isinstance(value, pydantic.BaseModel):
-        return _plain(value.model_dump(mode="json", exclude_unset=True))
+        return _plain(value.model_dump(mode="json", exclude_unset=True), depth + 1)
     raise InvalidInputError(
         f"message: {shown(value)} has no form in JSON; give text, numbers, lists and dicts (an image as a data: URL)"
     )

@@ -163,7 +163,7 @@ def read_reply(raw: ChatCompletion, session: str | None, model_class: type[Any] 
         why = f": {error}" if error else "; its log should say why"
         raise AgentSpecError(f"the server's answer {raw.id!r} has no choices{why}")
     choice = raw.choices[0]
-    message = choice.message
+    message = getattr(choice, "message", None)
     if message is None:
         raise AgentSpecError(f"the server's answer {raw.id!r} has no message; its log should say why")
     for call in message.tool_calls or ():

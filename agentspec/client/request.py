@@ -6,6 +6,8 @@ This module does no I/O.
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -43,6 +45,8 @@ _PASSING = frozenset({408, 429})
 ANSWERER = "_answerer"
 """Option of a loop's call: the `answerer` of its turn."""
 _OUR_OPTIONS = frozenset({"max_retries", "predict", ANSWERER})
+_HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
+_HEADER_VALUE = re.compile(r"[!-~]?|[!-~][ \t!-~]*[!-~]")
 _REMEDIES = {
     "messages": "pass them as the first argument; a session adds its own history to them",
     "stream": "use stream(...)",
@@ -97,6 +101,7 @@ class Call:
         self.parent = conversation.parent
         for name in ("extra_body", "extra_headers", "extra_query"):
             _check_mapping(name, options.get(name))
+        _check_headers(options.get("extra_headers") or {})
         body: Mapping[str, Any] = options.get("extra_body") or {}
         _check_mapping("extra_body: vllm_xargs", body.get("vllm_xargs"))
         check_response_format(response_format)
@@ -284,16 +289,40 @@ def salt_headers(cache_salt: str) -> dict[str, str]:
 
 def check_timeout(timeout: object) -> None:
     """Raise InvalidInputError for a timeout that the HTTP client would refuse in words of its own."""
-    if isinstance(timeout, str) or (isinstance(timeout, int | float) and not timeout > 0):
+    if isinstance(timeout, openai.NotGiven | openai.Omit):
+        return
+    if isinstance(timeout, openai.Timeout):
+        parts: Sequence[object] = (timeout.connect, timeout.read, timeout.write, timeout.pool)
+    else:
+        parts = timeout if isinstance(timeout, tuple) and timeout else (timeout,)  # HTTPX's form of one
+    longest = threading.TIMEOUT_MAX
+    if not all(part is None or (isinstance(part, int | float) and 0 < part <= longest) for part in parts):
         raise InvalidInputError(
-            f"timeout: a positive number of seconds or an openai.Timeout is needed, not {timeout!r}"
+            "timeout: a positive number of seconds or an openai.Timeout is needed, not"
+            f" {shown(timeout)}; None is no limit"
         )
 
 
 def check_retries(retries: object) -> None:
     """Raise InvalidInputError for a number of retries with which the OpenAI client would fail in words of its own."""
-    if retries is not None and (not isinstance(retries, int) or retries < 0):
+    given = retries is not None and not isinstance(retries, openai.NotGiven | openai.Omit)
+    if given and (not isinstance(retries, int) or retries < 0):
         raise InvalidInputError(f"max_retries: a whole number, 0 at least, is needed, not {shown(retries)}")
+
+
+def _check_headers(headers: Mapping[object, object]) -> None:
+    """Raise InvalidInputError for headers that the HTTP client would refuse in words of its own."""
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidInputError(f"extra_headers: {shown(name)}: a name of letters, digits and - is needed")
+        if isinstance(value, openai.Omit):
+            continue
+        text = value.decode("latin-1") if isinstance(value, bytes) else value
+        if not isinstance(text, str) or not _HEADER_VALUE.fullmatch(text):
+            raise InvalidInputError(
+                f"extra_headers: {name}: a text of ASCII characters is needed, without line breaks and without spaces"
+                " around it; urllib.parse.quote() makes one of any other text"  # the value may be a key
+            )
 
 
 def _check_mapping(name: str, given: object) -> None:

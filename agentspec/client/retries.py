@@ -22,13 +22,16 @@ def own_limits(options: Mapping[str, Any], connection: Any) -> tuple[object, int
     """Return the timeout and the number of retries that a call has without a budget: its own, else its client's."""
     timeout, retries = options.get("timeout", openai.NOT_GIVEN), options.get("max_retries")
     check_retries(retries)
-    given = not isinstance(timeout, openai.NotGiven | openai.Omit)
-    return timeout if given else connection.timeout, connection.max_retries if retries is None else retries
+    if isinstance(timeout, openai.NotGiven | openai.Omit):
+        timeout = connection.timeout
+    return timeout, retries if isinstance(retries, int) else connection.max_retries
 
 
 def bounded_timeout(timeout: object, seconds: float) -> float | openai.Timeout:
     """Return a timeout of a call with no part longer than `seconds`. timeout: as the OpenAI client takes it."""
     seconds = max(seconds, _SHORTEST_TIMEOUT_S)
+    if isinstance(timeout, tuple):  # HTTPX's form of one
+        timeout = openai.Timeout(timeout)
     if isinstance(timeout, openai.Timeout):
         parts = {name: getattr(timeout, name) for name in _PHASES}
         return openai.Timeout(**{name: seconds if part is None else min(part, seconds) for name, part in parts.items()})

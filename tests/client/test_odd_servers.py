@@ -30,6 +30,7 @@ def answer_with(server: FakeServer, monkeypatch: pytest.MonkeyPatch, answer: Any
         ("<html>Sign in</html>", "base_url"),
         ([1], "base_url"),
         ({"choices": None, "error": {"message": "no credits"}}, "no credits"),
+        ({"choices": [None]}, "no message"),
         ({"choices": [{"index": 0, "finish_reason": "stop", "message": None}]}, "no message"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from agentspec import (
@@ -52,7 +54,10 @@ def test_an_option_that_cannot_work_is_named(field: str, value: Any) -> None:
         AgentClient(**{"base_url": "http://localhost:8000/v1", "model": "small", field: value})
 
 
-@pytest.mark.parametrize("value", ["5", -1, 0])
+@pytest.mark.parametrize(
+    "value",
+    ["5", -1, 0, math.inf, math.nan, 1e300, [], {}, b"1", openai.Timeout(math.inf), openai.Timeout(-1.0), (1, 0)],
+)
 def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
         session.chat("two", timeout=value)
@@ -92,6 +97,15 @@ def test_a_fork_begins_at_a_number_of_turns(session: Session, at: Any) -> None:
         ("extra_body: vllm_xargs", {"vllm_xargs": 5}),
         ("extra_headers", "X-A: b"),
         ("extra_query", ["a"]),
+        ("extra_headers: X-A", {"X-A": "caf\u00e9"}),
+        ("extra_headers: X-A", {"X-A": "a\nb"}),
+        ("extra_headers: X-A", {"X-A": b"caf\xe9"}),
+        ("extra_headers: X-A", {"X-A": "a "}),
+        ("extra_headers: X-A", {"X-A": None}),
+        ("extra_headers: 'X A'", {"X A": "b"}),
+        ("extra_headers: 5", {5: "b"}),
+        ("max_retries", -1),
+        ("max_retries", "2"),
         ("tools", [print]),
     ],
 )
@@ -101,6 +115,42 @@ def test_options_of_a_call_are_checked(server: FakeServer, session: Session, fie
         with pytest.raises(InvalidInputError, match=f"^{field}: "):
             call("two", **{option: value})
     assert len(server.chats) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extra_headers": {"X-A": "a b", "X-B": "", "X-C": b"coffee", "X-D": openai.Omit()}},
+        {"timeout": openai.Timeout(5.0, connect=None)},
+        {"timeout": (5.0, 5.0, 5.0, 5.0)},
+        {"timeout": None, "max_retries": openai.NOT_GIVEN},
+        {"timeout": openai.NOT_GIVEN, "max_retries": 0},
+    ],
+)
+def test_options_that_the_openai_client_takes_are_taken(session: Session, options: dict[str, Any]) -> None:
+    assert session.chat("two", **options).text == "answer 2"
+    assert session.refine("three", content, budget=Budget(seconds=60), **options).done
+
+
+@pytest.mark.parametrize("depth", [201, 2_000, math.inf])
+def test_a_message_that_is_nested_too_deep_is_named(server: FakeServer, session: Session, depth: float) -> None:
+    part: dict[str, Any] = {}
+    if depth == math.inf:
+        part["part"] = part
+    else:
+        for _ in range(int(depth)):
+            part = {"part": part}
+    with pytest.raises(InvalidInputError, match=r"^message: it is nested deeper than 200 levels"):
+        session.chat({"role": "user", "content": "two", "more": part})
+    assert len(server.chats) == 1
+
+
+def test_a_message_may_be_nested(session: Session) -> None:
+    part: dict[str, Any] = {}
+    for _ in range(190):
+        part = {"part": part}
+    session.chat({"role": "user", "content": "two", "more": part})
+    assert session.messages[2]["more"] == part
 
 
 def test_options_of_loops_are_checked(server: FakeServer, session: Session) -> None:
