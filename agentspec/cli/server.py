@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ HeaderOption = Annotated[
 ]
 
 _SECONDS = 60.0
+_OTHER_RELEASE = "is it of another release of agentspec?"
 _WHITE = " \t"
 """What a server drops around a header's value. Other spaces tell two names of a gateway apart."""
 
@@ -75,6 +77,26 @@ def ask(server: httpx.Client, method: str, path: str, expected: str, **more: Any
         sent_on = f" sends on to {location}" if location else ""
         raise InvalidInputError(f"HTTP {answer.status_code}{sent_on}; is this a server with agentspec?")
     return answer
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise InvalidInputError where an answer lacks a field that is read, or has something else in it."""
+    try:
+        yield
+    except KeyError as error:
+        raise InvalidInputError(f"{what}: the server's answer lacks {error}; {_OTHER_RELEASE}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"{what}: the server's answer is not understood ({error}); {_OTHER_RELEASE}") from None
+
+
+def shown_time(seconds: float, *, today: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a time of the epoch as local date and time. today: format of a time of this day."""
+    try:
+        at = datetime.fromtimestamp(seconds)
+    except (ValueError, OverflowError, OSError):  # imported from a file that says so
+        return f"{seconds:.0f} s"
+    return at.strftime(today if at.date() == datetime.now().date() else "%Y-%m-%d %H:%M:%S")
 
 
 def _has(answer: httpx.Response, field: str) -> bool:

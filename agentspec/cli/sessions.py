@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from agentspec.cache.store import default_store_url, redact
-from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, server_at, write_private
+from agentspec.cli.server import (
+    DEFAULT_URL,
+    HeaderOption,
+    UrlOption,
+    ask,
+    reading,
+    server_at,
+    shown_time,
+    write_private,
+)
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, to_path
 
@@ -51,10 +59,11 @@ def list_sessions(
         typer.echo(json.dumps(found))
         return
     table = Table(Column("session", overflow="fold"), "tokens", "turns", "bytes", "last used", "group")
-    for session in found["sessions"]:
-        numbers = (f"{session[name]:,}" for name in ("tokens", "turns", "bytes"))
-        name = session["id"] or session.get("key", "")
-        table.add_row(Text(name), *numbers, _time(session["used"]), Text(session["group"] or ""))
+    with reading("sessions"):
+        for session in found["sessions"]:
+            numbers = [f"{session[name]:,}" for name in ("tokens", "turns", "bytes")]
+            name = session["id"] or session.get("key", "")
+            table.add_row(Text(name), *numbers, shown_time(session["used"]), Text(session["group"] or ""))
     # Ids are whole, for `show` and `delete`: on one line where another program reads them.
     Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
 
@@ -65,9 +74,10 @@ def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderO
     with server_at(url, header) as server:
         turns = ask(server, "GET", _path(session), "turns").json()["turns"]
     table = Table("turn", "time", "kept of the context", "new prompt tokens", "response tokens", title=Text(session))
-    for number, turn in enumerate(turns, 1):
-        counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
-        table.add_row(str(number), _time(turn["created"]), *(f"{count:,}" for count in counts))
+    with reading("turns"):
+        for number, turn in enumerate(turns, 1):
+            counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
+            table.add_row(str(number), shown_time(turn["created"]), *(f"{count:,}" for count in counts))
     Console().print(table)
 
 
@@ -101,7 +111,8 @@ def import_session(
         with server_at(url, header) as server:
             for part in _parts(file.read_bytes()):
                 answer = ask(server, "PUT", _path(session), "added", content=part).json()
-                added, turns = added + answer["added"], turns + answer["turns"]
+                with reading("added"):
+                    added, turns = added + answer["added"], turns + answer["turns"]
     except AgentSpecError as error:
         if turns:
             raise _error_of_whole(error, turns) from None
@@ -195,10 +206,3 @@ def _error_of_whole(error: AgentSpecError, imported: int) -> AgentSpecError:
 
 def _path(session: str) -> str:
     return f"sessions/{to_path(check_session_id(session))}"
-
-
-def _time(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # imported from a file that says so
-        return f"{seconds:.0f} s"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
@@ -15,11 +15,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, root_of, server_at
+from agentspec.cli.server import DEFAULT_URL, HeaderOption, UrlOption, ask, reading, root_of, server_at, shown_time
 from agentspec.errors import AgentSpecError, InvalidInputError, StoreUnavailableError
 
 _GENERATED = "vllm:generation_tokens_total"
 _MB = 2**20
+
+
+class SessionRow(NamedTuple):
+    """Hold what is shown of a session. used: when it was used last, in seconds of the epoch."""
+
+    name: str
+    tokens: int
+    turns: int
+    used: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Sample:
     accepted: Counter[str]
     gauges: Counter[str]
     stores: Sequence[str]
-    sessions: Sequence[Mapping[str, Any]] = field(default=())
+    sessions: Sequence[SessionRow] = field(default=())
     without_sessions: str = ""
 
 
@@ -48,22 +57,25 @@ def take_sample(server: httpx.Client, url: str, sessions: int) -> Sample:
     drafted: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
     gauges: Counter[str] = Counter()
-    for engine in engines:
-        counters = engine["counters"]
-        totals["steps"] += engine["steps"]
-        totals["errors"] += sum(count for name, count in counters.items() if name.startswith("errors_"))
-        totals.update({name: counters[name] for name in ("drafts", "drafted", "accepted", "finished")})
-        drafted.update(engine["drafted_by_source"])
-        accepted.update(engine["accepted_by_source"])
-        gauges["running"] += engine["running"]
-        gauges["bytes"] += engine["memory"]["bytes"]
-        gauges["limit"] += engine["memory"]["limit"]
-        gauges.update({name: engine["cache"][name] for name in ("tokens", "pending", "sessions")})
-    generated = _generated_tokens(server.get(f"{root_of(url)}/metrics"))
+    with reading("stats"):
+        for engine in engines:
+            counters = engine["counters"]
+            totals["steps"] += engine["steps"]
+            totals["errors"] += sum(count for name, count in counters.items() if name.startswith("errors_"))
+            totals.update({name: counters[name] for name in ("drafts", "drafted", "accepted", "finished")})
+            drafted.update(engine["drafted_by_source"])
+            accepted.update(engine["accepted_by_source"])
+            gauges["running"] += engine["running"]
+            gauges["bytes"] += engine["memory"]["bytes"]
+            gauges["limit"] += engine["memory"]["limit"]
+            gauges.update({name: engine["cache"][name] for name in ("tokens", "pending", "sessions")})
+        stores = _stores(engines)
+    with reading("metrics"):
+        generated = _generated_tokens(server.get(f"{root_of(url)}/metrics"))
     if generated is not None:
         totals["generated"] = generated
     found, why = _sessions(server, sessions)
-    return Sample(time.monotonic(), len(engines), totals, drafted, accepted, gauges, _stores(engines), found, why)
+    return Sample(time.monotonic(), len(engines), totals, drafted, accepted, gauges, stores, found, why)
 
 
 def top(
@@ -137,13 +149,24 @@ def _generated_tokens(answer: httpx.Response) -> int | None:
     return int(sum(float(line.rpartition(" ")[2]) for line in lines)) if lines else None
 
 
-def _sessions(server: httpx.Client, count: int) -> tuple[Sequence[Mapping[str, Any]], str]:
+def _sessions(server: httpx.Client, count: int) -> tuple[Sequence[SessionRow], str]:
     if not count:
         return (), ""
     try:
-        return ask(server, "GET", "sessions", "sessions", params={"limit": count}).json()["sessions"], ""
+        found = ask(server, "GET", "sessions", "sessions", params={"limit": count}).json()["sessions"]
+        with reading("sessions"):
+            return [_row(session) for session in found], ""
     except (InvalidInputError, StoreUnavailableError) as error:  # the store is away, or the list is nobody's
         return (), str(error)
+
+
+def _row(session: Mapping[str, Any]) -> SessionRow:
+    return SessionRow(
+        str(session["id"] or session.get("key", "")),
+        int(session["tokens"]),
+        int(session["turns"]),
+        float(session["used"]),
+    )
 
 
 def _stores(engines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -194,9 +217,8 @@ def _session_table(now: Sample) -> RenderableType:
     for column in table.columns[1:3]:
         column.justify = "right"
     for session in now.sessions:
-        used = f"{datetime.fromtimestamp(session['used']):%H:%M:%S}"
-        name = Text(session["id"] or session.get("key", ""))
-        table.add_row(name, f"{session['tokens']:,}", f"{session['turns']:,}", used)
+        used = shown_time(session.used, today="%H:%M:%S")
+        table.add_row(Text(session.name), f"{session.tokens:,}", f"{session.turns:,}", used)
     return table
 
 

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from agentspec.cache.store import LogNames, NewEntry, TurnRecord, encode, open_store
 from agentspec.cache.store.convert import old_log_name
-from agentspec.cli.sessions import _time
+from agentspec.cli.server import shown_time
 from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
 from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
@@ -233,8 +233,8 @@ def test_what_another_server_answers_is_no_success(
 
 
 def test_a_time_beyond_the_calendar_is_shown_in_seconds() -> None:
-    assert _time(1e15) == "1000000000000000 s"
-    assert _time(0.0).startswith("19")
+    assert shown_time(1e15) == "1000000000000000 s"
+    assert shown_time(0.0).startswith("19")
 
 
 def test_an_erasure_that_waits_for_another_process_says_so(

@@ -147,6 +147,69 @@ def test_an_error_is_told_in_the_servers_words(
     assert ended == 2 and message in printed
 
 
+ENGINE: dict[str, Any] = {
+    "counters": {"drafts": 1, "drafted": 2, "accepted": 1, "finished": 1},
+    "steps": 3,
+    "drafted_by_source": {"session": 2},
+    "accepted_by_source": {"session": 1},
+    "running": 0,
+    "memory": {"bytes": 1, "limit": 2},
+    "cache": {"tokens": 1, "pending": 0, "sessions": 1},
+    "store": {},
+}
+SESSION = {"id": "s", "tokens": 1, "turns": 1, "bytes": 3, "used": 1.7e9, "group": None}
+
+
+@pytest.mark.parametrize(
+    ("stats", "session", "command", "status", "message"),
+    [
+        ({"engines": [ENGINE]}, SESSION, "top --once", 0, "2023-11-1"),
+        ({"engines": [ENGINE]}, {**SESSION, "used": 1e18}, "top --once", 0, "1000000000000000000 s"),
+        (
+            {"engines": [ENGINE]},
+            {"id": "s"},
+            "top --once",
+            0,
+            "no sessions: sessions: the server's answer lacks 'tokens'",
+        ),
+        ({"engines": None}, SESSION, "top --once", 2, "stats: the server's answer is not understood"),
+        ({"engines": [{**ENGINE, "memory": None}]}, SESSION, "top --once", 2, "stats: the server's answer is not"),
+        ({"engines": [{"counters": {}}]}, SESSION, "top --once", 2, "stats: the server's answer lacks 'steps'; is it"),
+        ({}, {"id": "s"}, "sessions list", 2, "sessions: the server's answer lacks 'tokens'; is it of another"),
+        ({}, {"turns": [{}]}, "sessions show s", 2, "turns: the server's answer lacks 'kept'"),
+    ],
+)
+def test_an_answer_of_another_form_is_told_in_a_line(
+    agentspec: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    stats: Any,
+    session: Any,
+    command: str,
+    status: int,
+    message: str,
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/metrics"):
+            return httpx.Response(404)
+        if request.url.path.endswith("/stats"):
+            return httpx.Response(200, json=stats)
+        return httpx.Response(
+            200, json=session if "turns" in session and len(session) == 1 else {"sessions": [session]}
+        )
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr("agentspec.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    monkeypatch.setenv("COLUMNS", "200")
+    ended, printed = agentspec(*command.split())
+    assert (ended, message in printed, "Traceback" in printed) == (status, True, False), printed
+
+
+def test_a_time_of_today_has_no_date(top: Top) -> None:
+    (line,) = (line for line in top()[1].splitlines() if "fix-42" in line)
+    assert len(line.split()[-1]) == len("12:34:56") and "-" not in line.split()[-1]
+
+
 def sample(at: float, steps: int, drafted: int) -> Sample:
     totals = Counter(steps=steps, drafts=drafted, drafted=drafted, accepted=drafted // 2, finished=0, errors=0)
     by_source = (Counter(group=drafted), Counter(group=drafted // 2))
