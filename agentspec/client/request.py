@@ -270,11 +270,11 @@ class RequestBuilder:
         return request
 
     def _predict(self, request: dict[str, Any], call: Call) -> None:
-        """Add an automatic prediction to a request if it may have one, and take away what its server doesn't know."""
-        automatic = call.predict and self.takes_predictions and (self.extension or not openai_refuses(request))
-        if automatic and request.get("prediction") is None:
+        """Add an automatic prediction to a request if it may have one, and take away what its server doesn't take."""
+        takes = self.takes_predictions and (self.extension or not openai_refuses(request))
+        if call.predict and takes and request.get("prediction") is None:
             request["prediction"] = as_prediction(likely_answer(request["messages"]))
-        if request.get("prediction") is None or not self.takes_predictions:
+        if request.get("prediction") is None or not takes:
             request.pop("prediction", None)
         elif not self.extension and "max_completion_tokens" in request:  # OpenAI refuses it beside a prediction
             request.setdefault("max_tokens", request.pop("max_completion_tokens"))

@@ -65,7 +65,7 @@ def test_openais_api_takes_them() -> None:
         {"modalities": ["audio"]},
     ],
 )
-def test_openais_api_gets_no_automatic_one_beside_what_it_refuses(
+def test_openais_api_gets_none_beside_what_it_refuses(
     server: FakeServer, plain_server: FakeServer, options: dict[str, Any]
 ) -> None:
     history = [{"role": "assistant", "content": text} for text in (CODE, EDITED)]
@@ -73,7 +73,8 @@ def test_openais_api_gets_no_automatic_one_beside_what_it_refuses(
         with connect(sent_to, session_tags=tags) as client:
             client.chat(history, predict="auto", **options)
             client.chat(history, predict="auto", n=1, logprobs=False, modalities=["text"])
-        assert [given is not None for given in predictions(sent_to)] == [predicts, True]
+            client.chat(history, prediction=CODE, **options)
+        assert [given is not None for given in predictions(sent_to)] == [predicts, True, predicts]
 
 
 def test_openais_api_gets_a_limit_that_it_takes_beside_a_prediction(
