@@ -70,6 +70,8 @@ class _SessionFigures:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     measured: Speculation | None = None
     measured_calls: int = 0
+    seen: int = 0
+    """Answers at the beginning of the session's history that were replayed, or that are no calls of it (a fork's)."""
 
     def add(self, found: Figures) -> None:
         """Add the figures of a replayed call."""
@@ -200,23 +202,22 @@ class Forecaster:
                 self._replay(figures, said.session, said.group, *said.tokens)
             elif self.tokens_from != "server":
                 self._replay(figures, said.session, said.group, *self._in_tokens(said.sent, said.answer))
+                figures.seen = max(figures.seen, _answers(said.sent) + 1)
 
     def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
-        """Return a session's figures, at first those of the calls that earlier processes made.
+        """Return a session's figures, with those of the calls that other clients made, as far as they were read.
 
         The server's tokens of such calls are not known.
         """
-        known = self._sessions.get(session)
-        if known is not None:
-            self._sessions.move_to_end(session)
-            return known
-        figures = self._sessions[session] = _SessionFigures()
+        figures = self._sessions.setdefault(session, _SessionFigures())
+        self._sessions.move_to_end(session)
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
-        if self.tokens_from != "server":
-            for i, message in enumerate(resumed):
-                if message["role"] == "assistant":
-                    self._replay(figures, session, group, *self._in_tokens(resumed[:i], message))
+        if self.tokens_from != "server" and len(resumed) > figures.seen:
+            answers = [i for i, message in enumerate(resumed) if message["role"] == "assistant"]
+            for i in answers[figures.seen :]:
+                self._replay(figures, session, group, *self._in_tokens(resumed[:i], resumed[i]))
+            figures.seen = max(figures.seen, len(answers))
         return figures
 
     def _replay(
@@ -304,6 +305,10 @@ def _bytes_of(value: object) -> int:
     if isinstance(value, Mapping):
         return sum(map(_bytes_of, value.values()))
     return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
 
 
 def _head(role: object) -> str:

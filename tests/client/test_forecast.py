@@ -95,6 +95,29 @@ def test_a_resumed_session_is_forecast_after_its_first_call(
         assert session.forecast().calls == 4
 
 
+@pytest.mark.parametrize("asked_between", [False, True])
+def test_answers_of_another_client_are_forecast_once_they_are_read(
+    plain_server: FakeServer, tmp_path: Path, asked_between: bool
+) -> None:
+    url = f"sqlite:///{tmp_path}/sessions.db"
+    with connect(plain_server, store=url) as client, connect(plain_server, store=url) as other:
+        session = client.session("s")
+        session.chat("one")
+        session.chat("two")
+        session.reload()
+        session.chat("three")
+        assert not asked_between or session.forecast().calls == 3
+        other.session("s").chat("four")
+        session.reload()
+        assert not asked_between or session.forecast().calls == 4
+        session.chat("five")
+        assert session.forecast().calls == 5
+        fork = session.fork("f")
+        fork.chat("six")
+        fork.reload()
+        assert fork.forecast().calls == 1, "what it was copied from is not its own"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_of_the_server_are_taken(server: FakeServer, stream: bool) -> None:
     server.token_ids = ([1, 2, 3], [*range(100, 120)])
