@@ -76,6 +76,7 @@ class Conversation:
         self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
         self._load_lock = threading.Lock()
         self._user: object = None  # for whom it is reserved
+        self._answerer: object = None  # who ran the latest tool calls
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
         """Read the stored messages, once, and put them before those added already. May block.
@@ -300,7 +301,7 @@ class Conversation:
         with self._guard:
             self._append(messages)
             if answerer is not None and messages[-1].get("tool_calls"):
-                self._user = answerer
+                self._user = self._answerer = answerer
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> None:
         said = [Said(self._next_position + i, message) for i, message in enumerate(copy.deepcopy(list(messages)))]
@@ -316,10 +317,15 @@ class Conversation:
             self._log.append(self._place, said)
 
     def _refuse_if_busy(self) -> None:
+        if self._user is not None and self._user is self._answerer:  # a fork would have unanswered calls
+            raise SessionBusyError(
+                f"session {self.id!r} has tool calls without an answer, and its tools are running: let run_tools() end"
+                " first, or go on before them in a fork(at=-1)"
+            )
         if self._user is not None:
             raise SessionBusyError(
-                f"session {self.id!r} is in a call (or in a stream that is still open, or its tools are running): let"
-                " it end first, or fork() the session to go two ways at once"
+                f"session {self.id!r} is in a call (or in a stream that is still open): let it end first,"
+                " or fork() the session to go two ways at once"
             )
 
 

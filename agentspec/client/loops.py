@@ -81,7 +81,8 @@ class Loops:
 
         tools: functions; their names, docstrings and annotated parameters describe them to the model. `at_once` of the
         calls in one answer run at a time. What a tool raises is told to the model, and so are arguments that do not
-        fit. Each tool call in the session gets an answer, also if the loop is cancelled.
+        fit. Each tool call in the session gets an answer, also if the loop is cancelled. While tools run, the session
+        takes no other call and no message.
         """
         account = Account(budget, on_progress, response_format, options)
         return run_loop(account, run_tools(self, account, task, ToolBox(tools), attempts, at_once))

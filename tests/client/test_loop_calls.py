@@ -32,12 +32,15 @@ class TestASessionWhoseToolsRun:
                     act()
                 except SessionBusyError as error:
                     refused.append(error)
+            assert session.fork(at=-1).messages == []
             return "out"
 
         server.answers = [calls(("other", "{}"))]
         with AgentClient(base_url=server.url, model="small", store=None) as client:
             session = client.session("s")
-            assert session.run_tools("go", [other]).done
+            result = session.run_tools("go", [other])
+            assert result.done
+            assert result.attempts[0].tools[0].answer == "out"
             assert len(refused) == 2
             assert "its tools are running" in str(refused[0])
             assert roles(session.messages) == ["user", "assistant", "tool", "assistant"]
