@@ -9,10 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
+import openai
+
 from agentspec.client.messages import shown
 from agentspec.client.reply import ParsedT, Reply
+from agentspec.client.request import check_retries
 from agentspec.client.tools import ToolRun
 from agentspec.errors import AgentSpecError, InvalidInputError
+
+_SHORTEST_TIMEOUT_S = 0.001  # the HTTP client refuses 0
+_LONGEST_PAUSE_S = 8.0  # of the OpenAI client before a retry, where the server asks for none
+_PHASES = ("connect", "read", "write", "pool")
 
 Stopped: TypeAlias = Literal["done", "attempts", "requests", "tokens", "seconds", "error"]
 """Why a loop ended: it has its answer; it made all its attempts; a budget is spent; or a call failed."""
@@ -24,11 +31,11 @@ class Budget:
 
     requests: most calls of the model; retries are not counted.
     tokens: most tokens that the model may generate. Each call asks for what is left at most; its `n` choices share it.
-    seconds: longest duration. No part of a call's timeout is longer than what is left, and a failed call is made again,
-        as often as without a budget, while the pause before it is shorter than that. In asyncio a call, tool or critic
-        that runs into the limit is cancelled. A synchronous loop interrupts no tool and no critic, and a call only
-        where its server sends nothing for as long as was left when it began: one that sends its answer in small
-        pieces can take longer.
+    seconds: longest duration. No part of a call's timeout is longer than what is left. The OpenAI client makes failed
+        calls again as often as surely fits: each time its pause may be the longest, and the call may take the whole
+        timeout. A shorter `timeout` leaves more retries. In asyncio a call, tool or critic that runs into the limit is
+        cancelled. A synchronous loop interrupts no tool and no critic, and a call only where its server sends nothing
+        for as long as was left when it began: one that sends its answer in small pieces can take longer.
     """
 
     requests: int | None = None
@@ -254,3 +261,27 @@ class Account:
     def _spent(self) -> Spent:
         with self._lock:
             return Spent(self._requests, self._prompt_tokens, self._tokens, time.monotonic() - self._begin)
+
+
+def call_limits(options: Mapping[str, Any], connection: Any, seconds: float) -> dict[str, Any]:
+    """Return the timeout and the retries of a call that may take so many seconds. connection: its OpenAI client."""
+    timeout, retries = options.get("timeout", openai.NOT_GIVEN), options.get("max_retries")
+    check_retries(retries)
+    if isinstance(timeout, openai.NotGiven | openai.Omit):
+        timeout = connection.timeout
+    bounded = bounded_timeout(timeout, seconds)
+    longest = max(getattr(bounded, name) for name in _PHASES) if isinstance(bounded, openai.Timeout) else bounded
+    fitting = max(int((seconds - longest) // (longest + _LONGEST_PAUSE_S)), 0)
+    allowed = retries if isinstance(retries, int) else connection.max_retries
+    return {"timeout": bounded, "max_retries": min(allowed, fitting)}
+
+
+def bounded_timeout(timeout: object, seconds: float) -> float | openai.Timeout:
+    """Return a timeout of a call with no part longer than `seconds`. timeout: as the OpenAI client takes it."""
+    seconds = max(seconds, _SHORTEST_TIMEOUT_S)
+    if isinstance(timeout, tuple):  # HTTPX's form of one
+        timeout = openai.Timeout(timeout)
+    if isinstance(timeout, openai.Timeout):
+        parts = {name: getattr(timeout, name) for name in _PHASES}
+        return openai.Timeout(**{name: seconds if part is None else min(part, seconds) for name, part in parts.items()})
+    return min(timeout, seconds) if isinstance(timeout, int | float) else seconds

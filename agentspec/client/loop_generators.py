@@ -20,14 +20,14 @@ from agentspec.client.budget import (
     Attempt,
     BudgetSpentError,
     Stopped,
+    call_limits,
     check_function,
     check_loop_options,
 )
 from agentspec.client.messages import Content, as_messages, encodable, shown
 from agentspec.client.reply import Reply
 from agentspec.client.request import ANSWERER
-from agentspec.client.retries import bounded_timeout, own_limits, pause_before_retry
-from agentspec.client.steps import Apply, Pause, Steps, Together, check_count
+from agentspec.client.steps import Apply, Steps, Together, check_count
 from agentspec.client.tools import ToolBox, ToolRun, answer_text, named
 from agentspec.errors import AgentSpecError, InvalidInputError, SessionBusyError
 
@@ -222,28 +222,10 @@ def _ask(
 def _chat(
     account: Account, connection: Any, chat: Any, content: Content | None, options: Mapping[str, Any]
 ) -> Steps[Any]:
-    """Make one call. Returns the reply.
-
-    With a budget of seconds it makes the retries, too, which the OpenAI client cannot bound.
-    """
+    """Make one call. Returns the reply."""
     seconds = account.seconds_left
-    if seconds is None:
-        return (yield Apply(chat, (content,), options))
-    timeout, allowed = own_limits(options, connection)
-    retries = 0
-    while True:
-        limits = {"timeout": bounded_timeout(timeout, seconds), "max_retries": 0}
-        try:
-            return (yield Apply(chat, (content,), {**options, **limits}, seconds))
-        except Exception as error:
-            pause = pause_before_retry(error, retries) if retries < allowed else None
-            if pause is None or pause >= (account.seconds_left or 0.0):
-                raise
-        retries += 1
-        yield Pause(pause)
-        if account.closed:
-            raise BudgetSpentError("seconds")
-        seconds = account.seconds_left or 0.0
+    limits = {} if seconds is None else call_limits(options, connection, seconds)
+    return (yield Apply(chat, (content,), {**options, **limits}, seconds))
 
 
 def _judge(

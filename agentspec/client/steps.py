@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,7 +18,7 @@ from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Any, Any, T]
-"""A loop: yields Apply, Pause and Together, and returns its result."""
+"""A loop: yields Apply and Together, and returns its result."""
 
 
 class Apply(NamedTuple):
@@ -29,12 +28,6 @@ class Apply(NamedTuple):
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = {}
     seconds: float | None = None
-
-
-class Pause(NamedTuple):
-    """Ask for a pause of some seconds."""
-
-    seconds: float
 
 
 class Together(NamedTuple):
@@ -86,8 +79,6 @@ def _perform(step: Any) -> Any:
             name = getattr(function, "__qualname__", type(function).__name__)
             raise InvalidInputError(f"{name}: asynchronous functions need an AsyncSession")
         return result
-    if isinstance(step, Pause):
-        return time.sleep(step.seconds)
     check_count("at_once", step.at_once)
     pool = ThreadPoolExecutor(min(step.at_once, len(step.loops)), thread_name_prefix="agentspec-loop")
     try:
@@ -141,8 +132,6 @@ async def _perform_async(step: Any) -> Any:
             else:
                 result = await in_thread(step.function, *step.arguments, **step.options)
             return await result if inspect.isawaitable(result) else result
-    if isinstance(step, Pause):
-        return await asyncio.sleep(step.seconds)
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)
 

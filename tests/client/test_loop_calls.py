@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import threading
 import time
 from typing import Any
@@ -11,7 +10,7 @@ import openai
 import pytest
 
 from agentspec import AgentClient, AsyncAgentClient, Budget, SessionBusyError
-from agentspec.client.retries import bounded_timeout, pause_before_retry
+from agentspec.client.budget import bounded_timeout, call_limits
 
 from .fake_server import FakeServer
 from .test_loops import calls, roles
@@ -106,48 +105,24 @@ class TestABudgetOfSeconds:
         retries: dict[str, Any] = {"max_retries": 2}
         with AgentClient(base_url=server.url, model="small", store=None, **({} if of_call else retries)) as client:
             result = client.session().refine(
-                "go", lambda reply: None, budget=Budget(seconds=60), **(retries if of_call else {})
+                "go", lambda reply: None, budget=Budget(seconds=3_600), **(retries if of_call else {})
             )
             assert (result.stopped, result.spent.requests, len(server.chats)) == ("done", 1, 3)
 
     async def test_leaves_the_retries_in_asyncio(self, server: FakeServer) -> None:
         server.failures = [429, 503, 500]
         async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
-            result = await client.session().refine("go", lambda reply: None, budget=Budget(seconds=60))
+            result = await client.session().refine("go", lambda reply: None, budget=Budget(seconds=3_600))
             assert (result.stopped, len(server.chats)) == ("error", 3)
 
-    def test_ends_where_the_pause_before_a_retry_is_longer(self, server: FakeServer) -> None:
-        server.failures = [429]
-        server.retry_after = ("Retry-After", "30")
-        with AgentClient(base_url=server.url, model="small", store=None) as client:
-            begin = time.monotonic()
-            result = client.session().refine("go", lambda reply: None, budget=Budget(seconds=5))
-            assert (result.stopped, len(server.chats)) == ("error", 1)
-            assert time.monotonic() - begin < 4
-
-    def test_retries_no_call_that_the_server_refuses(self, server: FakeServer) -> None:
-        server.failures = [400]
-        with AgentClient(base_url=server.url, model="small", store=None) as client:
-            result = client.session().refine("go", lambda reply: None, budget=Budget(seconds=60))
-            assert (result.stopped, len(server.chats)) == ("error", 1)
-
-
-def test_pauses_before_retries_are_the_openai_clients() -> None:
-    def error(status: int, **headers: str) -> openai.APIStatusError:
-        request = openai.DefaultHttpxClient().build_request("POST", "http://server/")
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        response = type("Response", (), {"status_code": status, "headers": named, "request": request})()
-        return openai.APIStatusError("told", response=response, body=None)
-
-    assert pause_before_retry(error(429, retry_after="2"), 0) == 2.0
-    assert pause_before_retry(error(503, retry_after_ms="250"), 0) == 0.25
-    assert pause_before_retry(error(429, retry_after="500"), 0) is None
-    assert pause_before_retry(error(429, x_should_retry="false"), 0) is None
-    assert pause_before_retry(error(400, x_should_retry="true"), 0) is not None
-    assert pause_before_retry(error(404), 0) is None
-    assert pause_before_retry(ValueError(), 0) is None
-    soon = email.utils.formatdate(time.time() + 20)
-    assert 10 < (pause_before_retry(error(429, retry_after=soon), 0) or 0) <= 20
-    assert (
-        [0.37, 0.75, 1.5, 6.0] < [pause_before_retry(error(500), made) or 0 for made in (0, 1, 2, 9)] <= [0.5, 1, 2, 8]
+    @pytest.mark.parametrize(
+        ("timeout", "retries"),
+        [(600.0, 0), (None, 0), (10.0, 2), (openai.Timeout(10.0, connect=2.0), 2), (20.0, 1), (40.0, 0), (1.0, 5)],
     )
+    def test_leaves_as_many_retries_as_surely_fit(self, timeout: Any, retries: int) -> None:
+        with openai.OpenAI(base_url="http://localhost:1/v1", api_key="none", max_retries=5) as connection:
+            limits = call_limits({"timeout": timeout}, connection, 60.0)
+            assert limits["max_retries"] == retries
+            assert call_limits({"timeout": timeout, "max_retries": 1}, connection, 60.0)["max_retries"] == min(
+                1, retries
+            )
