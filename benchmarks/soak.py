@@ -40,6 +40,7 @@ from report import ROOT, print_json, print_table, say
 from soak_traffic import MAX_MODEL_LEN, Said, Traffic
 
 from agentspec import AgentSpecError
+from agentspec.cache.policy import DEFAULT_COST
 from agentspec.cache.store import RecordReader, Store, TurnRecord, open_store
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
@@ -231,7 +232,11 @@ def soak(store: str, seconds: float, options: argparse.Namespace) -> Run:
 
 
 def _server(place: Place, options: argparse.Namespace) -> ModelServer:
-    settings = {"max_bytes": options.max_bytes, "retention_bytes": options.store_bytes}
+    settings = {
+        "max_bytes": options.max_bytes,
+        "retention_bytes": options.store_bytes,
+        "verify_cost": DEFAULT_COST,  # measured, it would say how busy the machine is, and not how good the drafts are
+    }
     return ModelServer(
         MODEL,
         options=(*OPTIONS, "--additional-config", json.dumps({"agentspec": settings})),
