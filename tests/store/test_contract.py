@@ -26,23 +26,14 @@ from tests.store.helpers import NS
 KINDS = ("memory", "sqlite", "redis")
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 10.0)
-
-
-@pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of the test's store."""
     kind = request.node.callspec.params["store"]
     if kind == "redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
+        server: RedisServer = request.getfixturevalue("server")
         return f"{server.url}?prefix={tmp_path.name.replace('[', '-').replace(']', '-')[:64]}"
     return "memory://" if kind == "memory" else f"sqlite:///{tmp_path}/a/b/store.db"
 

@@ -5,7 +5,6 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -80,12 +79,6 @@ def old_file(path: Path) -> None:
     )
     connection.commit()
     connection.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as running:
-        yield running
 
 
 def old_log(server: RedisServer) -> redis.Redis:

@@ -36,10 +36,7 @@ RIGHTS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 5.0)
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 def works(store: Store, namespaces: int = 1) -> None:

@@ -12,17 +12,7 @@ from agentspec.cache.store.redis_losses import LossWatch
 from agentspec.testing.redis_server import RedisServer
 from tests.store.helpers import NS
 
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 10.0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.fixture

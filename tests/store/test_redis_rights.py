@@ -15,16 +15,7 @@ COMMANDS = [right.removeprefix("+") for right in RIGHTS.split() if right.startsw
 BATCH = [NewEntry("a", b"1", "g"), NewEntry("b", b"2"), NewEntry("a", b"3", "g")]
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 5.0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.fixture

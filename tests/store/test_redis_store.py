@@ -18,10 +18,7 @@ from tests.store.helpers import NS, wait_until
 PASSWORD = "hunter2-correct-horse"
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 10.0)
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.fixture(scope="module")

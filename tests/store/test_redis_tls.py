@@ -16,11 +16,7 @@ from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import free_port
 from tests.store.test_redis_forms import PASSWORD, works
 
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about timeouts, and a busy test machine can hold a server up for long."""
-    monkeypatch.setattr("agentspec.cache.store.redis_client.SOCKET_TIMEOUT", 5.0)
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 def certificate(folder: Path) -> None:
