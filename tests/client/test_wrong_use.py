@@ -13,6 +13,7 @@ import pytest
 from agentspec import (
     AgentClient,
     AgentSpecError,
+    AsyncAgentClient,
     Budget,
     ConfigurationError,
     InvalidInputError,
@@ -63,6 +64,13 @@ def test_a_timeout_that_cannot_work_is_named(session: Session, value: Any) -> No
         session.chat("two", timeout=value)
     with pytest.raises(InvalidInputError, match=r"^timeout: a positive number"):
         AgentClient(base_url="http://localhost:8000/v1", model="small", timeout=value)
+
+
+@pytest.mark.parametrize("client", [AgentClient, AsyncAgentClient])
+def test_retries_that_cannot_work_are_named(client: Any) -> None:
+    for value in (-1, 1.5, "2"):
+        with pytest.raises(InvalidInputError, match=r"^max_retries: a whole number"):
+            client(base_url="http://localhost:8000/v1", model="small", store=None, max_retries=value)
 
 
 @pytest.mark.parametrize("texts", [5, [5], [None], [b"x"], [["x"]], "text", Path("x.py")])
