@@ -55,15 +55,8 @@ class AgentsSession:
         SessionConflictError if another client wrote to the session; the item is still there then.
         """
         await self.load()
-        popped: list[Any] = []
-
-        def without_last_item(message: dict[str, Any]) -> list[dict[str, Any]]:
-            *items, last = items_of(message)
-            popped.append(last)
-            return messages_of(items)
-
-        await in_thread(self._conversation.change_last, without_last_item)
-        return popped[0] if popped else None
+        changed = await in_thread(self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1]))
+        return None if changed is None else items_of(changed)[-1]
 
     async def clear_session(self) -> None:
         """Erase all items, on the server too."""

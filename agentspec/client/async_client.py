@@ -28,8 +28,7 @@ from agentspec.client.request import (
     Call,
     ResponseFormat,
     Speculating,
-    check_retries,
-    credentials,
+    connection_options,
     has_no_such_session,
     incomplete_error,
     is_erased,
@@ -67,8 +66,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         tokenizer: str | Tokenize | None = None,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
-        check_retries(options.get("max_retries"))
-        connection = openai.AsyncOpenAI(**credentials(base_url, api_key), **options)
+        connection = openai.AsyncOpenAI(**connection_options(base_url, api_key, options))
         self._threads = StoreThreads()
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer, self._threads)
         self._probe_lock = asyncio.Lock()

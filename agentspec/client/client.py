@@ -27,8 +27,7 @@ from agentspec.client.request import (
     ClientOptions,
     ResponseFormat,
     Speculating,
-    check_retries,
-    credentials,
+    connection_options,
     has_no_such_session,
     incomplete_error,
     is_erased,
@@ -80,8 +79,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         tokenizer: str | Tokenize | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
-        check_retries(options.get("max_retries"))
-        connection = openai.OpenAI(**credentials(base_url, api_key), **options)
+        connection = openai.OpenAI(**connection_options(base_url, api_key, options))
         super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = threading.Lock()
 

@@ -137,16 +137,16 @@ class Conversation:
                 raise conflict_error(self.id)
             self._append(messages)
 
-    def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> None:
+    def change_last(self, change: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
         """Put the messages that ``change`` returns in the place of the latest one, here and in the store. May block.
 
-        The store does it in one step. Does nothing if there is no message. Raises StoreError and SessionConflictError;
-        nothing was changed then.
+        Returns the former message, or None if there is none. The store does it in one step. Raises StoreError and
+        SessionConflictError; nothing was changed then.
         """
         with self._load_lock, self.reserved():
             with self._guard:
                 if not self._history:
-                    return
+                    return None
                 position, last = self._history[-1]
             said = [Said(position + i, message) for i, message in enumerate(change(copy.deepcopy(last)))]
             self._log.rewrite(self._place, position, said)
@@ -154,6 +154,7 @@ class Conversation:
                 self._history[-1:] = said
                 self._next_position = position + len(said)
                 self.resumed = min(self.resumed, len(self._history))
+            return last
 
     def forget(self) -> None:
         """Remove all messages, stored ones first. May block. A StoreError means that they are here still."""

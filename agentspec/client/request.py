@@ -76,15 +76,17 @@ class AsyncClientOptions(ConnectionOptions, total=False):
     http_client: openai.DefaultAsyncHttpxClient | None
 
 
-def credentials(base_url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Return base_url and api_key for the OpenAI client, which replaces None by its environment variables.
+def connection_options(base_url: str | None, api_key: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the OpenAI client, which replaces None by its environment variables.
 
-    With a base_url but no key the result has a placeholder key, because the OpenAI client insists on one.
+    With a base_url but no key the result has a placeholder key, because the OpenAI client insists on one. Raises
+    InvalidInputError for a wrong number of retries.
     """
+    check_retries(options.get("max_retries"))
     own_server = base_url is not None or bool(os.environ.get("OPENAI_BASE_URL"))
     if api_key is None and own_server and not os.environ.get("OPENAI_API_KEY"):
         api_key = "EMPTY"
-    return {"base_url": base_url, "api_key": api_key}
+    return {**options, "base_url": base_url, "api_key": api_key}
 
 
 class Call:

@@ -99,38 +99,40 @@ def test_a_session_goes_through_a_file(sessions: Sessions, server: Server, tmp_p
     assert not server.drafts(server.identity(BOB, "copy of it"))
 
 
-def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
-    sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def long_file(sessions: Sessions, server: Server, tmp_path: Path) -> Path:
+    """The export of ADA's session "long", of seven turns."""
     for number in range(7):
         server.say(server.identity(ADA, "long"), [*TEXT, number])
     file = tmp_path / "long.json"
     assert sessions("export", "long", str(file))[0] == 0
-    part = file.stat().st_size // 3
+    return file
+
+
+def test_a_session_that_is_too_long_for_one_call_goes_in_parts(
+    sessions: Sessions, server: Server, long_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = long_file.stat().st_size // 3
     monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", part)
     monkeypatch.setattr("agentspec.server_ext.api.session_routes._MAX_BODY", 2 * part)
-    refused = server.call(BOB, "PUT", "copy", content=file.read_bytes())
+    refused = server.call(BOB, "PUT", "copy", content=long_file.read_bytes())
     assert refused.status_code == 413 and "agentspec sessions import" in refused.text
-    assert "7 of 7 turns added" in sessions("import", "copy", str(file), key=BOB)[1]
-    assert "0 of 7 turns added" in sessions("import", "copy", str(file), key=BOB)[1]
+    assert "7 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
+    assert "0 of 7 turns added" in sessions("import", "copy", str(long_file), key=BOB)[1]
     exported = [server.call(key, "GET", name).json()["turns"] for key, name in ((ADA, "long"), (BOB, "copy"))]
     assert exported[0] == exported[1]
 
 
 def test_an_import_in_parts_that_fails_names_the_turn_and_what_was_added(
-    sessions: Sessions, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions, server: Server, long_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(7):
-        server.say(server.identity(ADA, "long"), [*TEXT, number])
-    file = tmp_path / "long.json"
-    assert sessions("export", "long", str(file))[0] == 0
-    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", file.stat().st_size // 3)
-    whole = json.loads(file.read_text())
+    monkeypatch.setattr("agentspec.cli.sessions._PART_BYTES", long_file.stat().st_size // 3)
+    whole = json.loads(long_file.read_text())
 
     def spoilt(turn: int, **changes: Any) -> str:
         turns = [one | changes if number == turn else one for number, one in enumerate(whole["turns"])]
-        file.write_text(json.dumps(whole | {"turns": turns}))
-        return sessions("import", "copy", str(file), key=BOB)[1]
+        long_file.write_text(json.dumps(whole | {"turns": turns}))
+        return sessions("import", "copy", str(long_file), key=BOB)[1]
 
     printed = " ".join(spoilt(0, kept=-1).split())
     assert "turns.0.kept" in printed and "are imported" not in printed

@@ -103,9 +103,8 @@ def snapshot_path(url: str, namespace: str, number: int) -> Path | None:
         return path.with_name(f"{path.name}-{name}")
     address, prefix, _ = _redis_place(url)
     part = (address.form, address.nodes, address.path, address.service, address.database, prefix)
-    place = hashlib.blake2b(
-        repr(part).encode(), digest_size=PLACE_DIGITS // 2
-    ).hexdigest()  # however the URL is written
+    # however the URL is written
+    place = hashlib.blake2b(repr(part).encode(), digest_size=PLACE_DIGITS // 2).hexdigest()
     try:
         return sqlite_path(default_store_url(f"{place}-{name}"))
     except StoreUnavailableError as error:
