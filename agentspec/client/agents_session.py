@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentspec.client.messages import tool_message
-from agentspec.client.threads import in_thread
 from agentspec.errors import InvalidInputError
 
 _DROPPED = frozenset({"reasoning", "compaction"})
@@ -46,7 +45,7 @@ class AgentsSession:
         messages = messages_of(items)
         await self.load()
         self._conversation.add(messages)
-        await in_thread(self._conversation.confirm)
+        await self._confirm()
 
     async def pop_item(self) -> Any | None:
         """Take back the latest item and return it; None if there is none.
@@ -55,7 +54,7 @@ class AgentsSession:
         SessionConflictError if another client wrote to the session; the item is still there then.
         """
         await self.load()
-        changed = await in_thread(self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1]))
+        changed = await self._wait(self._conversation.change_last, lambda message: messages_of(items_of(message)[:-1]))
         return None if changed is None else items_of(changed)[-1]
 
     async def clear_session(self) -> None:
@@ -68,6 +67,14 @@ class AgentsSession:
 
     async def clear(self) -> None:
         """Erase all messages. AsyncSession does it."""
+        raise NotImplementedError
+
+    async def _confirm(self) -> None:
+        """Wait until the latest messages are stored. AsyncSession does it."""
+        raise NotImplementedError
+
+    async def _wait(self, function: Any, *arguments: Any) -> Any:
+        """Call a function that blocks in a thread. AsyncSession does it."""
         raise NotImplementedError
 
 

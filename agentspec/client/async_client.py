@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import openai
 from typing_extensions import Unpack
@@ -35,7 +35,7 @@ from agentspec.client.request import (
 )
 from agentspec.client.session_naming import SessionTags
 from agentspec.client.streams import AsyncReplyStream
-from agentspec.client.threads import StoreThreads, in_thread
+from agentspec.client.threads import StoreThreads
 from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from agentspec.client.forecast import Forecast, Tokenize
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
@@ -68,7 +70,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
     ) -> None:
         connection = openai.AsyncOpenAI(**connection_options(base_url, api_key, options))
         self._threads = StoreThreads()
-        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer, self._threads)
+        super().__init__(connection, model, store, session_tags, speculation, record, tokenizer)
         self._probe_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was used first
 
@@ -225,7 +227,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         self._client._refuse_if_forked()
         self._client._refuse_in_another_loop()
         if not self._conversation.loaded:
-            await in_thread(self._conversation.load, self._on_unavailable)
+            await self._wait(self._conversation.load, self._on_unavailable)
 
     async def chat(
         self, content: Content | None = None, *, response_format: ResponseFormat[ParsedT] = None, **options: Any
@@ -234,7 +236,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         call = self._call(content, response_format, options)
         await self.load()
         with call.turn as turn:
-            await in_thread(self._conversation.check)
+            await self._check()
             await self._client._probe(call)
             await self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
@@ -242,7 +244,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
             raw = await send(**await self._request(call, turn))
             with self._conversation.undone_if_interrupted():
                 reply = self._client._take(call, turn, raw)
-                await in_thread(self._conversation.confirm)
+                await self._confirm()
             return reply
 
     def stream(
@@ -255,21 +257,21 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
     async def reload(self) -> None:
         """Read the stored messages again, as Session.reload() does."""
         self._client._refuse_if_forked()
-        await in_thread(self._conversation.reload)
+        await self._wait(self._conversation.reload)
 
     async def clear(self, *, cache_salts: Sequence[str] = ()) -> None:
         """Erase all messages, as Session.clear() does."""
         self._client._refuse_if_forked()
         with self._conversation.reserved():
             await self._client._erase(self._conversation, cache_salts)
-            await in_thread(self._conversation.forget)
-            await self._client._threads.run(self._client._forecaster.forget, self.id)
+            await self._wait(self._conversation.forget)
+            await self._wait(self._client._forecaster.forget, self.id)
 
     async def prime(self, texts: Sequence[str | Path] | None = None, *, cache_salt: str | None = None) -> int:
         """Let the server draft from texts, or from this session's history, as Session.prime() does."""
         await self.load()
         await self._client._probe_sessions()
-        requests: list[Priming] = await self._client._threads.run(list, self._priming(texts, cache_salt))
+        requests: list[Priming] = await self._wait(list, self._priming(texts, cache_salt))
         return await self._client._prime(self.id, requests)
 
     async def forecast(self) -> Forecast:
@@ -282,7 +284,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         await self.load()
         other = self._client.session(new_id)
         await other.load()
-        await in_thread(self._conversation.copy_to, other._conversation, at)
+        await self._wait(self._conversation.copy_to, other._conversation, at)
         return other
 
     def child(self, new_id: str | None = None, *, group: str | None = None) -> AsyncSession:
@@ -298,16 +300,26 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         if not self._conversation.loaded:
             raise AgentSpecError(f"{what}: session {self.id!r} is not read yet; `await session.load()` first")
 
+    async def _wait(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call a function that blocks in one of the client's own threads."""
+        return await self._client._threads.run(function, *arguments, **options)
+
+    async def _check(self) -> None:
+        await self._wait(self._conversation.check)
+
+    async def _confirm(self) -> None:
+        await self._wait(self._conversation.confirm)
+
     async def _request(self, call: Call, turn: Turn, *, stream: bool = False) -> dict[str, Any]:
         """Return the arguments of the OpenAI client's call; made in a thread if they take long."""
         if call.predict:
-            return await self._client._threads.run(self._client._requests.build, call, turn.messages, stream=stream)
+            return await self._wait(self._client._requests.build, call, turn.messages, stream=stream)
         return self._client._requests.build(call, turn.messages, stream=stream)
 
     async def _items(self, call: Call) -> AsyncGenerator[StreamItem, None]:
         await self.load()
         with call.turn as turn:
-            await in_thread(self._conversation.check)
+            await self._check()
             await self._client._probe(call)
             await self._client._offer(self._conversation, call)
             request = await self._request(call, turn, stream=True)
@@ -323,5 +335,5 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                         yield text
             with self._conversation.undone_if_interrupted():
                 reply = self._client._take(call, turn, answer.completion())
-                await in_thread(self._conversation.confirm)
+                await self._confirm()
             yield reply

@@ -20,7 +20,6 @@ from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
 from agentspec.client.session_log import SessionLog, open_log
 from agentspec.client.session_naming import SessionTags
-from agentspec.client.threads import StoreThreads
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ class ClientBase(Generic[OpenAIT]):
         speculation: Speculating,
         record: str | Path | None,
         tokenizer: str | Tokenize | None,
-        threads: StoreThreads | None = None,
     ) -> None:
         from agentspec.client.forecast import Forecaster  # imported here: it loads numpy
 
@@ -63,7 +61,7 @@ class ClientBase(Generic[OpenAIT]):
         self._record = None if record is None else ReplyRecord(record)
         self._log = open_log(store)
         self._process: int | None = None  # in which it was used first
-        self._conversations = Conversations(self._log, threads)
+        self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
             self, _close, self._conversations, self._log, os.getpid()
         )  # also runs when the interpreter exits

@@ -261,7 +261,7 @@ class Session(SessionBase, Loops):
         call = self._call(content, response_format, options)
         self.load()
         with call.turn as turn:
-            self._conversation.check()
+            self._check()
             self._client._probe(call)
             self._client._offer(self._conversation, call)
             completions = self._client._connection(call).chat.completions
@@ -269,7 +269,7 @@ class Session(SessionBase, Loops):
             raw = send(**self._client._requests.build(call, turn.messages))
             with self._conversation.undone_if_interrupted():
                 reply = self._client._take(call, turn, raw)
-                self._conversation.confirm()
+                self._confirm()
             return reply
 
     def stream(
@@ -354,10 +354,16 @@ class Session(SessionBase, Loops):
         """
         return self._client.openai.with_options(default_headers=self._client._requests.headers(self._conversation))
 
+    def _check(self) -> None:
+        self._conversation.check()
+
+    def _confirm(self) -> None:
+        self._conversation.confirm()
+
     def _items(self, call: Call) -> Generator[StreamItem, None, None]:
         self.load()
         with call.turn as turn:
-            self._conversation.check()
+            self._check()
             self._client._probe(call)
             self._client._offer(self._conversation, call)
             request = self._client._requests.build(call, turn.messages, stream=True)
@@ -371,5 +377,5 @@ class Session(SessionBase, Loops):
                         yield text
             with self._conversation.undone_if_interrupted():
                 reply = self._client._take(call, turn, answer.completion())
-                self._conversation.confirm()
+                self._confirm()
             yield reply

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.erasure_list import ErasureList
 from agentspec.client.session_log import Place, Said, SessionLog, Stored, conflict_error
-from agentspec.client.threads import StoreThreads
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 from agentspec.identifiers import check_ids
 
@@ -44,7 +43,7 @@ class Conversation:
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
     loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: where it puts
     itself while it has messages that it can store only behind those. erasures: where it notes what the server has to
-    erase with it. threads: those in which asyncio calls its methods that block; None: asyncio's own.
+    erase with it.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Conversation:
         new: bool = False,
         unsaved: set[Conversation] | None = None,
         erasures: ErasureList | None = None,
-        threads: StoreThreads | None = None,
     ) -> None:
         self.id = session
         self.group = group
@@ -66,7 +64,6 @@ class Conversation:
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.offered = False  # whether a server was told of those messages
-        self.threads = threads
         self._log = log
         self._erasures = ErasureList() if erasures is None else erasures
         self._unsaved = set[Conversation]() if unsaved is None else unsaved
@@ -337,9 +334,8 @@ class Conversations:
     without a name is not stored, because nobody could ask for it again, and stays while it is used.
     """
 
-    def __init__(self, log: SessionLog, threads: StoreThreads | None = None) -> None:
+    def __init__(self, log: SessionLog) -> None:
         self._log = log
-        self._threads = threads
         self._erasures = ErasureList()
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
@@ -379,7 +375,7 @@ class Conversations:
         return self._new(session or "", SessionLog(), group=group, parent=parent, new=True)
 
     def _new(self, session: str, log: SessionLog, **options: Any) -> Conversation:
-        return Conversation(session, log, erasures=self._erasures, threads=self._threads, **options)
+        return Conversation(session, log, erasures=self._erasures, **options)
 
 
 def _check_ids(session: str | None, group: str | None, parent: str | None) -> None:

@@ -102,7 +102,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
         raise InvalidInputError(f"reward: a function is needed, not {shown(reward)}")
     yield Apply(session.load)
     with session._conversation.turn(as_messages(task)) as turn:
-        yield Apply(session._conversation.check)
+        yield Apply(session._check)
         short: list[Stopped] = []
 
         def candidate(number: int) -> Steps[None]:
@@ -127,7 +127,7 @@ def best_of(session: Any, account: Account, task: Content, n: int, reward: Any, 
         account.best = max(scored)[-1]
         assert account.best.reply is not None
         turn.commit(account.best.reply.message)
-    yield Apply(session._conversation.confirm)
+    yield Apply(session._confirm)
     return short[0] if short else "done"
 
 
@@ -168,7 +168,7 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
         raise InvalidInputError(f"stages: a list of Stage, one at least, is needed, not {shown(stages)}")
     yield Apply(session.load)
     with session._conversation.turn(as_messages(task)) as turn:
-        yield Apply(session._conversation.check)
+        yield Apply(session._check)
         text = task
         for stage in stages:
             account.best = None
@@ -187,7 +187,7 @@ def pipeline(session: Any, account: Account, task: str, stages: Sequence[Stage])
                 return stopped
             text = account.best.reply.text
         turn.commit({"role": "assistant", "content": text})
-    yield Apply(session._conversation.confirm)
+    yield Apply(session._confirm)
     return "done"
 
 

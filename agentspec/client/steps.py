@@ -13,7 +13,6 @@ from contextlib import closing
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from agentspec.client.budget import Account, BudgetSpentError, LoopResult, Stopped
-from agentspec.client.threads import in_thread
 from agentspec.errors import InvalidInputError
 
 T = TypeVar("T")
@@ -130,7 +129,7 @@ async def _perform_async(step: Any) -> Any:
             if inspect.iscoroutinefunction(step.function):
                 result = step.function(*step.arguments, **step.options)
             else:
-                result = await in_thread(step.function, *step.arguments, **step.options)
+                result = await asyncio.to_thread(step.function, *step.arguments, **step.options)
             return await result if inspect.isawaitable(result) else result
     check_count("at_once", step.at_once)
     free = asyncio.Semaphore(step.at_once)

@@ -30,11 +30,3 @@ class StoreThreads:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False)
-
-
-async def in_thread(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a function in a thread: a conversation's method in its client's own threads, another in asyncio's."""
-    threads = getattr(getattr(function, "__self__", None), "threads", None)
-    if isinstance(threads, StoreThreads):
-        return await threads.run(function, *arguments, **options)
-    return await asyncio.to_thread(function, *arguments, **options)
