@@ -233,7 +233,7 @@ SuffixIndex Session::trim(std::size_t tokens) {
     }
   };
   move(places_, first);
-  move(records_, first + 1);
+  move(records_, first == kNowhere ? kNowhere : first + 1);
   return whole;
 }
 

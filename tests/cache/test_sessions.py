@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -273,6 +274,19 @@ def test_a_session_over_its_budget_forgets_places_and_records() -> None:
     text = prompts[-1] + responses[-1]
     assert behind(cache, text[-20:-15]) == [text[-15]]
     assert behind(cache, text[:5]) == []
+
+
+def test_a_session_cut_to_nothing_takes_its_records_back(tmp_path: Path) -> None:
+    """Its places and records went with the text, so a snapshot is sound and a stored turn is new to it."""
+    cache = SuffixCache(per_session=Budget(tokens=1))
+    cache.start("other", [9], session="s", scope="session")  # keeps the empty session
+    turn = run(cache, [1, 2, 3], [4, 5, 6], 1, scope="session")
+    assert not cache.has_session(None, "s")
+    cache.resize()
+    cache.save(tmp_path / "trees")
+    for each in (cache, SuffixCache.load(tmp_path / "trees")):
+        each.restore(turn)
+        assert each.has_session(None, "s")
 
 
 def test_groups_are_loaded_on_demand() -> None:
