@@ -39,6 +39,12 @@ void refresh(const Sources& sources, std::span<const Token> text, MatchState& st
   state.started = state.fresh = true;
 }
 
+// Returns whether any source has something to propose.
+bool has_proposal(const MatchState& state) {
+  const auto listed = [](const Match& match) { return match.listed > 0; };
+  return state.resume.active() || std::any_of(state.matches.begin(), state.matches.end(), listed);
+}
+
 // Follows a match with a drafted token. Returns false where the match must be searched for instead.
 bool follow(const SuffixIndex& index, Token token, Match& match) {
   if (match.listed == 0) return false;
@@ -117,6 +123,7 @@ void SuffixDrafter::grow(const DraftRequest& request, const ExternalDraft& exter
   if (limit == 0) return;
   const auto& [sources, text, state, draft, learned] = request;
   refresh(sources, text, state);
+  if (external.size() == 0 && !has_proposal(state)) return;
   std::array<Token, kTail + kMaxDraft> tail;  // end of the text, then the draft as it grows
   const std::size_t known = std::min(text.size(), kTail);
   std::copy(text.end() - static_cast<std::ptrdiff_t>(known), text.end(), tail.begin());

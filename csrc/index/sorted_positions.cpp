@@ -7,7 +7,6 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kScan = 16;     // leaves to look through for a position before comparing deeper contexts
-constexpr std::size_t kShallow = 64;  // tokens of context that a first search compares
 
 // Counts the keys below `key`, or with `equal` those not above it, by a binary search without branches.
 std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, bool equal) {
@@ -314,10 +313,7 @@ bool SortedPositions::locate(const Token* text, Position position, Place& place)
 
 Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std::uint32_t count) {
   if (count == 1) {  // as in most steps: arrays for many would take as long as the search
-    const Found found = search(text, Query::of_position(text, begin));
-    const Neighbours around = neighbours(found);
-    tree_.insert(text, found.place, begin);
-    return around;
+    return insert_at(text, search(text, Query::of_position(text, begin)), begin);
   }
   std::array<Search, kBatch> searches;
   std::array<Found, kBatch> found{};
@@ -347,6 +343,12 @@ Neighbours SortedPositions::insert_batch(const Token* text, Position begin, std:
     }
   }
   return last;
+}
+
+Neighbours SortedPositions::insert_at(const Token* text, const Found& found, Position position) {
+  const Neighbours around = neighbours(found);
+  tree_.insert(text, found.place, position);
+  return around;
 }
 
 void SortedPositions::erase_batch(const Token* text, std::span<const Position> positions) {

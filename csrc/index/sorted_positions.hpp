@@ -30,7 +30,8 @@ struct Neighbours {
 // when the positions were inserted.
 class SortedPositions {
  public:
-  static constexpr std::uint32_t kBatch = 16;  // searches that run side by side
+  static constexpr std::uint32_t kBatch = 16;   // searches that run side by side
+  static constexpr std::size_t kShallow = 64;  // tokens of context that a first search compares
 
   PositionTree& tree() { return tree_; }
   const PositionTree& tree() const { return tree_; }
@@ -48,6 +49,8 @@ class SortedPositions {
 
   // Inserts [begin, begin + count), count at most kBatch. Returns the neighbours of the last one.
   Neighbours insert_batch(const Token* text, Position begin, std::uint32_t count);
+  // Inserts a position where it belongs. Returns its neighbours.
+  Neighbours insert_at(const Token* text, const Found& found, Position position);
   // Removes positions, at most kBatch.
   void erase_batch(const Token* text, std::span<const Position> positions);
 

@@ -74,6 +74,8 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
       if (++deep % kDeepSome == 0 && stopwatch->over(kDeepTime)) break;
       count = 1;
       insert_next(range.begin);
+    } else if (count == 1 && end_.position == range.begin && end_.version == version_) {
+      last_ = sorted_.insert_at(text, end_.found, range.begin);
     } else {
       last_ = sorted_.insert_batch(text, range.begin, count);
     }
@@ -157,8 +159,22 @@ void SuffixIndex::look_up(std::span<const Token> context, Match& match) const {
   const Token* const text = text_.data() + kPad;
   const Found found = sorted_.search_deep(text, context);
   const std::uint32_t length = std::max(found.left, found.right);
+  remember_end(context, found);
   if (length == 0) return;
   list(sorted_.extent(text, context, length, found), length, match);
+}
+
+// Remembers where the end of the text belongs, if that is the context. The place is right for the whole text where the
+// tokens that the search compared decide its order among all others. A boundary decides nothing: behind it, the order
+// depends on the position.
+void SuffixIndex::remember_end(std::span<const Token> context, const Found& found) const {
+  const Token* const end = text_.data() + text_.size();
+  if (context.data() + context.size() != end) return;
+  end_ = {};
+  const std::size_t decided = std::max(found.left, found.right) + std::size_t{1};  // tokens that decide
+  if (decided > std::min(context.size(), SortedPositions::kShallow)) return;
+  if (std::find(end - decided, end, kBoundary) != end) return;
+  end_ = {static_cast<Position>(size()), version_, found};
 }
 
 void SuffixIndex::look_up(std::span<const Token> context, std::size_t length, Match& match) const {
@@ -196,6 +212,7 @@ std::size_t SuffixIndex::remove(Position begin, Position& end, std::size_t budge
   end = std::min(end, static_cast<Position>(size()));
   if (begin >= end) return 0;
   frozen_ = false;
+  end_ = {};
   forget_pending(begin, end);
   Token* const text = text_.data() + kPad;
   std::size_t done = 0;

@@ -117,6 +117,14 @@ class SuffixIndex {
     Position begin, end;
   };
 
+  // Tells where the end of the text belongs, as a look-up found it. The token appended next needs no search of its own.
+  struct FoundEnd {
+    Position position = 0;      // of that token; 0: unknown
+    std::uint64_t version = 0;  // of the index at the look-up
+    Found found;
+  };
+
+  void remember_end(std::span<const Token> context, const Found& found) const;
   std::size_t sort();
   void insert_next(Position position);
   bool is_indexed(Position position) const;
@@ -134,6 +142,7 @@ class SuffixIndex {
   std::size_t pending_count_ = 0;
   Neighbours last_;         // of the position that was indexed last
   Position next_ = 0;       // the position behind that one; 0: unknown
+  mutable FoundEnd end_;    // written only by a look-up of this index's own end
   Position released_ = 0;   // everything before it was removed, and its memory given back
   std::uint64_t version_ = 0;
   bool frozen_ = false;
