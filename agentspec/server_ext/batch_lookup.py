@@ -18,6 +18,7 @@ class BatchLookup:
     """Hold the k rows of a batch that get drafts, looked up once while the batch stays the same.
 
     rows: [k] their rows in the engine's token array. picked: [k] their rows in the batch; None: all rows, in order.
+    failed: the requests of the batch that failed.
     steps: its steps that the figures of some of its requests do not count yet. allowance: what its steps may draft.
     """
 
@@ -26,6 +27,7 @@ class BatchLookup:
     handle: BatchHandle
     rows: Int32
     picked: NDArray[np.intp] | None
+    failed: list[RequestState] = field(default_factory=list)
     steps: int = 0
     allowance: Allowance = field(default_factory=Allowance)
 
@@ -37,7 +39,9 @@ class BatchLookup:
         if len(states) == len(batch):
             return cls(batch, states, cache.batch(batch.request_ids), batch.rows, None)
         picked = np.array([i for i, state in enumerate(known) if state is not None and state.gets_drafts], np.intp)
-        return cls(batch, states, cache.batch([state.request_id for state in states]), batch.rows[picked], picked)
+        failed = [state for state in known if state is not None and state.failed]
+        handle = cache.batch([state.request_id for state in states])
+        return cls(batch, states, handle, batch.rows[picked], picked, failed)
 
     def pick(self, values: Int32) -> Int32:
         """Return the values of the k rows. values: one for each row of the batch."""

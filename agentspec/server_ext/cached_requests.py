@@ -66,6 +66,7 @@ class CachedRequests:
             self._count_error("start", error)
             state.failed = True
             return
+        state.started = True
         self._metrics.counters["started"] += 1
         if identity.ignored_ids:
             self._metrics.counters["ignored_ids"] += identity.ignored_ids
@@ -78,8 +79,9 @@ class CachedRequests:
         output_limit: tokens of the response that the engine returned; None: all.
         """
         identity = state.identity
-        if not state.failed:
+        if state.started:
             self._metrics.counters["finished"] += 1
+        if not state.failed:
             if output_limit is not None and output_limit < _LEAST_KEPT:
                 self.drop(state.request_id)
             else:

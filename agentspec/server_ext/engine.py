@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,8 @@ class DraftingEngine:
             self._count_error("propose", error)
             for request_id in step.batch.request_ids:
                 self._fail(request_id)
+            with suppress(Exception):  # the step may be what is wrong
+                self._accounts.undrafted(self._steps + 1, step, self._requests.of(step.batch.request_ids))
             return [[] for _ in step.batch.request_ids]
 
     def finish(
@@ -275,6 +278,8 @@ class DraftingEngine:
         if lookup is None or lookup.batch is not step.batch:
             self._leave_batch()
             lookup = self._lookup = BatchLookup.of(step.batch, self._requests.by_id, self.cache)
+        if lookup.failed:
+            self._accounts.undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)
@@ -325,7 +330,7 @@ class DraftingEngine:
                 work = max(work, self.pricing.latest_work())
             self._turnover.advance(step, 0.0 if self._put_off else max(work - 1e-9 * self._beside_ns, 0.0))
             if starting := self._turnover.starting():
-                self._accounts.wait(self._steps + 1, step, starting)
+                self._accounts.undrafted(self._steps + 1, step, starting)
         left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
         self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
         if not self._put_off:

@@ -1,7 +1,7 @@
 """Hold an engine's requests from their beginning to their end, and how long their responses were."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from agentspec.server_ext.figures.metrics import Metrics
 from agentspec.server_ext.figures.traces import Traces
@@ -23,6 +23,10 @@ class RunningRequests:
         self.by_id: dict[str, RequestState] = {}
         self.turnover = turnover
         self._metrics, self._traces, self._lengths = metrics, traces, lengths
+
+    def of(self, request_ids: Sequence[str]) -> list[RequestState]:
+        """Return the states of those of these requests that have begun and not ended."""
+        return [self.by_id[request_id] for request_id in request_ids if request_id in self.by_id]
 
     def begin(self, new: NewRequest, step: int) -> None:
         """Let a request of that step wait for its start."""

@@ -135,6 +135,8 @@ class RequestState:
     """tokens of its text that its figures leave out, because they lie behind the end of the response"""
     told: int | None = None
     """length of its response, in tokens, as the API server told it; None: it did not"""
+    started: bool = False
+    """whether the cache has started it"""
     failed: bool = False
     """whether an error occurred for it, after which it gets no drafts"""
     waits: bool = False

@@ -81,8 +81,9 @@ class Turnover:
         return [item.state for item in list(self._waiting)]
 
     def starting(self) -> list[RequestState]:
-        """Return the states of the requests that wait for their start and have not ended."""
-        return [item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None]
+        """Return the states of the requests that wait for their start, and have neither ended nor failed."""
+        begun = (item.state for item in self._waiting if isinstance(item, Beginning) and item.text is None)
+        return [state for state in begun if not state.failed]
 
     def begin(self, state: RequestState, new: NewRequest) -> None:
         """Let a request wait for its start. Until then ``state.waits`` is true."""

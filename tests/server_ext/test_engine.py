@@ -502,6 +502,30 @@ def test_a_row_that_failed_gets_no_drafts_and_those_beside_it_do() -> None:
     assert rows.proposer.stats()["counters"]["errors_start"] == 1
 
 
+def test_figures_go_on_where_drafting_has_failed() -> None:
+    rows = Rows()
+    both, step, start = ("0", "1"), rows.proposer.cache.step, rows.proposer.cache.start
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    rows.step(both)
+    rows.step(both)
+    rows.proposer.cache.step = broken  # type: ignore[method-assign,assignment]
+    rows.step(both, drafted=2)
+    assert rows.tokens_and_steps("0") == rows.tokens_and_steps("1") == (5, 3)
+    rows.proposer.cache.step, rows.proposer.cache.start = step, broken  # type: ignore[method-assign]
+    rows.step(("0", "1", "2"))
+    rows.proposer.cache.start = start  # type: ignore[method-assign]
+    for _ in range(3):
+        rows.step(("0", "1", "2", "3"))
+    assert [rows.tokens_and_steps(name) for name in "0123"] == [(9, 7), (9, 7), (4, 4), (3, 3)]
+    for name in "0123":
+        rows.proposer.finish(name)
+    counters = rows.proposer.stats()["counters"]
+    assert (counters["started"], counters["finished"], counters["errors_start"]) == (3, 3, 1)
+
+
 def test_a_batch_whose_request_has_ended_drafts_for_the_others_alone() -> None:
     """A reader that hands out a stale batch cannot make one request's tokens another's."""
     rows = Rows()

@@ -37,7 +37,7 @@ def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) 
     zeros, tokens = np.zeros(1, np.int32), np.zeros((1, 20), np.int32)
     for number in (7, 8):
         step = Step(Batch(("r",), zeros), (), tokens, np.array([number + 4], np.int32), zeros, zeros, 0)
-        accounts.wait(number, step, [state])
+        accounts.undrafted(number, step, [state])
     recorder.close()
     found = [
         (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(recorder.path)

@@ -49,12 +49,14 @@ class Accounts:
         state.figures.steps += steps
         state.length += steps
 
-    def wait(self, number: int, step: Step, starting: Sequence[RequestState]) -> None:
-        """Count a step of requests that get no drafts yet. number: of the step."""
+    def undrafted(self, number: int, step: Step, states: Sequence[RequestState]) -> None:
+        """Count a step of requests that get no drafts, unless it is counted already. number: of the step."""
+        if not states:
+            return
         places = {request_id: place for place, request_id in enumerate(step.batch.request_ids)}
-        for state in starting:
+        for state in states:
             place = places.get(state.request_id)
-            if place is None or state.failed:
+            if place is None or step.lengths[place] == state.length:
                 continue
             length, row = int(step.lengths[place]), int(step.batch.rows[place])
             added = self._said(state, step, row, length)
