@@ -217,8 +217,9 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY:
-            why = f"body: at most {_MAX_BODY} bytes are taken at once; import the turns a part at a time"
-            raise HTTPException(status_code=413, detail=f"{why}, as `agentspec sessions import` does")
+            why = f"body: at most {_MAX_BODY} bytes are taken at once; each turn or text has to fit into that"
+            how = "`agentspec sessions import` sends the turns of a long export a part at a time"
+            raise HTTPException(status_code=413, detail=f"{why}. {how}")
     return bytes(body)
 
 
