@@ -726,7 +726,7 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
     assert here.persistence._writer.flush(60)
-    wait_until(lambda: here.persistence.places()[NS] == here.store.newest(NS))
+    wait_until(lambda: here.persistence.places().get(NS) == here.store.newest(NS))
     assert here.engine._keeper is not None and here.engine._keeper.save()
     unlink = Path.unlink
 
