@@ -61,6 +61,25 @@ def test_a_session_comes_whole_and_in_order_at_each_request(store: FlakyStore, l
     assert loader.stats().delivered == 400
 
 
+def test_what_was_read_is_not_read_again_before_all_of_it_was_taken(
+    store: FlakyStore, loader: BackgroundLoader
+) -> None:
+    """A large group takes many steps to apply, and each request of it that begins meanwhile asks for it."""
+    fill(store, 600)
+    for wanted, count in ((Wanted(NS, "tenant", group="g1"), 300), (session("s1"), 200)):
+        for _ in range(5):
+            assert loader.request(wanted)
+            wait_until(lambda: not loader.stats().pending)
+        found = 0
+        while loaded := loader.take():
+            found += len(loaded.records)
+            if loaded.complete:
+                break
+        assert found == count
+        assert len(gather(loader, wanted)) == count  # once more, with what was stored since
+        assert loader.take() is None and not loader.is_pending(wanted)
+
+
 def test_of_a_session_without_end_the_newest_records_come(store: FlakyStore, loader: BackgroundLoader) -> None:
     store.append(NS, [entry_of(turn("s", number)) for number in range(3000)])
     loader.request(session("s"))

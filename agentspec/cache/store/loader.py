@@ -148,6 +148,9 @@ class BackgroundLoader:
         self._corpora: deque[_Job] = deque()
         # what the requests want: sessions and groups until they are read, corpora until they were taken
         self._waiting: set[Wanted] = set()
+        # sessions and groups until all of them was taken; how many records to read again then, for those that were
+        # requested again since they are being read
+        self._coming: dict[Wanted, int] = {}
         self._current: _Job | None = None
         self._counts = LoaderStats()
         self._closed = self._failure_logged = False
@@ -158,13 +161,17 @@ class BackgroundLoader:
     def request(self, wanted: Wanted, newest: int = _MAX_RECORDS) -> bool:
         """Request the newest records of a session, group or corpus. Returns whether they will come.
 
-        They won't if too many requests wait. Repeating a request for a session or group does nothing until it is being
-        read, because the read may miss what was stored since. A corpus is not read again until all of it was taken.
+        They won't if too many requests wait. Nothing is read again before all of it was taken: each copy of a large
+        group that waits would keep other sessions from coming. A session or group that is requested while it is read,
+        or waits to be taken, is read once more then, because the read may miss what was stored since.
         """
         with self._wake:
             if self._closed:
                 return False
             if wanted in self._waiting:
+                return True
+            if wanted in self._coming:
+                self._coming[wanted] = newest
                 return True
             if len(self._queue_of(wanted)) >= self._max_pending:
                 self._counts.refused += 1
@@ -184,8 +191,8 @@ class BackgroundLoader:
             return None
         with self._wake:
             self._counts.delivered += len(loaded.records)
-            if loaded.complete and loaded.wanted.is_corpus:
-                self._end_corpus(loaded.wanted)
+            if loaded.complete:
+                self._end(loaded.wanted)
         return loaded
 
     def is_pending(self, wanted: Wanted) -> bool:
@@ -302,12 +309,18 @@ class BackgroundLoader:
 
     def _queue(self, job: _Job) -> None:
         self._waiting.add(job.wanted)
+        if not job.wanted.is_corpus:
+            self._coming.setdefault(job.wanted, 0)
         self._queue_of(job.wanted).append(job)
         self._wake.notify()
 
-    def _end_corpus(self, wanted: Wanted) -> None:
-        self._waiting.discard(wanted)
-        self._counts.corpora -= 1
+    def _end(self, wanted: Wanted) -> None:
+        """Note that all of a session, group or corpus was taken, or will not come. Read it again if that was asked."""
+        if wanted.is_corpus:
+            self._waiting.discard(wanted)
+            self._counts.corpora -= 1
+        elif newest := self._coming.pop(wanted, 0):
+            self._queue(_Job(wanted, newest))
 
     def _put_off(self, job: _Job, error: Exception) -> None:
         """Queue a failed job again, behind the others, if a retry may help. It goes on behind the last entry seen."""
@@ -320,8 +333,7 @@ class BackgroundLoader:
             self._counts.failed += 1
             if given_up:
                 self._counts.given_up += 1
-                if job.wanted.is_corpus:
-                    self._end_corpus(job.wanted)
+                self._end(job.wanted)
             elif job.wanted.is_corpus or job.wanted not in self._waiting:
                 self._queue(job)
         if not answers and self._breaker.failure():
