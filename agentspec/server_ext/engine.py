@@ -278,8 +278,7 @@ class DraftingEngine:
         if lookup is None or lookup.batch is not step.batch:
             self._leave_batch()
             lookup = self._lookup = BatchLookup.of(step.batch, self._requests.by_id, self.cache)
-        if lookup.failed:
-            self._accounts.undrafted(self._steps + 1, step, lookup.failed)
+        self._accounts.undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
             return [[] for _ in step.batch.request_ids]
         count = len(step.batch)

@@ -35,6 +35,7 @@ class RunningRequests:
         accepted = self._lengths.begin(length + 1, step)  # prefill gives a token, too
         ends = frozenset(new.end_tokens)
         state = RequestState(new.request_id, identity, figures, accepted, length, prompt_length=length, end_tokens=ends)
+        state.repetition = new.repetition
         if new.detailed and figures.trace is None:  # of several samples, the first is traced
             shared = identity.tenant != identity.principal
             state.trace = self._traces.begin(figures, identity.session, shares_corpus=shared)

@@ -17,13 +17,35 @@ Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class Repetition:
+    """Describe a repetition that ends a response of ``least`` tokens and more.
+
+    times: how often the same tokens occur, one behind the other. shortest, longest: how many tokens these may be.
+    """
+
+    shortest: int
+    longest: int
+    times: int
+    least: int = 0
+
+    def end_of(self, response: list[int], first: int) -> int | None:
+        """Return how many tokens the response has where it ends, more than ``first``; None if it does not end."""
+        for length in range(max(first + 1, self.least), len(response) + 1):
+            for size in range(self.shortest, min(self.longest, length // self.times) + 1):
+                repeated = response[length - size * self.times : length]
+                if repeated[size:] == repeated[:-size]:
+                    return length
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """Hold a request that is seen for the first time, or for the first time with this prompt.
 
     prompt: token ids [P]; an array is valid as long as the step. end_tokens: tokens that end its response. api_id: the
     id in the API's response, under which its figures are kept; None: the request id. call: which of the API's calls
     with that id it belongs to. detailed: whether it asked for the sources of its tokens. prediction: tokens that it
-    expects as its response.
+    expects as its response. repetition: what ends it, too.
     """
 
     request_id: str
@@ -34,6 +56,7 @@ class NewRequest:
     call: str = ""
     detailed: bool = False
     prediction: Sequence[int] = ()
+    repetition: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +152,8 @@ class RequestState:
     """tokens of its prompt"""
     end_tokens: frozenset[int] = frozenset()
     """tokens that end its response"""
+    repetition: Repetition | None = None
+    """what ends it, too"""
     noted: int = 0
     """steps of its batch that its figures count"""
     uncounted: int = 0

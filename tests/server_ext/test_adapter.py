@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -59,6 +60,15 @@ class TestReturnedTokens:
     def test_a_stop_before_min_tokens_does_not_count(self) -> None:
         state = finished([9, 5, 9, 8], max_tokens=10, min_tokens=2, stop_token_ids=[9])
         assert returned_tokens(state) == 3
+
+    @pytest.mark.parametrize(("least", "begins", "end"), [(0, 50, 8), (6, 50, 8), (9, 50, 9), (0, 9, 8), (0, 200, 0)])
+    def test_accepted_drafts_past_a_repetition_that_vllm_detects_are_cut(
+        self, least: int, begins: int, end: int
+    ) -> None:
+        output = [*range(100, 100 + begins), *[7, 8] * 60]
+        repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
+        state = finished(output, max_tokens=200, min_tokens=begins + least, repetition_detection=repetition)
+        assert returned_tokens(state) == min(begins + end, 200)
 
 
 def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:

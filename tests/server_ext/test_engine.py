@@ -21,7 +21,7 @@ from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.pricing.step_cost import StepCost
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import Batch, NewRequest, Step
+from agentspec.server_ext.step import Batch, NewRequest, Repetition, Step
 from tests.store.helpers import LOGS
 
 TEXT = list(range(100, 160))
@@ -438,6 +438,19 @@ def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bo
         figures = rows.proposer.request("0")
         assert figures is not None
     assert 5 >= figures["tokens"] >= figures["accepted"]
+
+
+@pytest.mark.parametrize(("repetition", "tokens"), [(Repetition(1, 4, 2), 7), (Repetition(4, 9, 2), 10), (None, 10)])
+def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_counted(
+    repetition: Repetition | None, tokens: int
+) -> None:
+    rows = Rows()
+    rows.step(("0",))
+    rows.proposer._requests.by_id["0"].repetition = repetition
+    rows.tokens[0, 4:13] = [7, 8, 9] * 3
+    verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
+    rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
+    assert rows.tokens_and_steps("0") == (tokens, 2)
 
 
 def test_the_end_of_a_response_is_never_drafted() -> None:

@@ -77,6 +77,10 @@ class Accounts:
             new = step.tokens[row, state.length : length].tolist()
             if not state.end_tokens.isdisjoint(new):
                 added = next(place for place, token in enumerate(new, 1) if token in state.end_tokens)
+        if added > 1 and state.repetition is not None:  # it may have ended the response inside of the draft
+            before, response = state.length - state.prompt_length, step.tokens[row, state.prompt_length : length]
+            end = state.repetition.end_of(response[: before + added].tolist(), before)
+            added = added if end is None else end - before
         state.uncounted += gained - added
         return added
 
@@ -94,7 +98,7 @@ class Accounts:
             state.noted = lookup.steps
             added = self._said(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
-            if state.told is not None:
+            if state.told is not None or state.uncounted:
                 state.figures.take_back(0)  # what this step accepted lies behind the end of the response
             if state.trace is not None:
                 own = slice(drafts.offsets[i], drafts.offsets[i + 1])

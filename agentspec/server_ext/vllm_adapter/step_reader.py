@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.cache.tokens import MAX_VOCAB
 from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, identify
-from agentspec.server_ext.step import Batch, Int32, NewRequest, Step
+from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
 
@@ -196,6 +197,7 @@ class StepReader:
             call=str(extra.get(CALL_KEY, "")),
             detailed=bool(extra.get(DETAIL_KEY)),
             prediction=extra.get(PREDICTION_KEY, ()),
+            repetition=repetition_of(params),
         )
 
     def _room(self, kept: _ReadBatch, limit: int) -> Int32:
@@ -239,9 +241,10 @@ def end_tokens(params: Any) -> set[int]:
 
 
 def returned_tokens(state: Any) -> int:
-    """Return how many tokens of a response vLLM returned: accepted drafts may run past an end token or ``max_tokens``.
+    """Return how many tokens of a response vLLM returned: accepted drafts may run past what ended it.
 
-    Where a stop text ends it, they are fewer (`is_told_later`). state: vLLM's CachedRequestState.
+    That is an end token, ``max_tokens`` or ``repetition_detection``. Where a stop text ends it, they are fewer
+    (`is_told_later`). state: vLLM's CachedRequestState.
     """
     output = state.output_token_ids
     params = state.sampling_params
@@ -251,8 +254,22 @@ def returned_tokens(state: Any) -> int:
     stops = end_tokens(params)
     for i in range(min(params.min_tokens or 0, end), end):
         if output[i] in stops:
-            return i + 1
-    return end
+            end = i + 1
+            break
+    repetition = repetition_of(params)
+    if repetition is None:
+        return end
+    latest = len(output) - MAX_DRAFT - 1  # tokens before the last step, none of which ended it
+    return repetition.end_of(output[:end], max(latest, 0)) or end
+
+
+def repetition_of(params: Any) -> Repetition | None:
+    """Return the repetition that ends a response under these sampling parameters (vLLM's, or None); None for none."""
+    wanted = getattr(params, "repetition_detection", None)
+    if wanted is None or wanted.min_count < 2 or wanted.max_pattern_size < 1:
+        return None
+    shortest = max(wanted.min_pattern_size, 1)
+    return Repetition(shortest, wanted.max_pattern_size, wanted.min_count, params.min_tokens or 0)
 
 
 def is_told_later(state: Any) -> bool:
