@@ -29,7 +29,7 @@ RPC_METHOD = "agentspec_rpc"
 _RPC_SECONDS = 5.0
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_PROMPT_NUMBER = re.compile(r"^(cmpl-.+)-\d+$")
+_PROMPT_NUMBER = re.compile(r"^(cmpl-.*)-\d+$", re.DOTALL)
 
 _PRESENTED = "agentspec_presented"
 _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
