@@ -90,3 +90,23 @@ def test_an_engine_without_speculation_keeps_vllms_counting() -> None:
     thinking_budget.update_state(lambda *of: calls.append(of), holder, [[]], [[]], None)
     thinking_budget.apply_to_logits(lambda *of: calls.append(of), holder, torch.zeros((1, 2)), False, [[]])
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("begin", [[1, *START], [1]], ids=["thinks", "answers"])
+def test_a_step_searches_what_is_new_however_long_the_response_is(
+    monkeypatch: pytest.MonkeyPatch, begin: list[int]
+) -> None:
+    holder = holder_of([11], [begin], [100_000], 8)
+    searched: list[int] = []
+    search = ThinkingBudgetStateHolder._find_last_sequence_index
+
+    def counted(text: list[int], marks: list[int]) -> int:
+        searched.append(len(text))
+        return int(search(text, marks))
+
+    monkeypatch.setattr(holder, "_find_last_sequence_index", counted)
+    text = [3] * 500
+    for length in range(400, 500):
+        searched.clear()
+        thinking_budget.update_state(lambda *_: None, holder, [text[:length]], [[3] * 8])
+    assert sum(searched) < 50

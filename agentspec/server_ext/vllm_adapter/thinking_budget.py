@@ -79,10 +79,13 @@ def _forced(holder: Any, state: dict[str, Any], output: list[int], draft: list[i
 def _read(holder: Any, state: dict[str, Any], text: list[int]) -> Iterator[int]:
     """Let the machine read a response. Yield where it stands whenever it has looked."""
     at = state.get(_READ, -1)
+    longest = max(len(holder.think_start_token_ids), len(holder.think_end_token_ids))
     while at < len(text):
         at = _next_look(holder, state, text, at)
         state.update({_READ: at, "output_tok_ids": text[:at], "spec_token_ids": [], "force_index": []})
         holder._update_think_state(state)
+        # vLLM's search for a mark begins here. It would go through the whole response in each look.
+        state["scan_offset"] = max(state.get("scan_offset", 0), at + 1 - longest)
         yield at
 
 
