@@ -193,6 +193,22 @@ def test_times_that_cannot_be_are_passed_over(seconds: float) -> None:
     assert cost.at(1).cost == DEFAULT_COST
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_steps_took_one_without_drafts_takes_some_time_and_no_more_than_one_with(seed: int) -> None:
+    """The price of a token changes from step to step, so no line fits."""
+    luck = random.Random(seed)
+    for _ in range(25):
+        cost, sizes = StepCost(), luck.choices([1, 2, 8, 17, 64, 256], k=3)
+        for _ in range(150):
+            rows = luck.choice(sizes)
+            drafted = luck.choice([0, 0, 1, rows, luck.randint(0, 128 * rows)])
+            seconds = (0.01 + 1e-4 * rows + luck.choice([0.0, 1e-5, 1e-3]) * drafted) * luck.choice([1, 1, 1, 50])
+            cost.observe(rows, drafted, seconds)
+            prices = cost.at(luck.choice(sizes))
+            assert prices.row_seconds is None or prices.row_seconds > 0.0
+            assert prices.plain is None or 0.0 < prices.plain <= 1.0
+
+
 def test_a_price_that_depends_on_the_number_of_rows_is_kept_apart() -> None:
     """A busy batch fills the machine and pays five times as much a token."""
     single, many, cost = Machine(0.0002, noise=0.02), Machine(0.001, noise=0.02), StepCost()

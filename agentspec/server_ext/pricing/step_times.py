@@ -22,6 +22,8 @@ _PLAIN_SHARE, _PLAIN_TRUST = 0.8, 1.0
 many measured steps. Any draft costs something by itself."""
 _PLAIN_STEPS = 16
 """Number of latest steps without drafts that their share covers."""
+_LEAST_SHARE = 0.05
+"""Least duration that a step is expected to take whatever the slope, as a share of the mean: none takes no time."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class StepTimes:
 
     def believed(self, off: float, t: float, slope: float) -> float:
         """Return t, clipped to near the expected time of a step with ``off`` more draft tokens than usual."""
-        expected = self.seconds + slope * off
+        expected = max(self.seconds + slope * off, _LEAST_SHARE * self.seconds)
         limit = _OUTLIER * self.noise
         return min(max(t, expected - limit), expected + limit)
 
@@ -192,4 +194,4 @@ class RowTimes:
 
 
 def _base(seconds: float, drafted: float, slope: float) -> float:
-    return max(seconds - slope * drafted, 0.05 * seconds)
+    return max(seconds - slope * drafted, _LEAST_SHARE * seconds)
