@@ -5,10 +5,12 @@ import inspect
 import pickle
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -19,6 +21,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 import agentspec
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
 from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
@@ -350,12 +353,25 @@ class TestRunner:
         assert sum("goes on without its drafts" in record.message for record in caplog.records) == 1
 
     @pytest.mark.parametrize("parallel", [False, True])
-    def test_a_draft_model_that_cannot_begin_leaves_the_drafts_of_the_indexes(self, parallel: bool) -> None:
+    @pytest.mark.parametrize("ends", [False, True])
+    def test_a_draft_model_that_cannot_begin_or_end_leaves_the_drafts_of_the_indexes(
+        self, parallel: bool, ends: bool
+    ) -> None:
+        class Bound(BoundModel):
+            def launch(self, rows: Sequence[int], proposals: Int64) -> Callable[[], ModelDraft]:
+                pytest.fail("it was asked")
+
+            def close(self) -> None:
+                with drafter.together():
+                    raise ValueError("no such layer")
+
         class Broken(ModelDrafter):
             def load(self, target: Any) -> None:
                 pytest.fail("the weights were read")
 
             def bind(self, forward: ForwardPass) -> BoundModel:
+                if ends:
+                    return Bound()
                 raise ValueError("no such layer")
 
         drafter = Broken()
@@ -364,12 +380,15 @@ class TestRunner:
         vars(extension).update(
             settings=SimpleNamespace(enabled=True),
             engine=SimpleNamespace(
-                metrics=SimpleNamespace(counters=Counter()), propose=lambda step, model: [[3], [4]] if not model else []
+                metrics=SimpleNamespace(counters=Counter()),
+                propose=lambda step, model: [[3], [4]] if ends or not model else [],
             ),
             draft_model=drafter,
             _cpu_limits=None,
             _reported=False,
-            _reader=SimpleNamespace(read=lambda *_: "step"),
+            _reader=SimpleNamespace(
+                read=lambda *_: SimpleNamespace(batch=SimpleNamespace(rows=np.arange(2, dtype=np.int32)))
+            ),
         )
         forward = ForwardPass(None, [[1], [2]])
         if parallel:  # the other ranks wait for the model, and vLLM must not wait with them
@@ -377,6 +396,8 @@ class TestRunner:
                 extension.draft(object(), forward)
         else:
             assert extension.draft(object(), forward) == [[3], [4]]
+            assert extension.engine is not None
+            assert extension.engine.metrics.counters["errors_adapter"] == 1
 
 
 class TestPatches:

@@ -152,6 +152,13 @@ class RunnerExtension:
             self._report()
             return None
 
+    def _close(self, bound: BoundModel) -> None:
+        """End the draft model's step. An error leaves the drafts that the step has."""
+        try:
+            bound.close()
+        except Exception:
+            self._report()
+
     def _draft(self, engine: DraftingEngine, runner: Any, forward: ForwardPass) -> list[list[int]]:
         bound = self._bind(forward)
         try:
@@ -159,7 +166,7 @@ class RunnerExtension:
             drafts = engine.propose(step, bound)
         finally:
             if bound is not None:
-                bound.close()
+                self._close(bound)
         self.drafted_nothing = not any(drafts)
         count = len(forward.sampled)
         return drafts if len(drafts) == count else spread_drafts(drafts, step.batch.rows.tolist(), count)
