@@ -88,6 +88,7 @@ class TestConfiguration:
         [
             ({"method": "ngram_gpu", "num_speculative_tokens": 3}, {}, 'use "ngram"'),
             (NGRAM, {"async_scheduling": True}, "leave the option out"),
+            ({**NGRAM, "num_speculative_tokens": 129}, {}, "num_speculative_tokens 129: .* at most 128"),
             ({**NGRAM, "rejection_sample_method": "block"}, {}, "rejection_sample_method"),
             (NGRAM, {"additional_config": {"agentspec": {"speculator": "x"}}}, "give one of them"),
         ],

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.speculative_methods import METHODS
 
@@ -65,10 +66,18 @@ def _unsupported(method: str) -> UnsupportedEngineError:
 
 
 def check_method(speculative_config: Any) -> None:
-    """Raise UnsupportedEngineError with the remedy for a speculative config that agentspec cannot draft beside."""
+    """Raise an error with the remedy for vLLM's SpeculativeConfig that agentspec cannot draft beside.
+
+    Raises ConfigurationError or UnsupportedEngineError.
+    """
     method = speculative_config.method
     if method not in NATIVE_METHODS:
         raise _unsupported(method)
+    if (tokens := speculative_config.num_speculative_tokens) > MAX_DRAFT:
+        raise ConfigurationError(
+            f"--speculative-config: num_speculative_tokens {tokens}: drafts have at most {MAX_DRAFT}; give as "
+            "many as the drafter is to draft, which are few for most (docs/other-drafters.md)"
+        )
     sampling = getattr(speculative_config, "rejection_sample_method", "standard")
     if sampling != "standard":
         raise UnsupportedEngineError(
