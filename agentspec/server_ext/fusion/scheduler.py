@@ -13,6 +13,7 @@ Gains are measured only where the model runs. So a small share of the time goes 
 a model that was useless for a while becomes useful again.
 """
 
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,12 +59,14 @@ class ModelTime:
 
     def __init__(self) -> None:
         self._means: dict[int, RunningMean] = {}
+        self._sizes: list[int] = []  # the numbers of rows seen, ascending
 
     def observe(self, rows: int, seconds: float) -> None:
         """Add the time of a run."""
         mean = self._means.get(rows)
         if mean is None:
             known = self.seconds(rows)
+            insort(self._sizes, rows)
             self._means[rows] = RunningMean(seconds if known is None else min(seconds, _OUTLIER * known), 1.0)
         elif mean.count < _SETTLING:  # the first runs are slow, because they compile and allocate
             mean.value, mean.count = min(seconds, mean.value), mean.count + 1
@@ -72,18 +75,20 @@ class ModelTime:
 
     def seconds(self, rows: int) -> float | None:
         """Return the usual time, interpolated between the numbers of rows seen; None before the first run."""
-        if not self._means:
-            return None
         mean = self._means.get(rows)
         if mean is not None:
             return mean.value
-        below = max((known for known in self._means if known < rows), default=None)
-        above = min((known for known in self._means if known > rows), default=None)
-        if below is None or above is None:
-            nearest = self._means[below or above or 0]
-            return nearest.value * max(1.0, rows / (below or rows))
-        low, high = self._means[below].value, self._means[above].value
-        return low + (high - low) * (rows - below) / (above - below)
+        if not self._sizes:
+            return None
+        at = bisect(self._sizes, rows)
+        if at == 0:
+            return self._means[self._sizes[0]].value
+        below = self._sizes[at - 1]
+        low = self._means[below].value
+        if at == len(self._sizes):
+            return low * rows / below
+        above = self._sizes[at]
+        return low + (self._means[above].value - low) * (rows - below) / (above - below)
 
 
 class PassTime:
