@@ -583,6 +583,19 @@ class TestFusion:
             decode(fusion, cache, stem, text, Whole(text, clock), unit=0.01)
         assert decode(fusion, cache, stem, one, Whole(one, clock), unit=0.01).steps <= len(one) / 6
 
+    @pytest.mark.parametrize("overlaps", [False, True])
+    @pytest.mark.parametrize("number", [np.nan, np.inf])
+    def test_an_answer_without_probabilities_is_no_error(
+        self, cache: SuffixCache, overlaps: bool, number: float
+    ) -> None:
+        """As where its hidden states overflowed: the model goes on with the next answers."""
+        errors: list[Exception] = []
+        fusion, text = DraftFusion(cache, errors.append), TEXT[:400]
+        sick = Oracle(text, 1.0, number, overlaps=overlaps)
+        decode(fusion, cache, [1, 2, 3], text[:60], sick)
+        assert not errors
+        assert decode(fusion, cache, [1, 2, 4], text, Oracle(text, 0.95, overlaps=overlaps)).steps < len(text) / 2.5
+
     def test_figures(self, cache: SuffixCache) -> None:
         text = TEXT[:200]
         fusion = DraftFusion(cache)

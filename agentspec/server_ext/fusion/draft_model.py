@@ -26,6 +26,14 @@ class ModelDraft:
     top_probabilities: NDArray[np.float32]
     """[R, n]"""
 
+    def known(self) -> "ModelDraft":
+        """Return the answer with probability 0 where there is none, as in a row whose hidden states overflowed."""
+        if np.isfinite(self.probabilities).all() and np.isfinite(self.top_probabilities).all():
+            return self
+        numbers = (np.nan_to_num(each, posinf=0.0) for each in (self.probabilities, self.top_probabilities))
+        probabilities, top_probabilities = numbers
+        return ModelDraft(self.tokens, probabilities, self.top, top_probabilities)
+
 
 class StepModel(Protocol):
     """Run a draft model for one step, at most once.

@@ -245,7 +245,7 @@ class DraftFusion:
     ) -> FusedDrafts:
         """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained."""
         begin = time.perf_counter()
-        answer = question.answer()
+        answer = question.answer().known()
         bounds, columns = drafts.offsets.tolist(), (drafts.token_ids, drafts.probabilities, drafts.sources)
         tokens, probabilities, sources = (column.tolist() for column in columns)
         matched = drafts.match_lengths.tolist()
