@@ -178,6 +178,17 @@ def test_a_missing_tensor_is_named(kind: str, name: str, tmp_path: Path) -> None
         load_speculator(CHECKPOINTS[kind].write(tmp_path, without=(name,)))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e5])
+def test_weights_that_are_not_finite_are_named(number: float, tmp_path: Path) -> None:
+    checkpoint = lstm()
+    checkpoint.weights["input_proj.1.weight"][2, 3] = number
+    folder = checkpoint.write(tmp_path)
+    with pytest.raises(SpeculatorError, match=r"tensor input_proj\.1\.weight.* not finite in float16.*wider dtype"):
+        load_speculator(folder, dtype=torch.float16)
+    if number == 1e5:
+        load_speculator(folder)
+
+
 @pytest.mark.parametrize(
     ("target", "field"), [({"hidden_size": H + 8}, "input_hidden_dim"), ({"vocab_size": V - 1}, "vocab_size")]
 )

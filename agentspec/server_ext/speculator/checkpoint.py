@@ -61,7 +61,7 @@ def load_speculator(
     state = {}
     for parameter, parts in names.items():
         rows = shapes[parameter][0] // len(parts)
-        tensors = [_fitting(stored, part, [rows, *shapes[parameter][1:]], folder) for part in parts]
+        tensors = [_fitting(stored, part, [rows, *shapes[parameter][1:]], folder, dtype) for part in parts]
         whole = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         state[parameter] = whole.to(device=device or "cpu", dtype=dtype, copy=True)
     if config.draft_vocab_size:
@@ -226,18 +226,24 @@ def _read(stored: Tensors, names: Names, folder: Path) -> Tensor:
     )
 
 
-def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path) -> Tensor:
-    tensor = _read(stored, names, folder)
+def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this shape in this dtype. Raises SpeculatorError for another shape, NaN and infinity."""
+    tensor = _read(stored, names, folder).to(dtype)
     if list(tensor.shape) != shape:
         raise SpeculatorError(
             f"{folder}: tensor {names[0]} has shape {list(tensor.shape)}, by config.json it is {shape}; "
             "check vocab_size, n_predict and the sizes there"
         )
+    if dtype.is_floating_point and not all(bound.isfinite() for bound in tensor.aminmax()):
+        raise SpeculatorError(
+            f"{folder}: tensor {names[0]} has numbers that are not finite in {str(dtype).removeprefix('torch.')}; "
+            "download or train it again, or give a wider dtype (speculator_dtype) if the file's numbers need one"
+        )
     return tensor
 
 
 def _vocabulary(stored: Tensors, config: SpeculatorConfig, folder: Path) -> Tensor:
-    tokens = _fitting(stored, (DRAFT_VOCABULARY,), [config.draft_vocab_size], folder).to(torch.int64)
+    tokens = _fitting(stored, (DRAFT_VOCABULARY,), [config.draft_vocab_size], folder, torch.int64)
     if tokens.unique().numel() != tokens.numel() or tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise SpeculatorError(
             f"{folder}: tensor {DRAFT_VOCABULARY}: distinct tokens from 0 to {config.vocab_size - 1} expected; "
