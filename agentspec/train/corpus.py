@@ -67,8 +67,8 @@ def folder_of(config: TrainingConfig) -> Path:
     """Return the folder that caches what is computed from these data and this target."""
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     files = [_digest(source.path) for source in _all(config.data) if not isinstance(source, StoreSource)]
-    name = config.model.name_or_path
-    model = str(Path(name).resolve()) if Path(name).is_dir() else name
+    name, folder = config.model.name_or_path, Path(config.model.name_or_path)
+    model = [str(folder.resolve()), _weights_of(folder)] if folder.is_dir() else name
     key = json.dumps([data, files, model, config.model.dtype], sort_keys=True)
     return config.data.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -227,6 +227,12 @@ def _digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InvalidInputError(f"{path}: cannot be read: {error}; give a file of JSON lines") from None
+
+
+def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of change of a model's weights, which may be trained on in place."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin")]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _place(session: str) -> float:

@@ -236,7 +236,7 @@ class Trainer:
         self._file.unlink(missing_ok=True)
 
     def train_step(self) -> float:
-        """Update the weights once. Return the mean loss of a draft."""
+        """Update the weights once. Return the mean loss of a draft. Raises ConfigurationError if that is not finite."""
         began = time.perf_counter()
         factor = rate_factor(self.step, self.config.train_iters, self.config.scheduler.warmup_ratio)
         for group in self._optimizer.param_groups:
@@ -248,7 +248,12 @@ class Trainer:
             loss = self._loss(collate(self._data, chosen, self.speculator.config.n_predict).to(self._device)) / parts
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), _MAX_NORM)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), _MAX_NORM))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise ConfigurationError(
+                f"optimizer.lr: update {self.step + 1} has a loss of {total:g} and a gradient of {norm:g}: write a "
+                "smaller rate; if it is the first update, another model.dtype, in which the hidden states are finite"
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1

@@ -1,6 +1,7 @@
 """The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from agentspec.cli import main
 from agentspec.errors import ConfigurationError
@@ -156,3 +157,25 @@ def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
     with pytest.raises(ValueError, match=r"data\.sources: no session"):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "lk"])
+def test_a_training_that_diverges_ends_and_saves_nothing(settings: dict[str, Any], loss: str) -> None:
+    settings |= {"loss": loss, "optimizer": {"lr": 1e30}}
+    settings["checkpoint"]["save_every_n_steps"] = 5
+    config = TrainingConfig.model_validate(settings)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.lr: update \d+ has a loss of .*: write a"):
+        train(config, QUIET)
+    assert not list(config.checkpoint.output_dir.iterdir())
+
+
+def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str, Any], tmp_path: Path) -> None:
+    copied = tmp_path / "target"
+    shutil.copytree(settings["model"]["name_or_path"], copied)
+    settings["model"]["name_or_path"] = str(copied)
+    config = TrainingConfig.model_validate(settings)
+    before = folder_of(config)
+    assert folder_of(config) == before
+    weights = load_file(copied / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, copied / "model.safetensors")
+    assert folder_of(config) != before
