@@ -150,7 +150,10 @@ def test_a_saved_mlp_has_the_names_that_arctic_inference_takes(tmp_path: Path) -
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architectures: 'LlamaForCausalLM' is no speculator"),
         ({"architectures": [], "model_type": "llama", "method": None}, "neither architectures nor model_type"),
+        ({"architectures": 7}, "architectures: a list of names expected, got 7"),
+        ({"base_model_archs": [None]}, r"base_model_archs: a list of names expected, got \[None\]"),
         ({"method": "sum_gru"}, "method: sum_rnn or sum_lstm"),
+        ({"method": ["sum_lstm"]}, "method: sum_rnn or sum_lstm"),
         ({"inner_dim": "wide"}, "inner_dim: a width"),
         ({"inner_dim": "16.16"}, "one layer each"),
         ({"emb_dim": "12"}, r"emb_size \(emb_dim\): 16 expected"),
@@ -176,6 +179,12 @@ def test_a_config_that_cannot_be_is_named(change: dict[str, Any], message: str, 
 def test_a_missing_tensor_is_named(kind: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(SpeculatorError, match=f"tensor {name} is missing"):
         load_speculator(CHECKPOINTS[kind].write(tmp_path, without=(name,)))
+
+
+def test_a_target_s_architecture_may_stand_alone(tmp_path: Path) -> None:
+    checkpoint = lstm()
+    checkpoint.config["base_model_archs"] = "LlamaForCausalLM"
+    assert load_speculator(checkpoint.write(tmp_path)).config.base_model_archs == ("LlamaForCausalLM",)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e5])

@@ -138,7 +138,7 @@ class SpeculatorConfig:
             inner_sizes=inner,
             draft_vocab_size=_one(values, "draft_vocab_size", 0),
             base_model=str(values.get("base_model_name_or_path") or ""),
-            base_model_archs=tuple(values.get("base_model_archs") or ()),
+            base_model_archs=_names(values, "base_model_archs"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -190,15 +190,22 @@ class SpeculatorConfig:
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
-    given = values.get("architectures")
-    names = [given] if isinstance(given, str) else list(given or ())
+    names = _names(values, "architectures")
     if not names:
         return None
     if names[0] not in _ARCHITECTURES:
         raise SpeculatorError(
             f"architectures: {names[0]!r} is no speculator; known are {', '.join(sorted(_ARCHITECTURES))}"
         )
-    return str(names[0])
+    return names[0]
+
+
+def _names(values: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    given = values.get(field) or ()
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise SpeculatorError(f"{field}: a list of names expected, got {given!r}")
+    return tuple(names)
 
 
 def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
@@ -210,7 +217,7 @@ def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
                 "give the folder or hub id of an MLP or LSTM speculator"
             )
         return "mlp"
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise SpeculatorError(f"method: {' or '.join(METHODS)} expected, got {method!r}")
     return METHODS[method]
 
