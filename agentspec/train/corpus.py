@@ -6,6 +6,8 @@ the same ones even if a source has grown.
 
 import hashlib
 import json
+import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from agentspec.cache.store import (
@@ -25,7 +27,7 @@ from agentspec.cache.store import (
     open_store,
 )
 from agentspec.cache.store.contexts import SessionContexts
-from agentspec.errors import InvalidInputError
+from agentspec.errors import InvalidInputError, first_line
 from agentspec.server_ext.identity.callers import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
 from agentspec.server_ext.settings import Settings
@@ -167,11 +169,25 @@ def cut(conversation: Conversation, max_length: int) -> Conversation:
 def whole(file: Path) -> Iterator[Path]:
     """Yield a path to write to, and move what was written there to ``file`` when the block ends.
 
-    So a run that was cut off leaves a whole file or none.
+    So a run that was cut off, by a power failure too, leaves a whole file or none.
     """
     partial = file.with_suffix(".part")
     yield partial
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
     partial.replace(file)
+
+
+@contextmanager
+def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
+    """Raise InvalidInputError for a damaged file. remove: what to remove, so that it is made again; None: the file."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, SafetensorError) as error:
+        raise InvalidInputError(
+            f"{file}: cannot be read ({first_line(error) or type(error).__name__}); remove {remove or file}, and "
+            "run the command again"
+        ) from error
 
 
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
@@ -251,7 +267,7 @@ def _save(conversations: Sequence[Conversation], file: Path) -> None:
 
 
 def _load(file: Path) -> list[Conversation]:
-    with safe_open(file, framework="pt") as stored:
+    with readable(file, file.parent), safe_open(file, framework="pt") as stored:
         sessions: list[str] = json.loads(stored.metadata()["sessions"])
         texts = stored.get_tensor("tokens").split(stored.get_tensor("lengths").tolist())
         spans: list[list[tuple[int, int]]] = [[] for _ in sessions]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
-from agentspec.train.corpus import Conversation, whole
+from agentspec.train.corpus import Conversation, readable, whole
 
 _SHARD_ROWS = 32_768
 _FORWARD_TOKENS = 8_192
@@ -150,7 +150,9 @@ class HiddenStates:
         self._opened = ExitStack()
         self._shards: list[tuple[Any, Any]] = []
         for number, members in enumerate(plan(conversations)):
-            shard = self._opened.enter_context(safe_open(_file(folder, number), framework="pt"))
+            file = _file(folder, number)
+            with readable(file):
+                shard = self._opened.enter_context(safe_open(file, framework="pt"))
             self._shards.append((shard.get_slice("hidden"), shard.get_slice("tokens")))
             at = 0
             for conversation in (conversations[i] for i in members):

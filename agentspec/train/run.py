@@ -14,7 +14,7 @@ from torch import Tensor
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import save_speculator
 from agentspec.train.config import PromptsSource, TrainingConfig
-from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, whole
+from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, readable, whole
 from agentspec.train.evaluate import Acceptance, measure
 from agentspec.train.generate import answer_prompts
 from agentspec.train.hidden_states import HiddenStates, Target, extract, target_shape
@@ -132,7 +132,8 @@ class _Run:
                 )
             with whole(file) as partial:
                 save_file({"head": weights.contiguous()}, partial)
-        return load_file(file)["head"]
+        with readable(file):
+            return load_file(file)["head"]
 
 
 def _size(conversations: list[Conversation]) -> dict[str, int]:

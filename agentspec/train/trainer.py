@@ -19,7 +19,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import Speculator, SpeculatorConfig, build_speculator
 from agentspec.server_ext.speculator.config import METHODS
 from agentspec.train.config import Model, TrainingConfig
-from agentspec.train.corpus import whole
+from agentspec.train.corpus import readable, whole
 from agentspec.train.hidden_states import HiddenStates, Response, TargetShape
 
 PIECE = 256
@@ -203,11 +203,16 @@ class Trainer:
         self._file = config.checkpoint.output_dir / "training.pt"
 
     def resume(self) -> bool:
-        """Load the checkpoint of an earlier run with the same settings. Return whether there was one."""
+        """Load the checkpoint of an earlier run with the same settings. Return whether there was one.
+
+        Raises InvalidInputError for a damaged one, ConfigurationError for one of other settings.
+        """
         if not self._file.exists():
             return False
-        state = torch.load(self._file, map_location=self._device, weights_only=True)
-        if state["settings"] != self._settings():
+        with readable(self._file):
+            state = torch.load(self._file, map_location=self._device, weights_only=True)
+            settings = state["settings"]
+        if settings != self._settings():
             raise ConfigurationError(
                 f"checkpoint.output_dir: {self._file} belongs to a run of other settings or data; "
                 "name another folder, or remove that file"

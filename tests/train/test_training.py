@@ -1,6 +1,7 @@
 """The command on a small target: what it writes, that it learns, and that cutting it off changes nothing."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from agentspec.cli import main
-from agentspec.errors import ConfigurationError
+from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.server_ext.speculator import DraftLoop, Speculator, load_speculator
 from agentspec.train import trainer
 from agentspec.train.config import TrainingConfig
@@ -157,6 +158,28 @@ def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
     settings["data"]["max_length"] = 3
     with pytest.raises(ValueError, match=r"data\.sources: no session"):
         train(TrainingConfig.model_validate(settings), QUIET)
+
+
+@pytest.mark.parametrize("damaged", ["train.safetensors", "train/hidden-00000", "head.safetensors", "training.pt"])
+def test_a_damaged_file_is_named_and_made_again_once_it_is_removed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    settings |= {"loss": "lk", "train_iters": 2}
+    settings["checkpoint"]["save_every_n_steps"] = 1
+    config = TrainingConfig.model_validate(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "forget", lambda _: None)
+        train(config, QUIET)
+    (config.checkpoint.output_dir / "report.json").unlink()
+    folders = folder_of(config), config.checkpoint.output_dir
+    (file,) = [file for folder in folders for file in folder.glob(f"{damaged}*")]
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(InvalidInputError, match=f"{re.escape(str(file))}: cannot be read .*; remove ") as error:
+        train(config, QUIET)
+    named = Path(str(error.value).split("; remove ")[1].split(",")[0])
+    assert named in file.parents or named == file
+    shutil.rmtree(named) if named.is_dir() else named.unlink()
+    assert train(config, QUIET)["training"]["steps"] == 2
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "lk"])
