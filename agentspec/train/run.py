@@ -13,6 +13,8 @@ from torch import Tensor
 
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.speculator import save_speculator
+from agentspec.server_ext.speculator.checkpoint import read_config
+from agentspec.server_ext.speculator.config import MODEL_TYPE
 from agentspec.train.config import PromptsSource, TrainingConfig
 from agentspec.train.corpus import Conversation, Corpus, folder_of, gather, readable, whole
 from agentspec.train.evaluate import Acceptance, measure
@@ -32,6 +34,10 @@ def train(config: TrainingConfig, console: Console) -> dict[str, Any]:
     out = config.checkpoint.output_dir
     if (out / REPORT).exists():
         raise ConfigurationError(f"checkpoint.output_dir: {out} holds a finished speculator; name another folder")
+    if (out / "config.json").exists() and read_config(out).get("model_type") != MODEL_TYPE:
+        raise ConfigurationError(
+            f"checkpoint.output_dir: {out} holds another model, as its config.json says; name another"
+        )
     out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours of training
     with Progress(*_COLUMNS, console=console) as bars:
         run = _Run(config, bars)

@@ -160,6 +160,16 @@ def test_a_recipe_without_sessions_says_so(settings: dict[str, Any]) -> None:
         train(TrainingConfig.model_validate(settings), QUIET)
 
 
+def test_another_model_is_not_written_over(settings: dict[str, Any], tmp_path: Path) -> None:
+    copied = tmp_path / "target"
+    shutil.copytree(settings["model"]["name_or_path"], copied)
+    settings["checkpoint"]["output_dir"] = str(copied)
+    before = (copied / "config.json").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.output_dir: .* holds another model"):
+        train(TrainingConfig.model_validate(settings), QUIET)
+    assert (copied / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("damaged", ["train.safetensors", "train/hidden-00000", "head.safetensors", "training.pt"])
 def test_a_damaged_file_is_named_and_made_again_once_it_is_removed(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, damaged: str

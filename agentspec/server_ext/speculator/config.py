@@ -14,6 +14,8 @@ from agentspec.errors import SpeculatorError
 
 Kind = Literal["mlp", "lstm"]
 
+MODEL_TYPE = "mlp_speculator"
+"""vLLM's name for all of them, in config.json."""
 METHODS: dict[str, Kind] = {"sum_rnn": "mlp", "sum_lstm": "lstm"}
 """The kind that each ``method`` of ArcticTraining makes."""
 _ARCHITECTURES = {
@@ -146,7 +148,7 @@ class SpeculatorConfig:
         deep = self.kind == "lstm" or not self.flat
         values: dict[str, Any] = {
             "architectures": [f"Arctic{'LSTM' if deep else 'MLP'}SpeculatorPreTrainedModel"],
-            "model_type": "mlp_speculator",
+            "model_type": MODEL_TYPE,
             "base_model_name_or_path": self.base_model,
             "base_model_archs": list(self.base_model_archs),
             "input_hidden_dim": self.hidden_size,
@@ -211,7 +213,7 @@ def _names(values: Mapping[str, Any], field: str) -> tuple[str, ...]:
 def _kind(values: Mapping[str, Any], architecture: str | None) -> Kind:
     method = values.get("method")
     if method is None:
-        if architecture is None and values.get("model_type") != "mlp_speculator":
+        if architecture is None and values.get("model_type") != MODEL_TYPE:
             raise SpeculatorError(
                 "config.json: neither architectures nor model_type say that it is a speculator; "
                 "give the folder or hub id of an MLP or LSTM speculator"
