@@ -180,6 +180,12 @@ class TestServe:
         with pytest.raises((ConfigurationError, UnsupportedEngineError), match=remedy):
             self.served({"method": method})
 
+    def test_more_tokens_than_a_speculator_drafts_show_before_vllm_starts(self) -> None:
+        speculator = str(Path(__file__).parents[2] / "demo" / "drafter")
+        self.served({**ARCTIC, "model": speculator})
+        with pytest.raises(SpeculatorError, match=f"{speculator}: num_speculative_tokens: 1 to 3 .*, got 4"):
+            self.served({**ARCTIC, "model": speculator, "num_speculative_tokens": 4})
+
     def test_a_folder_that_holds_no_speculator_shows_before_vllm_starts(self, tmp_path: Path) -> None:
         with pytest.raises(SpeculatorError, match=r"config\.json"):
             self.served({**ARCTIC, "model": str(tmp_path)})

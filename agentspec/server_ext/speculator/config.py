@@ -99,6 +99,14 @@ class SpeculatorConfig:
         """Return the index of the projection of position k. The first one, which reads H, is never shared."""
         return min(k, 1) if self.tie_weights else k
 
+    def positions(self, wanted: int | None) -> int:
+        """Return how many tokens to draft. None: all that it can. Raises SpeculatorError if more are wanted."""
+        if wanted is not None and not 1 <= wanted <= self.n_predict:
+            raise SpeculatorError(
+                f"num_speculative_tokens: 1 to {self.n_predict} with this speculator (its n_predict), got {wanted}"
+            )
+        return self.n_predict if wanted is None else wanted
+
     @property
     def weight_sets(self) -> int:
         """Return how many embeddings, norms and heads there are."""

@@ -102,11 +102,7 @@ class DraftLoop:
     ) -> None:
         config = speculator.config
         self.speculator = speculator
-        self.positions = config.n_predict if positions is None else positions
-        if not 1 <= self.positions <= config.n_predict:
-            raise SpeculatorError(
-                f"num_speculative_tokens: 1 to {config.n_predict} with this speculator (its n_predict), got {positions}"
-            )
+        self.positions = config.positions(positions)
         if config.head_rows >= MAX_HEAD_ROWS:
             raise SpeculatorError(
                 f"vocab_size: less than {MAX_HEAD_ROWS} rows of a head expected, got {config.head_rows}"

@@ -82,7 +82,7 @@ def serve_arguments(
     if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
         _warn_of_password(store, "--additional-config")
         environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
-    _check_speculator(checked.speculator)
+    _check_speculator(checked.speculator, checked.speculator_tokens)
     check_secrets()
     if checked.api_keys_file is not None:
         ApiKeysFile(checked.api_keys_file)
@@ -207,8 +207,11 @@ def _check_given_limit(max_draft: int | None) -> None:
         check_draft_limit(max_draft)
 
 
-def _check_speculator(name: str | None) -> None:
-    """Raise SpeculatorError for a folder that holds no speculator. A hub's speculator is checked when it is loaded."""
+def _check_speculator(name: str | None, tokens: int | None) -> None:
+    """Raise SpeculatorError for a folder that holds no speculator, or none that drafts so many tokens.
+
+    A hub's speculator is checked when it is loaded.
+    """
     if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
         return
     from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
@@ -216,7 +219,7 @@ def _check_speculator(name: str | None) -> None:
 
     values = read_config(find_folder(name))
     try:
-        SpeculatorConfig.from_json(values)
+        SpeculatorConfig.from_json(values).positions(tokens)
     except SpeculatorError as error:
         raise SpeculatorError(f"speculator {name}: {error}") from None
 
