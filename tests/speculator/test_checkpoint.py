@@ -187,6 +187,17 @@ def test_a_target_s_architecture_may_stand_alone(tmp_path: Path) -> None:
     assert load_speculator(checkpoint.write(tmp_path)).config.base_model_archs == ("LlamaForCausalLM",)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(stored: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Their scales are not read, so they would draft nonsense."""
+    checkpoint = lstm()
+    head = checkpoint.weights["head.0.weight"].to(stored)
+    checkpoint.weights.update(dict.fromkeys((f"head.{k}.weight" for k in range(3)), head))
+    with pytest.raises(SpeculatorError, match=r"tensor head\.0\.weight is .*8.* before it was quantized"):
+        load_speculator(checkpoint.write(tmp_path), dtype=dtype)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e5])
 def test_weights_that_are_not_finite_are_named(number: float, tmp_path: Path) -> None:
     checkpoint = lstm()

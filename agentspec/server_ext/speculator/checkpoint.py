@@ -28,6 +28,7 @@ Layout = dict[str, tuple[Names, ...]]
 """Published tensors of each parameter, stacked along dimension 0. Most parameters have one."""
 
 DRAFT_VOCABULARY = "draft_vocabulary"
+_WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GATES = ("forget", "input", "output", "cell")
 _FIRST_LAYER = re.compile(r"^(emb|proj|ln)\.(\d+)\.0\.(weight|bias)$")
 
@@ -57,7 +58,8 @@ def load_speculator(
     stored = {_plain_name(name, config): read for name, read in _read_tensors(folder).items()}
     names = _layout(config)
     if dtype is None:
-        dtype = _read(stored, names["heads.0.weight"][0], folder).dtype
+        head = _read(stored, names["heads.0.weight"][0], folder)
+        dtype = head.dtype if head.dtype in _WEIGHTS else torch.float32  # a quantized head is refused below
     state = {}
     for parameter, parts in names.items():
         rows = shapes[parameter][0] // len(parts)
@@ -227,14 +229,24 @@ def _read(stored: Tensors, names: Names, folder: Path) -> Tensor:
 
 
 def _fitting(stored: Tensors, names: Names, shape: list[int], folder: Path, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this shape in this dtype. Raises SpeculatorError for another shape, NaN and infinity."""
-    tensor = _read(stored, names, folder).to(dtype)
+    """Return a tensor of this shape in this dtype.
+
+    Raises SpeculatorError for another shape, and for weights that are quantized, NaN or infinite.
+    """
+    tensor = _read(stored, names, folder)
+    is_weight = dtype != torch.int64
+    if is_weight and tensor.dtype not in _WEIGHTS:
+        raise SpeculatorError(
+            f"{folder}: tensor {names[0]} is {str(tensor.dtype).removeprefix('torch.')}; 16 or 32 bits expected: take "
+            "the checkpoint as it was before it was quantized (speculator_fp8 makes FP8 of it)"
+        )
+    tensor = tensor.to(dtype)
     if list(tensor.shape) != shape:
         raise SpeculatorError(
             f"{folder}: tensor {names[0]} has shape {list(tensor.shape)}, by config.json it is {shape}; "
             "check vocab_size, n_predict and the sizes there"
         )
-    if dtype.is_floating_point and not all(bound.isfinite() for bound in tensor.aminmax()):
+    if is_weight and not all(bound.isfinite() for bound in tensor.aminmax()):
         raise SpeculatorError(
             f"{folder}: tensor {names[0]} has numbers that are not finite in {str(dtype).removeprefix('torch.')}; "
             "download or train it again, or give a wider dtype (speculator_dtype) if the file's numbers need one"
