@@ -128,7 +128,12 @@ def test_a_store_of_a_wrong_type_is_no_traceback(agentspec: Program, monkeypatch
     assert status == 2 and "setting 'store'" in printed
 
 
-@pytest.mark.parametrize("refusal", [TypeError("LLM got an unexpected keyword"), OSError("m is no model\nmore")])
+NO_SUCH_METHOD = NotImplementedError("Unsupported speculative method: 'mtp'")
+
+
+@pytest.mark.parametrize(
+    "refusal", [TypeError("LLM got an unexpected keyword"), OSError("m is no model\nmore"), NO_SUCH_METHOD]
+)
 def test_what_vllm_refuses_of_a_rollout_is_one_line(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
@@ -143,7 +148,9 @@ def test_what_vllm_refuses_of_a_rollout_is_one_line(
     assert status == 2 and printed == f"agentspec: model m: vLLM refuses it or its options: {why}\n"
 
 
-@pytest.mark.parametrize("refusal", [OSError("m is no model\nmore"), OSError(98, "Address already in use")])
+@pytest.mark.parametrize(
+    "refusal", [OSError("m is no model\nmore"), OSError(98, "Address already in use"), NO_SUCH_METHOD]
+)
 def test_what_vllm_refuses_of_a_server_is_one_line(
     agentspec: Program, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:

@@ -172,7 +172,8 @@ def run_vllm(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", "serve", *arguments]
     try:
         main()
-    except (OSError, ValidationError) as error:  # such as no model of this name, a port in use, a wrong option
+    except (OSError, ValidationError, NotImplementedError) as error:
+        # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
 
