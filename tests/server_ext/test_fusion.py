@@ -575,6 +575,16 @@ class TestFusion:
         assert oracle.rests - before > 0.8 * again.steps
         assert fusion.stats()["rests"] == oracle.rests
 
+    def test_steps_that_leave_a_drafter_out_say_nothing_about_its_time(self, cache: SuffixCache, clock: Clock) -> None:
+        text = TEXT[:100]
+        fusion, oracle = DraftFusion(cache), Whole(text, clock)
+        decode(fusion, cache, [1, 2, 3], text, oracle, unit=0.01)
+        saved, runs = fusion.scheduler.passes.saved(1, 3, 0), len(oracle.launched)
+        oracle.choices = (0,)
+        decode(fusion, cache, [1, 2, 4], text, oracle, unit=0.01)
+        assert len(oracle.launched) == runs
+        assert fusion.scheduler.passes.saved(1, 3, 0) == saved
+
     def test_the_trees_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
         """Its first token tells which of two texts goes on; the trees, which cannot tell, know the rest."""
         stem, one, other = TEXT[:20], TEXT[100:140], TEXT[200:240]

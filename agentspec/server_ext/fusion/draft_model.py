@@ -43,7 +43,7 @@ class StepModel(Protocol):
     ``choices``: None for a model that drafts for the rows asked about, and that can be made to take and score
     proposals. Another one drafts for the whole batch, and its own tokens only; these are then the numbers of tokens
     that it can be asked for in this step, ascending, RESTS among them where it may be left out. The time of the
-    smallest cannot be saved.
+    smallest cannot be saved. 0 alone: it cannot run in this step.
     """
 
     @property

@@ -195,6 +195,8 @@ class DraftFusion:
         cost: float,
     ) -> FusedDrafts:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
+        if list(choices) == [0]:  # it is left out of this step, which says nothing about its time
+            return FusedDrafts(drafts)
         rooms, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
         tokens = self.scheduler.choose_tokens(rows.states, expected, rooms, worth, choices, pace)
         chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens > 0 else []
