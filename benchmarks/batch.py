@@ -82,7 +82,7 @@ class Turn:
 
     name: str
     session: str
-    group: str
+    group: str | None
     text: Tokens
     begin: int
     end_token: int
@@ -230,7 +230,7 @@ def sessions(recorded: Sequence[dict[str, Any]]) -> Iterator[list[Turn]]:
                 Turn(
                     name=f"{copy}-{session}-{number}",
                     session=f"{copy}-{session}",
-                    group=f"{copy}-{call['group']}",
+                    group=None if call["group"] is None else f"{copy}-{call['group']}",
                     text=(np.concatenate([call["prompt"], call["response"]]) + shift) % VOCABULARY,
                     begin=len(call["prompt"]),
                     end_token=(END_TOKEN + shift) % VOCABULARY,

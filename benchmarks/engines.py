@@ -10,6 +10,7 @@ import arctic
 from report import positive
 from trace_files import VOCABULARY, records
 
+from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import METHODS, Call, ModelShape, ReplayEngine, fitting_length
 
 
@@ -62,15 +63,23 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def short_calls(options: argparse.Namespace, workload: str) -> Iterator[Call]:
-    """Yield the workload's calls, in file order, whose prompt has at most `--max-prompt` tokens."""
+    """Yield the workload's calls, in file order, whose prompt has at most `--max-prompt` tokens.
+
+    Calls without a response are left out. Raises ConfigurationError for a token beyond the models' vocabulary.
+    """
     for record in records(options.traces, workload):
-        if len(record["prompt"]) <= options.max_prompt:
-            yield Call(
-                session=f"{workload}-{record['session']}",
-                prompt=record["prompt"],
-                response=record["response"],
-                group=f"{workload}-{record['group']}",
-            )
+        prompt, response, group = (record[name] for name in ("prompt", "response", "group"))
+        if len(prompt) > options.max_prompt or not len(response):
+            continue
+        largest = max(int(text.max()) for text in (prompt, response) if len(text))
+        if largest >= VOCABULARY:
+            raise ConfigurationError(f"{workload}: token id {largest}; the random models know {VOCABULARY:,} tokens")
+        yield Call(
+            session=f"{workload}-{record['session']}",
+            prompt=prompt,
+            response=response,
+            group=None if group is None else f"{workload}-{group}",
+        )
 
 
 def start_engines(

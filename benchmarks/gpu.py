@@ -95,7 +95,7 @@ def read_calls(options: argparse.Namespace, workload: str, batch: int) -> list[C
                 session=f"{call.session}-{batch}",
                 prompt=_shifted(call.prompt, shift),
                 response=_shifted(call.response, shift),
-                group=f"{call.group}-{batch}",
+                group=None if call.group is None else f"{call.group}-{batch}",
             )
         )
         wanted -= len(call.response)

@@ -10,12 +10,12 @@ machine. Output is a list of {figure, value, target, met}. Target: found groups 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import islice
 from typing import Any
 
 import engines
 from report import exit_status, positive, print_json, print_table, say
-from trace_files import records
+from trace_files import samples_by_problem
 
 from agentspec.cache import DraftPolicy, SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
@@ -37,10 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Count and print."""
     _native.watch_clock(False)  # a late machine must not change the counts
-    problems = [
-        list(samples)
-        for _, samples in groupby(records(options.traces, options.workload), key=lambda record: record["group"])
-    ][: options.problems]
+    problems = list(islice(samples_by_problem(options.traces, options.workload), options.problems))
     found = PromptGroups(max_bytes=1 << 24)
     steps = {
         name: count(problems, options.at_once, naming)

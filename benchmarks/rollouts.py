@@ -18,14 +18,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import groupby
+from itertools import islice
 from typing import Any
 
 import arctic
 import engines
 import numpy as np
 from report import exit_status, positive, print_json, print_table, save, say, speed_ratio
-from trace_files import VOCABULARY, records
+from trace_files import VOCABULARY, samples_by_problem
 
 from agentspec.errors import ConfigurationError
 from agentspec.testing.replay import (
@@ -80,13 +80,8 @@ def run(options: argparse.Namespace) -> None:
 def read_epochs(options: argparse.Namespace) -> Epochs:
     """Return the calls of each epoch. Raises ConfigurationError if the recording has too few samples."""
     wanted = options.samples * options.epochs
-    problems: list[list[dict[str, Any]]] = []
-    for _, group in groupby(records(options.traces, options.workload), key=lambda record: record["group"]):
-        samples = list(group)
-        if len(samples) >= wanted:
-            problems.append(samples[:wanted])
-        if len(problems) == options.problems:
-            break
+    enough = (samples for samples in samples_by_problem(options.traces, options.workload) if len(samples) >= wanted)
+    problems = [samples[:wanted] for samples in islice(enough, options.problems)]
     if len(problems) < options.problems:
         raise ConfigurationError(
             f"--problems {options.problems}: {options.workload} has {len(problems)} problems with {wanted} samples; "

@@ -14,12 +14,12 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import engines
 from report import exit_status, positive, print_json, print_table, say
-from trace_files import records
+from trace_files import samples_by_problem
 
 from agentspec.cache import SuffixCache, _native
 from agentspec.cache.policy import MAX_DRAFT
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Count and print."""
     _native.watch_clock(False)  # a late machine must not change the counts
-    groups = groupby(records(options.traces, options.workload), key=lambda record: str(record["group"]))
-    problems = list(islice((list(islice(samples, SAMPLES * EPOCHS)) for _, samples in groups), options.problems))
+    found = islice(samples_by_problem(options.traces, options.workload), options.problems)
+    problems = [samples[: SAMPLES * EPOCHS] for samples in found]
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
         for fixed in FIXED:

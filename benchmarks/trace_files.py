@@ -2,8 +2,9 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.errors import ConfigurationError
+from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.errors import AgentSpecError, ConfigurationError
+from agentspec.identifiers import check_session_id
 from agentspec.simulate import Call
 
 Tokens = NDArray[np.int32]
@@ -37,16 +40,53 @@ def known(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(".tok.npz") for path in folder.glob("*.tok.npz"))
 
 
-def records(folder: Path, workload: str) -> Iterable[dict[str, Any]]:
-    """Return the workload's records from load.py's `tokens`. Raises ConfigurationError naming the option."""
+def records(folder: Path, workload: str) -> Iterator[dict[str, Any]]:
+    """Yield the workload's records from load.py's `tokens`, with every field that README.md names.
+
+    `prompt` and `response` are int32 arrays. `turn` is 0 and `group` None where a record has none.
+    Raises ConfigurationError naming the option, or the record and its field, and where no record has a response.
+    """
     loader = folder / "load.py"
     if not loader.is_file():
         raise ConfigurationError(f"--traces {folder}: there is no load.py in it")
     names = known(folder)
     if workload not in names:
-        raise ConfigurationError(f"--workload {workload!r} is not in {folder}; there are: {', '.join(names)}")
-    found: Iterable[dict[str, Any]] = _module(loader).tokens(workload)
-    return found
+        raise ConfigurationError(f"--traces {folder}: there is no workload {workload!r}, only {', '.join(names)}")
+    place = f"--traces {folder}: {workload}"
+    tokens = 0
+    for number, record in enumerate(_module(loader).tokens(workload), 1):
+        try:
+            checked = _checked(record)
+        except KeyError as error:
+            raise ConfigurationError(f"{place}, record {number}: has no field {error}") from None
+        except AgentSpecError as error:
+            raise ConfigurationError(f"{place}, record {number}: {error}") from None
+        tokens += len(checked["response"])
+        yield checked
+    if not tokens:
+        raise ConfigurationError(f"{place}: no record has a response")
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    check_session_id(str(record["session"]))
+    group = record.get("group")
+    if group is not None:
+        check_session_id(str(group), "group")
+    texts = {name: as_tokens(record[name], name, MAX_VOCAB) for name in ("prompt", "response")}
+    return {"session": record["session"], "turn": record.get("turn", 0), "group": group, **texts}
+
+
+def samples_by_problem(folder: Path, workload: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield the samples of each problem: records with the same group that stand together, and have a response.
+
+    Raises ConfigurationError as `records` does, and for a record without a group.
+    """
+    for group, samples in groupby(records(folder, workload), key=lambda record: record["group"]):
+        if group is None:
+            raise ConfigurationError(f"--workload {workload}: has a record without a group, which names its problem")
+        said = [sample for sample in samples if len(sample["response"])]
+        if said:
+            yield said
 
 
 def calls(folder: Path, workload: str, tenant: str | None = None) -> Iterator[Call]:
@@ -56,7 +96,7 @@ def calls(folder: Path, workload: str, tenant: str | None = None) -> Iterator[Ca
             line=line,
             session=str(record["session"]),
             turn=record["turn"],
-            group=str(record["group"]),
+            group=None if record["group"] is None else str(record["group"]),
             tenant=tenant,
             prompt=record["prompt"],
             response=record["response"],
@@ -77,8 +117,9 @@ def documents(folder: Path) -> Iterator[Tokens]:
 
 
 def fingerprint(folder: Path, workload: str) -> str:
-    """Return a hash of a workload's file, by which to recognize counts of another version of it."""
-    return hashlib.sha256((folder / f"{workload}.tok.npz").read_bytes()).hexdigest()[:16]
+    """Return a hash of load.py and a workload's file, by which to recognize counts of another version of them."""
+    files = (folder / "load.py", folder / f"{workload}.tok.npz")
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
 
 
 @cache

@@ -1,10 +1,11 @@
 """The comparing benchmarks: what they count, what they print, and errors that name the remedy."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -72,8 +73,58 @@ def test_a_folder_without_traces_is_named(tmp_path: Path, traces: Path) -> None:
         list(trace_files.records(traces, "gone"))
 
 
+def _record_with(traces: Path, workload: str, *records: str) -> None:
+    """Let load.py yield these records, which are written in Python."""
+    trace_files._module.cache_clear()
+    (traces / "load.py").write_text(f"def tokens(name):\n    return [{', '.join(records)}]\n")
+
+
+def test_a_record_without_group_and_turn_has_none_and_lists_become_arrays(traces: Path) -> None:
+    _record_with(traces, "chat_mtbench", '{"session": 7, "prompt": [1, 2], "response": [3]}')
+    (call,) = trace_files.calls(traces, "chat_mtbench")
+    assert (call.session, call.turn, call.group) == ("7", 0, None)
+    assert call.prompt.dtype == call.response.dtype == np.int32
+    with pytest.raises(ConfigurationError, match=r"chat_mtbench.* without a group"):
+        list(trace_files.samples_by_problem(traces, "chat_mtbench"))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"session": 0, "prompt": [1]}', "record 1: has no field 'response'"),
+        ('{"session": 0, "prompt": "hi", "response": [1]}', "record 1: prompt: give an int32 array"),
+        ('{"session": 0, "prompt": [1], "response": [-1]}', r"record 1: response\[0\] is -1"),
+        ('{"session": "a\\n", "prompt": [1], "response": [1]}', "record 1: session: control character"),
+        ('{"session": 0, "prompt": [1], "response": []}', "no record has a response"),
+        ("", "no record has a response"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(
+    traces: Path, record: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _record_with(traces, "chat_mtbench", record)
+    peers = str(traces / "peer")
+    assert drafting.main(["--traces", str(traces), "--workloads", "chat_mtbench", "--peer-dir", peers]) == 2
+    assert re.search(f"error: --traces .*chat_mtbench.*{message}", capsys.readouterr().err)
+
+
+def test_a_call_without_a_response_says_nothing_to_the_peer(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
+    said = '{"session": 0, "prompt": [5], "response": [7, 8, 9, 7, 8, 9, 7, 8, 2]}'
+    _record_with(traces, "chat_mtbench", said)
+    counts = drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench")
+    _record_with(traces, "chat_mtbench", said, '{"session": 0, "prompt": [5], "response": []}')
+    monkeypatch.setattr(_Cache, "stop_request", lambda self, name: self.ended.append(self.held.pop(name)))
+    assert drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench") == counts, "counted again: load.py is new"
+    assert _Cache.ended == [[7, 8, 9, 7, 8, 9, 7, 8, 2], []]
+
+
 class _Cache:
     """Drafts what followed the last token earlier in the response: three tokens of 7, 8, 9, 7, …"""
+
+    ended: ClassVar[list[list[int]]] = []
 
     def __init__(self, max_tree_depth: int) -> None:
         self.held: dict[int, list[int]] = {}
