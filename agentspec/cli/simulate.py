@@ -33,7 +33,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(help="Recorded calls, one JSON object a line (.jsonl or .jsonl.gz).")],
+    file: Annotated[Path, typer.Argument(help="Recorded calls, one JSON object a line; gzip may have compressed it.")],
     tenant: Annotated[
         str | None, typer.Option(help="Whose traffic it is, in place of the records' own tenants.")
     ] = None,
@@ -56,7 +56,12 @@ def simulate(
     min_token_prob: Annotated[float | None, typer.Option(help="arctic: least probability of a draft.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Replay recorded conversations through the cache, with greedy verification against what was recorded."""
+    """Replay recorded conversations through the cache, with greedy verification against what was recorded.
+
+    A line has "session", "prompt" and "response" as text, or "prompt_token_ids" and "response_token_ids".
+    The prompt is all that the model saw, or with "continues": true what follows the session's last answer.
+    "group" and "tenant" are optional. docs/sdk.md shows such a file.
+    """
     from agentspec.cache import SuffixCache, _native  # imported here: other commands need no compiled core
 
     arctic = {

@@ -3,9 +3,9 @@
     {"session": "fix-42", "turn": 0, "prompt_token_ids": [...], "response_token_ids": [...]}
     {"session": "fix-42", "turn": 1, "continues": true, "prompt_token_ids": [...], "response_token_ids": [...]}
 
-`group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only what
-follows the session's previous prompt and response. Text (`prompt`, `response`) takes the place of token ids where a
-tokenizer is given. Fields of other names are left alone.
+`turn`, `group` (several runs of one problem) and `tenant` are optional. With `"continues": true` the prompt is only
+what follows the session's previous prompt and response. Text (`prompt`, `response`) takes the place of token ids where
+a tokenizer is given. Fields of other names are left alone.
 """
 
 import gzip
@@ -27,6 +27,9 @@ from agentspec.identifiers import check_session_id
 Progress = Callable[[int], None]
 Tokenizer = Callable[[str], Sequence[int]]
 
+_GZIP = b"\x1f\x8b"
+"""First bytes of a file that gzip compressed."""
+
 
 class Record(BaseModel):
     """Hold one line of the file, as it stands there."""
@@ -34,7 +37,7 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     session: str | int
-    turn: int = Field(ge=0)
+    turn: int = Field(default=0, ge=0)
     group: str | int | None = None
     tenant: str | None = None
     continues: bool = False
@@ -66,8 +69,8 @@ def read_calls(
 ) -> Iterator[Call]:
     """Yield the file's calls one by one. Only the last text of each session stays in memory.
 
-    A file whose name ends in .gz is decompressed. `tenant` replaces the records' own. `progress` gets the number of
-    bytes read so far. Raises InvalidInputError naming file, line and field.
+    A file that gzip compressed is decompressed, whatever its name is. `tenant` replaces the records' own. `progress`
+    gets the number of bytes read so far. Raises InvalidInputError naming file, line and field.
     """
     last: dict[tuple[str | None, str], Int32Array] = {}
     for line, text in _lines(path, progress):
@@ -114,7 +117,8 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]
     """Yield every line that is not blank, with its number, counted from 1."""
     try:
         with path.open("rb") as raw:
-            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]
+            compressed = path.suffix == ".gz" or raw.peek(2)[:2] == _GZIP
+            lines: BinaryIO = gzip.GzipFile(fileobj=raw) if compressed else raw  # type: ignore[assignment]
             for number, text in enumerate(lines, 1):
                 if progress is not None and raw.seekable():  # a pipe has no position
                     progress(raw.tell())

@@ -89,6 +89,22 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -
         list(read_calls(file))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.GZ", "a"])
+def test_a_compressed_file_of_another_name_is_read_too(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(json.dumps(_record()).encode()))
+    assert [call.response.tolist() for call in read_calls(tmp_path / name)] == [[3]]
+
+
+def test_the_records_of_the_guide_can_be_read(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "sdk.md").read_text(encoding="utf-8")
+    records = guide.partition("### Recorded conversations")[2].partition("```json\n")[2].partition("```")[0]
+    file = tmp_path / "calls.jsonl"
+    file.write_text(records, encoding="utf-8")
+    first, second, third = read_calls(file, tokenizer=lambda text: list(text.encode()))
+    assert bytes(second.prompt.tolist()).startswith(bytes([*first.prompt.tolist(), *first.response.tolist()]))
+    assert (first.session, second.session, third.session) == ("fix-42", "fix-42", "fix-43")
+
+
 @pytest.mark.parametrize("content", [None, b"\x1f\x8b\x08\x00 broken", b"plain"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "a.jsonl.gz"
