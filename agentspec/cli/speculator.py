@@ -1,6 +1,8 @@
 """Define ``agentspec speculator``: show a draft model, and reduce its head to the tokens that a tenant uses."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +37,8 @@ def add_to(app: typer.Typer) -> None:
 @_commands.command()
 def show(speculator: SpeculatorArgument, as_json: JsonOption = False) -> None:
     """Show what a checkpoint holds, and what a draft reads from memory."""
-    from agentspec.server_ext.speculator import load_speculator
+    with _packages():
+        from agentspec.server_ext.speculator import load_speculator
 
     _print(speculator, _facts(load_speculator(speculator)), as_json)
 
@@ -54,10 +57,11 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Keep only the head's rows of the tokens that occur most in the tenant's stored sessions."""
-    import torch
+    with _packages():
+        import torch
 
-    from agentspec.server_ext.speculator import load_speculator, save_speculator
-    from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head, special_tokens
+        from agentspec.server_ext.speculator import load_speculator, save_speculator
+        from agentspec.server_ext.speculator.vocabulary import choose_vocabulary, prune_head, special_tokens
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out}: is there and not an empty folder; name another")
@@ -87,6 +91,17 @@ def prune(
         "bytes_a_position_after": after,
     }
     _print(str(out), figures, as_json)
+
+
+@contextmanager
+def _packages() -> Iterator[None]:
+    """Raise ConfigurationError, which says what to install, where torch cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError(
+            f"draft models need more packages ({error}): pip install 'agentspec[train]'"
+        ) from error
 
 
 def _settings(given: dict[str, Any]) -> Settings:

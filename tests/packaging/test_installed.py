@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -107,6 +108,31 @@ def test_the_core_and_the_client_import_neither_torch_nor_vllm() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("serve MODEL", "serve MODEL --config FILE.yaml", "rollout FILE.jsonl --model MODEL", "train FILE.yaml"),
+        *("speculator show FOLDER", "speculator prune FOLDER OUT --model MODEL"),
+    ],
+)
+def test_a_command_whose_packages_are_missing_says_what_to_install(command: str, tmp_path: Path) -> None:
+    (tmp_path / "FILE.jsonl").write_text('{"id": "a", "prompt": "hello"}\n')
+    (tmp_path / "FILE.yaml").write_text("{}")
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'yaml')));"
+        "from agentspec.cli import main; main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "AGENTSPEC_STORE": "memory://"},
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    assert "pip install 'agentspec[" in ran.stderr
 
 
 def test_the_command_prints_its_help() -> None:

@@ -78,9 +78,11 @@ def _plain(name: str) -> str:
 
 def _read_file(path: Any) -> dict[str, Any]:
     """Return a file's options, with dashes. An unreadable file is empty: vLLM says what is wrong with it."""
-    import yaml  # vLLM needs it
-
     if not path or not str(path).endswith((".yaml", ".yml")):
+        return {}
+    try:
+        import yaml  # vLLM needs it
+    except ImportError:  # so vLLM is missing, which `run_vllm` says
         return {}
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -164,10 +164,7 @@ def run_vllm(arguments: Sequence[str]) -> None:
     try:
         from vllm.entrypoints.cli.main import main
     except ImportError as error:
-        raise ConfigurationError(
-            f"vLLM cannot be imported ({error}); install it with: pip install 'agentspec[server]' "
-            "(on a machine without CUDA its CPU build: see 'Supported' in the README)"
-        ) from error
+        raise without_vllm(error) from error
     name_cpu_build()
     sys.argv = ["vllm", "serve", *arguments]
     try:
@@ -176,6 +173,14 @@ def run_vllm(arguments: Sequence[str]) -> None:
         # Such as no model of this name, a port in use, a wrong option, a method that the model has no layers for.
         logger.debug("agentspec: vLLM ended with an error", exc_info=True)
         raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
+
+
+def without_vllm(error: ImportError) -> ConfigurationError:
+    """Return the error that says how to install vLLM."""
+    return ConfigurationError(
+        f"vLLM cannot be imported ({error}); install it with: pip install 'agentspec[server]' "
+        "(on a machine without CUDA its CPU build: see 'Supported' in the README)"
+    )
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
-from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+from agentspec.server_ext.vllm_adapter.launch import uses_agentspec, without_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,14 @@ class OfflineEngine:
 
     @classmethod
     def start(cls, model: str, **options: Any) -> "OfflineEngine":
-        """Make the engine. options: as ``vllm.LLM`` takes them. Raises ConfigurationError for what vLLM refuses."""
-        from vllm import LLM
+        """Make the engine. options: as ``vllm.LLM`` takes them.
 
+        Raises ConfigurationError for what vLLM refuses, and where there is no vLLM.
+        """
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise without_vllm(error) from error
         try:
             return cls(LLM(model, **options))
         except AgentSpecError:
