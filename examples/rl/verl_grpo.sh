@@ -3,7 +3,7 @@
 #
 # Not run: it needs GPUs. The option names are those of verl's main branch of January 2026 (0.8.0.dev); its pinned vLLM is
 # older than the 0.28 that agentspec needs, so install vLLM yourself:
-#   pip install verl "agentspec[server]"
+#   pip install verl "PATH/TO/CHECKOUT[server]"
 # Data as for verl's own examples: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 #
 # The last lines are what agentspec needs. verl makes its engines in Ray actors, so the switch goes to Ray's workers:
