@@ -25,7 +25,7 @@ from drafters import DEPTH, MAX_DRAFT, TENANT, Counts, OtherDrafters, Setting, b
 from report import Row, add_options, more, names, pin, say, show
 from trace_files import WORKLOADS, calls
 
-from agentspec.cache import DraftPolicy, SuffixCache, _native
+from agentspec.cache import DraftPolicy, SuffixCache
 from agentspec.errors import AgentSpecError
 from agentspec.simulate import simulate
 
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     pin(options.cpu)
-    _native.watch_clock(False)  # calls that the clock ends early would make the counts depend on the machine
     try:
         others = OtherDrafters(options.traces, options.peer_dir, options.peer_sweep)
         rows = []
@@ -72,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentSpecError as error:
         say(f"error: {error}")
         return 2
-    finally:
-        _native.watch_clock(True)
     show(rows, "drafting: ours beside the others", options.json)
     return 0
 

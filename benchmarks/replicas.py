@@ -29,7 +29,8 @@ from typing import Any
 from report import names, positive, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, calls
 
-from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache, _native
+from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache.core import without_clock
 from agentspec.cache.store import LogNames, open_store
 from agentspec.cache.tokens import TokenIds
 from agentspec.cache.types import Scope
@@ -182,8 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(traces: Path, store: str, workload: str) -> list[Row]:
     """Return the rows of one recording: one replica first, then each number of them, spread and shared both ways."""
-    _native.watch_clock(False)  # calls that the clock ends early would make the counts depend on the machine
-    try:
+    with without_clock():
         one = replay(traces, workload, 1, "by session", store, shared=True)
         rows = [_row(workload, 1, "by session", True, one, one)]
         for count, spread, shared in product(REPLICAS, SPREADS, (True, False)):
@@ -191,8 +191,6 @@ def measure(traces: Path, store: str, workload: str) -> list[Row]:
                 _row(workload, count, spread, shared, replay(traces, workload, count, spread, store, shared), one)
             )
         return rows
-    finally:
-        _native.watch_clock(True)
 
 
 def replay(traces: Path, workload: str, count: int, spread: str, store: str, shared: bool) -> Figures:

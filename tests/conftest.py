@@ -11,11 +11,10 @@ def clock_off() -> Iterator[None]:
 
     By the clock, a slow machine would index text later than a test expects. It runs in processes that tests start.
     """
-    from agentspec.cache import _native
+    from agentspec.cache.core import without_clock
 
-    _native.watch_clock(False)
-    yield
-    _native.watch_clock(True)
+    with without_clock():
+        yield
 
 
 @pytest.fixture

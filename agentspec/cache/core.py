@@ -3,6 +3,10 @@
 Importing this raises ConfigurationError where the core cannot be loaded, with the remedy.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_tokens
 from agentspec.cache.types import UInt64Array
 from agentspec.errors import ConfigurationError, first_line
@@ -15,7 +19,7 @@ except ImportError as error:
         "(Debian, Ubuntu: apt-get install g++) and reinstall agentspec"
     ) from error
 
-__all__ = ["HASH_BLOCK", "PreparedSession", "context_hashes", "draft_value", "native"]
+__all__ = ["HASH_BLOCK", "PreparedSession", "context_hashes", "draft_value", "native", "without_clock"]
 
 PreparedSession = native.PreparedSession
 """The indexes of a session that `SuffixCache.prepare` built and `SuffixCache.adopt` takes. bytes(): its memory."""
@@ -25,6 +29,28 @@ draft_value = native.draft_value
 
 HASH_BLOCK: int = native.HASH_BLOCK
 """Tokens between the boundaries of a context whose hashes name a turn's `block`."""
+
+
+_without_clock = 0
+_counting = threading.Lock()
+
+
+@contextmanager
+def without_clock() -> Iterator[None]:
+    """Let no call of any cache in this process end by the clock, so that a slow machine drafts what a fast one does.
+
+    A step may then take long. Uses may overlap, in any threads.
+    """
+    global _without_clock
+    with _counting:
+        _without_clock += 1
+        native.watch_clock(False)
+    try:
+        yield
+    finally:
+        with _counting:
+            _without_clock -= 1
+            native.watch_clock(_without_clock == 0)
 
 
 def context_hashes(tokens: TokenIds, parent: int = 0, kept: int = 0) -> UInt64Array:

@@ -62,7 +62,7 @@ def simulate(
     The prompt is all that the model saw, or with "continues": true what follows the session's last answer.
     "group" and "tenant" are optional. docs/sdk.md shows such a file.
     """
-    from agentspec.cache import SuffixCache, _native  # imported here: other commands need no compiled core
+    from agentspec.cache import SuffixCache  # imported here: other commands need no compiled core
 
     arctic = {
         "max_depth": max_depth,
@@ -83,11 +83,7 @@ def simulate(
             tenant=tenant,
             progress=lambda done: progress.update(task, completed=done),
         )
-        _native.watch_clock(False)  # otherwise a slow machine indexes later and drafts less
-        try:
-            figures = replay(calls, SuffixCache(policy=policy), scope=scope)
-        finally:
-            _native.watch_clock(True)
+        figures = replay(calls, SuffixCache(policy=policy), scope=scope)
     if not figures.tokens:
         raise InvalidInputError(f"{file}: no record with a response in it; give a file of JSON lines")
     if as_json:

@@ -223,7 +223,7 @@ class Forecaster:
     def _replay(
         self, figures: _SessionFigures, session: str, group: str | None, prompt: Int32Array, response: Int32Array
     ) -> None:
-        from agentspec.cache import SuffixCache, _native  # imported here: most clients never ask for a forecast
+        from agentspec.cache import SuffixCache  # imported here: most clients never ask for a forecast
         from agentspec.simulate import Call, simulate
 
         if not len(response):
@@ -232,12 +232,8 @@ class Forecaster:
             self._cache = SuffixCache(max_bytes=_MAX_BYTES)
         self._replayed += 1
         name = session or f"no session {self._replayed}"
-        _native.watch_clock(False)  # otherwise a slow machine indexes later and drafts less
-        try:
-            call = Call(self._replayed, name, 0, group, None, prompt, response)
-            figures.add(simulate([call], self._cache, prefill_steps=True))
-        finally:
-            _native.watch_clock(True)
+        call = Call(self._replayed, name, 0, group, None, prompt, response)
+        figures.add(simulate([call], self._cache, prefill_steps=True))
 
     def _in_tokens(self, sent: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> tuple[Int32Array, Int32Array]:
         parts = [self._texts.tokens_of(_shown(message)) for message in sent]

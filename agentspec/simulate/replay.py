@@ -96,12 +96,15 @@ def simulate(
     accepted tokens and the one after them. Drafts may run past the end of the response, as in an engine, which does
     not know it; those tokens count as drafted. scope: the sources of drafts beside a call's own text. prefill_steps:
     whether the first token of a response takes a step of its own, without a draft, as in an engine, where the step that
-    reads the prompt gives it.
+    reads the prompt gives it. The counts are the same on every machine.
     """
+    from agentspec.cache.core import without_clock  # imported here: the records can be read without the core
+
     figures = Figures()
     limit = cache.policy.max_draft if max_draft is None else max_draft
-    for call in calls:
-        _replay(call, cache, limit, scope, figures, prefill_steps)
+    with without_clock():
+        for call in calls:
+            _replay(call, cache, limit, scope, figures, prefill_steps)
     stats = cache.stats()
     figures.bytes_per_token = stats.bytes / stats.tokens if stats.tokens else 0.0
     return figures

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from agentspec.cache import DraftPolicy, Scope, SuffixCache
+from agentspec.cache.core import without_clock
 from agentspec.simulate import Call, Durations, Figures, simulate
 
 
@@ -78,6 +79,16 @@ def test_calls_are_taken_one_by_one() -> None:
             yield _call(line, _tokens(line, 10), _tokens(line + 10, 5))
 
     assert simulate(calls(), cache).tokens == 15
+
+
+@pytest.mark.usefixtures("clock_on")
+def test_a_machine_that_is_slow_drafts_the_same() -> None:
+    """By the clock, the middle of a long prompt would be indexed some steps later."""
+    prompt = _tokens(1, 200_000)
+    call = _call(1, prompt, prompt[100_000:100_300])
+    figures = simulate([call], SuffixCache())
+    with without_clock():
+        assert figures.steps == simulate([call], SuffixCache()).steps
 
 
 def test_an_empty_response_is_no_step() -> None:
