@@ -192,20 +192,32 @@ def readable(file: Path, remove: Path | None = None) -> Iterator[None]:
 
 def _gather(config: TrainingConfig, folder: Path, answer: Answer) -> Corpus:
     data = config.data
-    train = _read(data.sources, config, folder / "answers", answer)
+    train = _some(_read(data.sources, config, folder / "answers", answer), "sources", data)
     if data.eval_sources:
         held_out = _read(data.eval_sources, config, folder / "held-out-answers", answer)
-    else:
-        share = data.train_eval_split[1]
-        held_out = [conversation for conversation in train if _place(conversation.session) < share]
-        train = [conversation for conversation in train if _place(conversation.session) >= share]
-    for name, part in (("data.sources", train), ("data.eval_sources or data.train_eval_split", held_out)):
+        return Corpus(train, _some(held_out, "eval_sources", data))
+    share = data.train_eval_split[1]
+    parts = Corpus(
+        train=[conversation for conversation in train if _place(conversation.session) >= share],
+        held_out=[conversation for conversation in train if _place(conversation.session) < share],
+    )
+    for name, part in (("trained on", parts.train), ("held out", parts.held_out)):
         if not part:
             raise InvalidInputError(
-                f"{name}: no session with a response of two tokens or more within data.max_length "
-                f"({data.max_length}); give more data"
+                f"data.train_eval_split: of {len(train)} conversations none is {name}; give more sessions, other "
+                "shares, or data.eval_sources"
             )
-    return Corpus(train, held_out)
+    return parts
+
+
+def _some(found: list[Conversation], field: str, data: Data) -> list[Conversation]:
+    """Return these conversations. Raises InvalidInputError if there is none."""
+    if not found:
+        raise InvalidInputError(
+            f"data.{field}: no session with a response of two tokens or more within data.max_length "
+            f"({data.max_length}); give more data"
+        )
+    return found
 
 
 def _read(sources: Sequence[Source], config: TrainingConfig, answers: Path, answer: Answer) -> list[Conversation]:

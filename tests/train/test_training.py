@@ -212,3 +212,12 @@ def test_a_target_that_was_trained_on_in_place_is_read_again(settings: dict[str,
     weights = load_file(copied / "model.safetensors")
     save_file({name: 2 * value for name, value in weights.items()}, copied / "model.safetensors")
     assert folder_of(config) != before
+
+
+def test_a_split_that_leaves_a_side_empty_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = settings["data"]["sources"][0]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(Path(source["path"]).read_text().splitlines(keepends=True)[:3]))
+    source["path"] = str(few)
+    with pytest.raises(ValueError, match=r"data\.train_eval_split: of 1 conversations none is (held out|trained on)"):
+        train(TrainingConfig.model_validate(settings), QUIET)
