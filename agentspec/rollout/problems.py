@@ -51,7 +51,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    row = json.loads(line.decode())
+                    row = json.loads(line.decode("utf-8-sig"))  # a byte order mark may be in front
                 except (ValueError, RecursionError) as error:
                     raise InvalidInputError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
                 yield f"{path}, line {number}", row

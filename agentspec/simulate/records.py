@@ -177,4 +177,12 @@ def _tokens(name: str, ids: list[int] | None, text: str | None, tokenizer: Token
         raise InvalidInputError(f"{name}_token_ids: missing; give it, or `{name}` as text and --tokenizer")
     if tokenizer is None:
         raise InvalidInputError(f"{name}: is text; give --tokenizer, or {name}_token_ids in its place")
-    return as_tokens(tokenizer(text), name, MAX_VOCAB)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(f"{name}: holds half of a surrogate pair, which is no text") from None
+    try:
+        found = tokenizer(text)
+    except Exception as error:  # the libraries raise whatever they like
+        raise InvalidInputError(f"{name}: the tokenizer refuses it: {first_line(error)}") from error
+    return as_tokens(found, name, MAX_VOCAB)

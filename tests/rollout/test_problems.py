@@ -33,6 +33,12 @@ def test_a_prompt_is_a_text_a_chat_or_token_ids(tmp_path: Path) -> None:
     assert verl.prompt == CHAT and verl.fields == {"reward_model": {"ground_truth": "4"}}
 
 
+def test_a_file_may_begin_with_a_byte_order_mark_and_have_the_lines_of_windows(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "prompt": "x"}\r\n\r\n{"id": "b", "prompt": "y"}\r\n')
+    assert [problem.id for problem in read_problems(path)] == ["a", "b"]
+
+
 def test_parquet_holds_the_same(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

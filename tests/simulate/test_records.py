@@ -126,6 +126,14 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
         assert (call.prompt.tolist(), call.response.tolist()) == ([0, 1, 2], [2, 3])
 
 
+def test_a_text_that_is_none_is_named(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.jsonl", {"session": "s", "prompt": "a", "response": "half of a pair: \ud83d"})
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 1: response: holds half of a surrogate pair"):
+        list(read_calls(file, tokenizer=lambda text: list(map(ord, text))))
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 1: prompt: the tokenizer refuses it: invalid literal"):
+        list(read_calls(file, tokenizer=lambda text: [int(text)]))
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
