@@ -46,12 +46,7 @@ def records(folder: Path, workload: str) -> Iterator[dict[str, Any]]:
     `prompt` and `response` are int32 arrays. `turn` is 0 and `group` None where a record has none.
     Raises ConfigurationError naming the option, or the record and its field, and where no record has a response.
     """
-    loader = folder / "load.py"
-    if not loader.is_file():
-        raise ConfigurationError(f"--traces {folder}: there is no load.py in it")
-    names = known(folder)
-    if workload not in names:
-        raise ConfigurationError(f"--traces {folder}: there is no workload {workload!r}, only {', '.join(names)}")
+    loader, _ = _files(folder, workload)
     place = f"--traces {folder}: {workload}"
     tokens = 0
     for number, record in enumerate(_module(loader).tokens(workload), 1):
@@ -65,6 +60,17 @@ def records(folder: Path, workload: str) -> Iterator[dict[str, Any]]:
         yield checked
     if not tokens:
         raise ConfigurationError(f"{place}: no record has a response")
+
+
+def _files(folder: Path, workload: str) -> tuple[Path, Path]:
+    """Return load.py and the workload's file. Raises ConfigurationError if one of them is not there."""
+    loader, names = folder / "load.py", known(folder)
+    if not loader.is_file():
+        raise ConfigurationError(f"--traces {folder}: there is no load.py in it")
+    if workload not in names:
+        there = f"there are {', '.join(names)}" if names else "there is no .tok.npz in it"
+        raise ConfigurationError(f"--traces {folder}: no workload {workload!r}; {there}")
+    return loader, folder / f"{workload}.tok.npz"
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +123,12 @@ def documents(folder: Path) -> Iterator[Tokens]:
 
 
 def fingerprint(folder: Path, workload: str) -> str:
-    """Return a hash of load.py and a workload's file, by which to recognize counts of another version of them."""
-    files = (folder / "load.py", folder / f"{workload}.tok.npz")
-    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
+    """Return a hash of load.py and a workload's file, by which to recognize counts of another version of them.
+
+    Raises ConfigurationError if one of them is not there.
+    """
+    digests = (hashlib.sha256(file.read_bytes()).digest() for file in _files(folder, workload))
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 @cache

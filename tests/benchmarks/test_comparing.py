@@ -73,6 +73,16 @@ def test_a_folder_without_traces_is_named(tmp_path: Path, traces: Path) -> None:
         list(trace_files.records(traces, "gone"))
 
 
+def test_recordings_of_other_names_are_named_where_the_default_ones_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drafting, "pin", lambda cpu: None)
+    (tmp_path / "load.py").write_text("")
+    (tmp_path / "mine.tok.npz").touch()
+    assert drafting.main(["--traces", str(tmp_path), "--peer-dir", str(tmp_path)]) == 2
+    assert "no workload 'react_hotpot'; there are mine" in capsys.readouterr().err
+
+
 def _record_with(traces: Path, workload: str, *records: str) -> None:
     """Let load.py yield these records, which are written in Python."""
     trace_files._module.cache_clear()
@@ -100,8 +110,14 @@ def test_a_record_without_group_and_turn_has_none_and_lists_become_arrays(traces
     ],
 )
 def test_a_record_that_cannot_be_used_is_named(
-    traces: Path, record: str, message: str, capsys: pytest.CaptureFixture[str]
+    traces: Path,
+    record: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(drafting, "pin", lambda cpu: None)
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_ListingCache))
     _record_with(traces, "chat_mtbench", record)
     peers = str(traces / "peer")
     assert drafting.main(["--traces", str(traces), "--workloads", "chat_mtbench", "--peer-dir", peers]) == 2
@@ -111,20 +127,19 @@ def test_a_record_that_cannot_be_used_is_named(
 def test_a_call_without_a_response_says_nothing_to_the_peer(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_Cache))
-    said = '{"session": 0, "prompt": [5], "response": [7, 8, 9, 7, 8, 9, 7, 8, 2]}'
+    monkeypatch.setattr(arctic, "load", lambda folder: SimpleNamespace(SuffixDecodingCache=_ListingCache))
+    said_tokens = [7, 8, 9, 7, 8, 9, 7, 8, 2]
+    said = f'{{"session": 0, "prompt": [5], "response": {said_tokens}}}'
     _record_with(traces, "chat_mtbench", said)
     counts = drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench")
     _record_with(traces, "chat_mtbench", said, '{"session": 0, "prompt": [5], "response": []}')
-    monkeypatch.setattr(_Cache, "stop_request", lambda self, name: self.ended.append(self.held.pop(name)))
+    monkeypatch.setattr(_ListingCache, "ended", [])
     assert drafters.OtherDrafters(traces, tmp_path).settings("chat_mtbench") == counts, "counted again: load.py is new"
-    assert _Cache.ended == [[7, 8, 9, 7, 8, 9, 7, 8, 2], []]
+    assert _ListingCache.ended == [said_tokens, []]
 
 
 class _Cache:
     """Drafts what followed the last token earlier in the response: three tokens of 7, 8, 9, 7, …"""
-
-    ended: ClassVar[list[list[int]]] = []
 
     def __init__(self, max_tree_depth: int) -> None:
         self.held: dict[int, list[int]] = {}
@@ -143,6 +158,15 @@ class _Cache:
         begin = cycle.index(last) + 1 if last in cycle and self.held[name] else 0
         count = 3 if settings["min_token_prob"] < 0.3 and self.held[name] else 0
         return SimpleNamespace(token_ids=[cycle[(begin + k) % 3] for k in range(count)])
+
+
+class _ListingCache(_Cache):
+    """Lists what requests have said."""
+
+    ended: ClassVar[list[list[int]]] = []
+
+    def stop_request(self, name: int) -> None:
+        self.ended.append(self.held.pop(name))
 
 
 def test_the_peers_settings_are_counted_in_one_pass(
