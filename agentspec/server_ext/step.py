@@ -28,11 +28,16 @@ class Repetition:
     times: int
     least: int = 0
 
-    def end_of(self, response: list[int], first: int) -> int | None:
-        """Return how many tokens the response has where it ends, more than ``first``; None if it does not end."""
-        for length in range(max(first + 1, self.least), len(response) + 1):
+    def end_of(self, response: Sequence[int] | Int32, first: int) -> int | None:
+        """Return how many tokens the response has where it ends, more than ``first``; None if it does not end.
+
+        Only tokens that a repetition behind ``first`` can hold are read, however long the response is.
+        """
+        begin = max(first - self.longest * self.times, 0)
+        tail = np.asarray(response[begin:]).tolist()
+        for length in range(max(first + 1, self.least), begin + len(tail) + 1):
             for size in range(self.shortest, min(self.longest, length // self.times) + 1):
-                repeated = response[length - size * self.times : length]
+                repeated = tail[length - begin - size * self.times : length - begin]
                 if repeated[size:] == repeated[:-size]:
                     return length
         return None
