@@ -1,7 +1,7 @@
 """Queue records on their way from the store into the cache."""
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,11 +60,14 @@ class Loaded:
 
 
 class ReadyRecords:
-    """Hold what was read until the engine takes it. Thread-safe. max_bytes: limit of all together."""
+    """Hold what was read until the engine takes it. Thread-safe. max_bytes: limit of all together.
+
+    Sessions, groups and corpora take turns, so that a short session does not wait for a group of thousands of records.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._waiting: deque[Loaded] = deque()
+        self._waiting: OrderedDict[Wanted, deque[Loaded]] = OrderedDict()  # whose turn it is comes first
         self.bytes = 0
         """memory of the records that wait, roughly"""
         self._taken: Loaded | None = None
@@ -76,7 +79,7 @@ class ReadyRecords:
         with self._room:
             self._room.wait_for(lambda: self._closed or self.bytes < self._max_bytes)
             loaded.drop(forgotten)
-            self._waiting.append(loaded)
+            self._waiting.setdefault(loaded.wanted, deque()).append(loaded)
             self.bytes += loaded.size
 
     def has_any(self) -> bool:
@@ -90,7 +93,10 @@ class ReadyRecords:
         with self._room:
             if not self._waiting:
                 return None
-            self._taken = self._waiting.popleft()
+            wanted, batches = self._waiting.popitem(last=False)
+            self._taken = batches.popleft()
+            if batches:
+                self._waiting[wanted] = batches
             self.bytes -= self._taken.size
             self._room.notify_all()
             return self._taken
@@ -98,16 +104,17 @@ class ReadyRecords:
     def holds(self, wanted: Wanted) -> bool:
         """Return whether ``take`` will return records of what is wanted."""
         with self._room:
-            return any(loaded.wanted == wanted for loaded in self._waiting)
+            return wanted in self._waiting
 
     def forget(self, session: str) -> None:
         """Drop the records of an erased session, and note it in what was taken last."""
         with self._room:
             if self._taken is not None:
                 self._taken.forgotten.add(session)
-            for loaded in self._waiting:
+            waiting = [loaded for batches in self._waiting.values() for loaded in batches]
+            for loaded in waiting:
                 loaded.drop({session})
-            self.bytes = sum(loaded.size for loaded in self._waiting)
+            self.bytes = sum(loaded.size for loaded in waiting)
 
     def close(self) -> None:
         """Let nobody wait any more."""
