@@ -4,8 +4,8 @@ A file has a write-ahead log with ``synchronous=NORMAL``. Once an append returns
 process (kill -9). A power cut or kernel crash can lose the latest records but leaves the file consistent. The file must
 not lie on a network file system.
 
-Erased payloads leave no byte behind (sqlite_file.py). Several engines may follow one file: `PRAGMA data_version` tells
-that another connection wrote.
+Erased payloads leave no byte behind (sqlite_file.py). Several engines may follow one file: `PRAGMA data_version`
+changes when another connection has written.
 """
 
 import json
@@ -27,7 +27,6 @@ from agentspec.cache.store.base import (
     SessionUsage,
     Trimmed,
     Usage,
-    bad_cursor,
     check_namespace,
     check_read,
     conflict,
@@ -35,15 +34,22 @@ from agentspec.cache.store.base import (
 )
 from agentspec.cache.store.breaker import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
+from agentspec.cache.store.sqlite_entries import (
+    SLICE_BYTES,
+    beyond_limits,
+    cursor_of,
+    delete,
+    insert,
+    newest_of,
+    sequence_of,
+)
 from agentspec.cache.store.sqlite_file import (
     FRONT,
-    OVERFLOW,
     PAGE_SIZE,
     connect,
     create_schema,
     empty_log,
     enter_wal,
-    padded,
     pragma,
     prepare_file,
     store_errors,
@@ -51,9 +57,7 @@ from agentspec.cache.store.sqlite_file import (
 )
 from agentspec.errors import StoreError, StoreUnavailableError
 
-_ROWS = 64  # entries that a read takes at once
-_SLICE_ENTRIES = 256
-_SLICE_BYTES = 1 << 20
+_ROWS = 64  # entries that a read fetches at once
 _FREE_PAGES = 256  # left in the file for the next records
 _POLL_SECONDS = 0.01  # between two looks at whether anybody wrote
 
@@ -78,17 +82,17 @@ class _Database:
     def append(self, namespace: str, entries: Sequence[NewEntry], *, expect: str | None = None) -> list[str]:
         check_namespace(namespace)
         if expect is not None:
-            expected, newest = expected_session(entries), _parse_cursor("expect", expect)
+            expected, newest = expected_session(entries), sequence_of("expect", expect)
         now = time.time()
         with self._write() as connection, transaction(connection):
-            if expect is not None and _newest(connection, namespace, expected) != newest:
+            if expect is not None and newest_of(connection, namespace, expected) != newest:
                 raise conflict(expected)
             found, courtesy = [], Courtesy()
             for entry in entries:
-                found.append(_insert(connection, namespace, entry, now))
+                found.append(insert(connection, namespace, entry, now))
                 courtesy.pause()
             self._make_room(connection)
-        return [_cursor(sequence) for sequence in found]
+        return [cursor_of(sequence) for sequence in found]
 
     def read(
         self,
@@ -105,7 +109,7 @@ class _Database:
             where, values = "namespace = ? AND session = ? AND erased = 0", [namespace, session]
         elif group is not None:
             where, values = "namespace = ? AND grouped = ?", [namespace, group]
-        return self._pages(where, values, _parse_cursor("after", after), newest)
+        return self._pages(where, values, sequence_of("after", after), newest)
 
     def sessions(self, namespace: str) -> list[SessionUsage]:
         check_namespace(namespace)
@@ -121,10 +125,10 @@ class _Database:
         with self._read() as connection:
             query = "SELECT max(sequence) FROM entries WHERE namespace = ?"
             (newest,) = connection.execute(query, (namespace,)).fetchone()
-        return "" if newest is None else _cursor(newest)
+        return "" if newest is None else cursor_of(newest)
 
     def wait(self, cursors: Mapping[str, str], timeout: float) -> list[str]:
-        places = json.dumps({check_namespace(name): _parse_cursor("cursors", at) for name, at in cursors.items()})
+        places = json.dumps({check_namespace(name): sequence_of("cursors", at) for name, at in cursors.items()})
         query = (
             "SELECT key FROM json_each(?) WHERE EXISTS"
             " (SELECT 1 FROM entries WHERE namespace = key AND sequence > json_each.value)"
@@ -144,20 +148,19 @@ class _Database:
             " ORDER BY sequence"
         )
         with self._read() as connection:
-            rows = connection.execute(query, (check_namespace(namespace), _parse_cursor("after", after)))
-            return {session: _cursor(sequence) for session, sequence in rows}
+            rows = connection.execute(query, (check_namespace(namespace), sequence_of("after", after)))
+            return {session: cursor_of(sequence) for session, sequence in rows}
 
     def history(self, namespace: str, after: str) -> History:
         check_namespace(namespace)
         query = "SELECT (SELECT min(sequence) FROM entries), (SELECT seq FROM sqlite_sequence WHERE name = 'entries')"
         with self._read() as connection:
             oldest, last = connection.execute(query).fetchone()
-        cursor, last = _parse_cursor("after", after), last or 0
+        cursor, last = sequence_of("after", after), last or 0
         if cursor > last:  # of a file that was here before
             return "lost"
-        return (
-            "whole" if cursor >= (last if oldest is None else oldest - 1) else "trimmed"
-        )  # the oldest of all logs goes
+        # Trimming removes the oldest entries of all logs, so any log may have lost what is older than the oldest one.
+        return "whole" if cursor >= (last if oldest is None else oldest - 1) else "trimmed"
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:
         # Each step of the recursion is a search in the index of namespaces, so that a long log costs no more.
@@ -177,14 +180,14 @@ class _Database:
         theirs = "SELECT sequence FROM entries WHERE namespace = ? AND session = ? AND erased = ?"
         with self._write() as connection:
             with transaction(connection):
-                removed = _delete(connection, theirs, (namespace, session, 0))
+                removed = delete(connection, (theirs, (namespace, session, 0)))
                 marked = connection.execute(theirs, (namespace, session, 1)).fetchone()
                 tombstone = marked[0] if marked else None
                 if mark:
-                    _delete(connection, theirs, (namespace, session, 1))
+                    delete(connection, (theirs, (namespace, session, 1)))
                     entry = NewEntry(session, encode(EraseRecord(session)))
-                    tombstone = _insert(connection, namespace, entry, time.time(), erased=True)
-            return Erasure(removed, empty_log(connection), None if tombstone is None else _cursor(tombstone))
+                    tombstone = insert(connection, namespace, entry, time.time(), erased=True)
+            return Erasure(removed, empty_log(connection), None if tombstone is None else cursor_of(tombstone))
 
     def secret(self) -> bytes:
         with self._write() as connection, transaction(connection):
@@ -201,22 +204,22 @@ class _Database:
     def trim(self, retention: Retention) -> Trimmed:
         with self._write() as connection:
             with transaction(connection):
-                query = _oldest(connection, retention)
-                removed = _delete(connection, *query) if query else 0
+                query = beyond_limits(connection, retention)
+                removed = delete(connection, query) if query else 0
             if removed:
                 self._trimmed = True
                 return Trimmed(removed, True)
             if pragma(connection, "freelist_count") > _FREE_PAGES:
                 self._trimmed = True
                 # `execute` would stop after the first page, because the statement has rows without columns
-                connection.executescript(f"PRAGMA incremental_vacuum({_SLICE_BYTES // PAGE_SIZE})")
+                connection.executescript(f"PRAGMA incremental_vacuum({SLICE_BYTES // PAGE_SIZE})")
                 return Trimmed(0, True)
             if self._trimmed:
                 self._trimmed = not empty_log(connection)  # only a checkpoint makes the file smaller
             return Trimmed(0, False)
 
     def losses(self) -> Losses:
-        return Losses()  # SQLite loses nothing unless the file does, and then it says so
+        return Losses()  # a damaged file is an error of each call; SQLite loses no record silently
 
     def ping(self) -> None:
         with self._read() as connection:
@@ -256,7 +259,7 @@ class _Database:
             with self._read() as connection:
                 rows = connection.execute(page, (*values, low, high)).fetchall()
             for sequence, session, payload, group in rows:
-                yield Entry(_cursor(sequence), session, payload, group)
+                yield Entry(cursor_of(sequence), session, payload, group)
             if len(rows) < _ROWS:
                 return
             low = rows[-1][0] + 1
@@ -304,15 +307,15 @@ class SQLiteStore(_Database):
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         with super()._write() as connection:
-            if _file_at(self._path) != self._file:  # SQLite would go on in the file without a name, which ends with it
+            if _file_at(self._path) != self._file:  # SQLite would write to a file that has no name and is lost at close
                 raise StoreUnavailableError(f"{self._path}: another file has taken its place; restart to use that one")
             yield connection
 
 
 class MemoryStore(_Database):
-    """Implement Store in this process's memory, for tests and for servers that must not write.
+    """Implement Store in this process's memory, for tests and for servers that must not write to disk.
 
-    It deletes the oldest entries beyond ``max_bytes``. held_bytes: memory that it takes, as of the latest append.
+    The store deletes its oldest entries beyond ``max_bytes``. held_bytes: memory that it took at the latest append.
     """
 
     shared = False
@@ -329,84 +332,13 @@ class MemoryStore(_Database):
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
         retention = Retention(bytes=self._max_bytes)
-        while query := _oldest(connection, retention):
-            if _delete(connection, *query) == 0:
+        while query := beyond_limits(connection, retention):
+            if delete(connection, query) == 0:
                 break
         self.held_bytes = pragma(connection, "page_count") * PAGE_SIZE
 
 
 def _file_at(path: Path) -> tuple[int, int]:
-    """Return what tells a file from others that have its name later. Raises OSError if there is none."""
+    """Return a file's device and inode, which tell it from a later file of its name. Raises OSError without a file."""
     found = path.stat()
     return found.st_dev, found.st_ino
-
-
-_Query = tuple[str, tuple[str | int | float, ...]]
-
-
-def _insert(
-    connection: sqlite3.Connection, namespace: str, entry: NewEntry, created: float, *, erased: bool = False
-) -> int:
-    sequence = connection.execute(
-        "INSERT INTO entries (namespace, session, grouped, created, erased, size) VALUES (?, ?, ?, ?, ?, ?)",
-        (namespace, entry.session, entry.group, created, erased, len(entry.payload)),
-    ).lastrowid
-    assert sequence is not None
-    connection.execute("INSERT INTO payloads VALUES (?, ?)", (sequence, padded(entry.payload)))
-    return sequence
-
-
-def _delete(connection: sqlite3.Connection, query: str, values: tuple[str | int | float, ...]) -> int:
-    """Delete the entries whose sequences the query selects. Return their number."""
-    connection.execute(f"DELETE FROM payloads WHERE sequence IN ({query})", values)
-    return connection.execute(f"DELETE FROM entries WHERE sequence IN ({query})", values).rowcount
-
-
-def _oldest(connection: sqlite3.Connection, retention: Retention) -> _Query | None:
-    """Return the query of a slice of entries beyond the limits, or None if all are within."""
-    if retention.days is not None:
-        cutoff = time.time() - retention.days * 86_400
-        if connection.execute("SELECT 1 FROM entries WHERE created < ? LIMIT 1", (cutoff,)).fetchone():
-            return "SELECT sequence FROM entries WHERE created < ? ORDER BY created LIMIT ?", (cutoff, _SLICE_ENTRIES)
-    count = 0
-    if retention.records is not None:
-        (held,) = connection.execute("SELECT count(*) FROM entries").fetchone()
-        count = held - retention.records
-    if retention.bytes is not None and count < _SLICE_ENTRIES:
-        used = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE
-        if used > retention.bytes:
-            count = max(count, _entries_of(connection, min(used - retention.bytes, _SLICE_BYTES)))
-    if count <= 0:
-        return None
-    return "SELECT sequence FROM entries ORDER BY sequence LIMIT ?", (min(count, _SLICE_ENTRIES),)
-
-
-def _entries_of(connection: sqlite3.Connection, size: int) -> int:
-    """Return how many of the oldest entries hold about this many bytes; at least 1."""
-    count = 0
-    for (held,) in connection.execute("SELECT size FROM entries ORDER BY sequence LIMIT ?", (_SLICE_ENTRIES,)):
-        count += 1
-        size -= held + OVERFLOW // 2
-        if size <= 0:
-            break
-    return max(count, 1)
-
-
-def _newest(connection: sqlite3.Connection, namespace: str, session: str) -> int:
-    """Return the sequence of a session's newest entry; 0 if it has none."""
-    query = "SELECT max(sequence) FROM entries WHERE namespace = ? AND session = ? AND erased = 0"
-    (newest,) = connection.execute(query, (namespace, session)).fetchone()
-    return newest or 0
-
-
-def _cursor(sequence: int) -> str:
-    return f"{sequence:020d}"  # padded, so that string order is numeric order
-
-
-def _parse_cursor(name: str, cursor: str | None) -> int:
-    """Return the row number of a cursor, or 0 for none, which is before every row."""
-    if not cursor:
-        return 0
-    if not (cursor.isascii() and cursor.isdigit()):
-        raise bad_cursor(name, cursor)
-    return int(cursor)

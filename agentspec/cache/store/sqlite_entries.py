@@ -1,0 +1,88 @@
+"""Read and write the entries of an SQLite store: for each record a row in `entries` and its payload in `payloads`."""
+
+import sqlite3
+import time
+
+from agentspec.cache.store.base import NewEntry, Retention, bad_cursor
+from agentspec.cache.store.sqlite_file import OVERFLOW, PAGE_SIZE, padded, pragma
+
+SLICE_BYTES = 1 << 20
+"""About the most payload bytes that one slice of trimming removes."""
+_SLICE_ENTRIES = 256
+
+Query = tuple[str, tuple[str | int | float, ...]]
+"""An SQL query that selects sequences, and its values."""
+
+
+def insert(
+    connection: sqlite3.Connection, namespace: str, entry: NewEntry, created: float, *, erased: bool = False
+) -> int:
+    """Insert an entry and return its sequence. created: seconds since the epoch. erased: the entry is a tombstone."""
+    sequence = connection.execute(
+        "INSERT INTO entries (namespace, session, grouped, created, erased, size) VALUES (?, ?, ?, ?, ?, ?)",
+        (namespace, entry.session, entry.group, created, erased, len(entry.payload)),
+    ).lastrowid
+    assert sequence is not None
+    connection.execute("INSERT INTO payloads VALUES (?, ?)", (sequence, padded(entry.payload)))
+    return sequence
+
+
+def delete(connection: sqlite3.Connection, query: Query) -> int:
+    """Delete the entries that the query selects. Return their number."""
+    sequences, values = query
+    connection.execute(f"DELETE FROM payloads WHERE sequence IN ({sequences})", values)
+    return connection.execute(f"DELETE FROM entries WHERE sequence IN ({sequences})", values).rowcount
+
+
+def beyond_limits(connection: sqlite3.Connection, retention: Retention) -> Query | None:
+    """Return a query for a slice of the oldest entries beyond the limits; None if all entries are within them."""
+    if retention.days is not None:
+        cutoff = time.time() - retention.days * 86_400
+        if connection.execute("SELECT 1 FROM entries WHERE created < ? LIMIT 1", (cutoff,)).fetchone():
+            return "SELECT sequence FROM entries WHERE created < ? ORDER BY created LIMIT ?", (cutoff, _SLICE_ENTRIES)
+    count = 0
+    if retention.records is not None:
+        (held,) = connection.execute("SELECT count(*) FROM entries").fetchone()
+        count = held - retention.records
+    if retention.bytes is not None and count < _SLICE_ENTRIES:
+        used = (pragma(connection, "page_count") - pragma(connection, "freelist_count")) * PAGE_SIZE
+        if used > retention.bytes:
+            count = max(count, _oldest_within(connection, min(used - retention.bytes, SLICE_BYTES)))
+    if count <= 0:
+        return None
+    return "SELECT sequence FROM entries ORDER BY sequence LIMIT ?", (min(count, _SLICE_ENTRIES),)
+
+
+def _oldest_within(connection: sqlite3.Connection, size: int) -> int:
+    """Return how many of the oldest entries hold about this many bytes; at least 1."""
+    count = 0
+    for (held,) in connection.execute("SELECT size FROM entries ORDER BY sequence LIMIT ?", (_SLICE_ENTRIES,)):
+        count += 1
+        size -= held + OVERFLOW // 2
+        if size <= 0:
+            break
+    return max(count, 1)
+
+
+def newest_of(connection: sqlite3.Connection, namespace: str, session: str) -> int:
+    """Return the sequence of a session's newest entry; 0 if the session has none."""
+    query = "SELECT max(sequence) FROM entries WHERE namespace = ? AND session = ? AND erased = 0"
+    (newest,) = connection.execute(query, (namespace, session)).fetchone()
+    return newest or 0
+
+
+def cursor_of(sequence: int) -> str:
+    """Return the cursor of an entry: its sequence, padded so that string order is numeric order."""
+    return f"{sequence:020d}"
+
+
+def sequence_of(name: str, cursor: str | None) -> int:
+    """Return the sequence of a cursor; 0, which is before all entries, for none.
+
+    Raises InvalidInputError, naming the argument ``name``, for anything that is not a cursor.
+    """
+    if not cursor:
+        return 0
+    if not (cursor.isascii() and cursor.isdigit()):
+        raise bad_cursor(name, cursor)
+    return int(cursor)
