@@ -1,6 +1,6 @@
-"""Load the compiled core (csrc/), and give what of it works without a cache.
+"""Load the compiled core (csrc/), and export those of its functions that need no cache.
 
-Importing this raises ConfigurationError where the core cannot be loaded, with the remedy.
+Importing this module raises ConfigurationError, with the remedy, where the core cannot be loaded.
 """
 
 import threading

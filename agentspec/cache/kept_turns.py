@@ -37,22 +37,22 @@ class KeptTurns:
     def restore(self, turn: FinishedTurn, *, held_only: bool = False) -> None:
         """Add a stored turn to the indexes, as if it had run here. Restoring it again changes nothing.
 
-        held_only: add it only to what the cache holds of its session, named group and tenant, and count none of them as
-        used. A turn that another process has just stored is restored so: what is not held is loaded when a request
-        names it.
-        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds a
-        turn without a name as far as its text is new, and group and tenant if any of that was. Turns may come in any
-        order. In order they take the least memory. Raises InvalidInputError, InvalidTokenError or InvalidSessionError
-        for a turn that cannot be right, and then changes nothing.
+        held_only: add the turn only to those of its session, named group and tenant that the cache holds, and count
+        none of them as used. Use it for a turn that another process has just stored: a session that the cache does not
+        hold is loaded when a request names it.
+        Session, group and tenant each add a named turn (`writer`, `number`) unless they hold it. The session adds the
+        new part of the text of a turn without a name, and group and tenant add such a turn if there was a new part.
+        Turns may come in any order; in order they take the least memory. Raises InvalidInputError, InvalidTokenError or
+        InvalidSessionError for a turn that cannot be right, and then changes nothing.
         """
         names, (place, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         self._core.restore(*names.keys(), turn.owner, *place, tail, response, turn.record, held_only)
 
     def prepare(self, turns: Sequence[FinishedTurn]) -> PreparedSession:
-        """Index stored turns of one session beside the cache, from which `adopt` takes them. No step waits for it.
+        """Index stored turns of one session beside the cache, for `adopt`. No step waits for it.
 
-        Any thread may call it. The turns are all that is known of the session, in order. Raises as `restore` does, and
-        InvalidInputError unless they name one session of one tenant.
+        turns: all known turns of the session, in order. Any thread may call it. Raises as `restore` does, and
+        InvalidInputError unless the turns name one session of one tenant.
         """
         if len({(turn.tenant, turn.session) for turn in turns}) != 1 or turns[0].session is None:
             raise InvalidInputError("turns: give those of one session")
@@ -66,7 +66,7 @@ class KeptTurns:
         return prepared
 
     def adopt(self, prepared: PreparedSession, of: FinishedTurn) -> bool:
-        """Put a prepared session into the cache, in place of what that holds of it. of: any of its turns.
+        """Put a prepared session into the cache, in place of the session's text there. of: any of its turns.
 
         Afterwards `restore` its turns, which brings them to their groups and tenant. Returns False, and does nothing,
         if the cache holds turns of the session that were not prepared, or if the session's budget does not hold all of
@@ -77,10 +77,10 @@ class KeptTurns:
     def learn_from(self, turn: FinishedTurn) -> int:
         """Learn from a turn of another process how its drafts would have fared here. Return the number of its tokens.
 
-        What a replica learns by its own requests alone is a part of what all of them teach. Call this before `restore`,
-        in any thread: it takes some microseconds a token, and holds steps up for less than a tenth of a millisecond at
-        a time. It keeps nothing of the turn and returns 0 for one that is not of scope "tenant", whose tenant the cache
-        does not know, or that it holds already. Raises InvalidTokenError or InvalidSessionError.
+        So every replica learns from the requests of all. Call this before `restore`, in any thread: it takes some
+        microseconds a token, and holds steps up for less than a tenth of a millisecond at a time. It keeps nothing of
+        the turn. It returns 0 for a turn that is not of scope "tenant", that the cache holds already, or whose tenant
+        the cache does not know. Raises InvalidTokenError or InvalidSessionError.
         """
         names, (_, tail, response) = Names.of(turn), as_turn(turn, self._vocab_size)
         return self._core.learn_from(*names.keys(), tail, response, turn.record, self._cost(None))
@@ -91,7 +91,7 @@ class KeptTurns:
         texts: int32 arrays or sequences of int. max_bytes: most memory that they may take; texts beyond that are left
         out. The memory counts in the cache's budget. Nothing is ever added to the corpus or evicted from it, and
         snapshots leave it out; a second call replaces it. Any thread may call it while steps run. The texts are indexed
-        in the calling thread, before any is drafted from. The fixed rule does not draft from them. Raises
+        in the calling thread, before any is drafted from. ArcticInference's rule does not draft from them. Raises
         InvalidTokenError for an illegal token; then the corpus is as before.
         """
         index, taken, tokens, size, left_out = native.PublicIndex(), 0, 0, 0, 0
@@ -140,8 +140,8 @@ class KeptTurns:
     ) -> bool:
         """Return whether the store may hold turns of a session, named group or family that were not restored yet.
 
-        family: its root session. Name one of them, or none for the tenant's corpus. That is so until `mark_loaded` says
-        otherwise, and again when the session, the group, the family or all of the corpus was evicted.
+        family: its root session. Name one of them, or none for the tenant's corpus. The answer is True until
+        `mark_loaded` is called for it, and again once it was evicted: for the corpus, all of it.
         """
         return self._core.needs_load(*keys_to_load(tenant, session, group, family))
 
@@ -155,12 +155,12 @@ class KeptTurns:
     ) -> None:
         """Note that all that the store holds of a session, named group, family or tenant's corpus was restored.
 
-        Name as in `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
+        Name it as for `needs_load`. Does nothing where the cache holds neither text nor a running request of it.
         """
         self._core.mark_loaded(*keys_to_load(tenant, session, group, family))
 
     def tenants(self) -> list[str | None]:
-        """Return the tenants that the cache knows, least recently used first. None: of requests that name none."""
+        """Return the known tenants, least recently used first. None: the tenant of requests without one."""
         return [tenant or None for tenant in self._core.tenants()]
 
     def begin_weights(self) -> None:
@@ -196,10 +196,10 @@ class KeptTurns:
         return total
 
     def index_until_closed(self) -> None:
-        """Do the work of `catch_up` as soon as there is some, until `close` is called. It is for a thread of its own.
+        """Do the work of `catch_up` whenever some waits, until `close` is called. Call it in a thread of its own.
 
-        Calls that an engine waits for go first: the work leaves the lock to them within some 50 microseconds. On Linux
-        the thread gets the lowest priority.
+        Calls that an engine waits for go first: the thread releases the lock within some 50 microseconds. On Linux the
+        thread gets the lowest priority.
         """
         self._core.index_until_closed()
 
@@ -210,10 +210,11 @@ class KeptTurns:
     def save(self, path: str | Path, *, identity: str = "", note: bytes = b"") -> None:
         """Write sessions, groups, tenants and what was learned to a file, without running requests.
 
+        identity: what the snapshot can be used with, such as a model and a policy; loading compares it. note: loading
+        returns it.
         Another thread may call it while steps run: it holds them up for less than half a millisecond at a time. It
-        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it.
-        identity: what the snapshot is good for, such as a model and a policy; loading compares it. note: given back by
-        loading. Raises SnapshotError if the file cannot be written, or because sessions are erased all the time.
+        writes beside `path` and then renames, so the file is never incomplete, and only its owner can read it. Raises
+        SnapshotError if the file cannot be written, or because sessions are erased all the time.
         """
         try:
             for _ in range(_SAVE_TRIES):

@@ -1,4 +1,4 @@
-"""Remember the running requests of a cache: the core's slot of each, and what it was started with."""
+"""Remember the running requests of a cache: the core's slot of each, and the session, group and tenant of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class RunningRequest:
     names: Names
 
 
-class RunningRequests:
+class RequestSlots:
     """Hold the running requests by id, and give each a slot of the core, a small number that no other has."""
 
     def __init__(self) -> None:
@@ -55,7 +55,9 @@ class RunningRequests:
 
     def add(self, request_id: str, names: Names) -> None:
         """Add a request in the free slot."""
-        self._by_id[request_id] = RunningRequest(self._free.pop() if self._free else len(self._by_id), names)
+        self._by_id[request_id] = RunningRequest(self.free_slot(), names)
+        if self._free:
+            self._free.pop()
 
     def get(self, request_id: str) -> RunningRequest:
         """Return a request. Raises UnknownRequestError if it is not running."""

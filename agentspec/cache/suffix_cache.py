@@ -23,7 +23,7 @@ from agentspec.cache.core import native
 from agentspec.cache.kept_turns import KeptTurns
 from agentspec.cache.names import Names, name_in
 from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
-from agentspec.cache.running import BatchHandle, RunningRequests
+from agentspec.cache.running import BatchHandle, RequestSlots
 from agentspec.cache.tokens import (
     MAX_VOCAB,
     Rows,
@@ -67,11 +67,11 @@ class SuffixCache(KeptTurns):
     (None: no limit). max_tokens: a further limit on the tokens that are kept of finished requests. per_tenant,
     per_session: budgets of a single tenant and session. The least recently used sessions and groups and the oldest part
     of a tenant's index are evicted first, but nothing of an owner (`start`) who holds less than half of what owners
-    hold on average. Of what a running request drafts from, the older half goes where nothing else is left. A session
-    over its own budget keeps its newest part, and so does its family. vocab_size: token ids must be below it (None:
-    below 2**31). history: how long groups and tenants draft from a response, at most; older ones go when a request
-    names their group or tenant, up to 256 each time (None: they stay). A session's own text stays, and stored turns
-    count as written when they are restored. Raises ConfigurationError for a value out of range.
+    hold on average. Where nothing else is left to evict, a session or group that a running request drafts from loses
+    its older half. A session over its own budget keeps its newest part, and so does its family. vocab_size: token ids
+    must be below it (None: below 2**31). history: how long groups and tenants draft from a response, at most; older
+    ones go when a request names their group or tenant, up to 256 each time (None: they stay). A session's own text
+    stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SuffixCache(KeptTurns):
         window = (UNIT_NUMBERS[history.unit], history.size) if history else (0, 0)
         core = native.Core(policy=policy, limits=limits, vocab_size=vocab_size, window=window)
         super().__init__(core, policy, vocab_size)
-        self._running = RunningRequests()
+        self._running = RequestSlots()
         self._one_slot: Int32Array = np.zeros(1, np.int32)  # arguments of a call for one request
         self._one_limit: Int32Array = np.zeros(1, np.int32)
 
@@ -241,8 +241,8 @@ class SuffixCache(KeptTurns):
         """
         slots = self._running.slots_of(request_ids)
         length_of, max_draft_of = as_int32(lengths, "lengths", len(slots)), as_int32(max_draft, "max_draft", len(slots))
-        given, chances = as_offers(tokens, probabilities, length_of, self._vocab_size)
-        return Drafts(*self._core.merge_drafts(slots, given, chances, length_of, max_draft_of, self._cost(cost)))
+        offers = as_offers(tokens, probabilities, length_of, self._vocab_size)
+        return Drafts(*self._core.merge_drafts(slots, *offers, length_of, max_draft_of, self._cost(cost)))
 
     def candidates(self, request_id: str) -> list[list[Candidate]]:
         """Return the candidates scored for the request's last draft, one list for each position.
@@ -306,7 +306,8 @@ class SuffixCache(KeptTurns):
         """End a request and keep its response for its session and tenant; return the turn to store, or None.
 
         output_limit: keep only the first so many tokens of the response (engines may decode past a stop).
-        name: writer and number under which the turn will be stored. While the cache holds it, `restore` ignores it.
+        name: writer and number under which the turn will be stored. While the cache holds the turn, `restore` ignores
+        a stored turn of this name.
         The call keeps nothing and returns None under scope "none", under scope "session" without a session, and if
         the session was removed meanwhile.
         """

@@ -110,7 +110,7 @@ def as_turn(turn: FinishedTurn, vocab_size: int) -> tuple[tuple[int, int, int], 
 
 
 def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:
-    """Return whether these are tokens as the core takes them, one at least. It is quick, because each start asks."""
+    """Return whether these are at least one token, in the core's form. Quick, because each start asks."""
     return (
         isinstance(values, np.ndarray)
         and values.dtype == _INT32
@@ -121,7 +121,7 @@ def _is_plain(values: TokenIds, vocab_size: int) -> TypeGuard[Int32Array]:
 
 
 def _all_below(tokens: NDArray[np.integer], vocab_size: int) -> bool:
-    """Return whether all tokens, one at least, are from 0 to vocab_size - 1. Reads int32 once: prompts are long."""
+    """Return whether all tokens, at least one, are from 0 to vocab_size - 1. Reads int32 once: prompts are long."""
     if tokens.dtype == _INT32:
         return int(tokens.view(np.uint32).max()) < vocab_size  # a negative one is 2**31 at least
     return int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
@@ -172,7 +172,7 @@ def as_offers(
             raise InvalidInputError(f"{name}: give an array of {what} [requests, tokens], got {_form_of(array)}")
     if not len(tokens) == len(lengths) or tokens.shape != probabilities.shape:
         raise InvalidInputError(
-            f"tokens, probabilities: give one row a request ({len(lengths)}) and one chance a token, got shapes "
+            f"tokens, probabilities: give one row a request ({len(lengths)}) and one probability a token, got shapes "
             f"{tokens.shape} and {probabilities.shape}"
         )
     columns = tokens.shape[1]

@@ -202,7 +202,7 @@ BAD_OFFERS: list[tuple[dict[str, Any], type[AgentSpecError], str]] = [
     ({"probabilities": np.array([[-0.1, 1.0]])}, InvalidInputError, r"probabilities\[0, 0\] is -0.1"),
     ({"probabilities": np.array([[0.5, np.nan]])}, InvalidInputError, r"probabilities\[0, 1\] is nan"),
     ({"probabilities": np.array([[1, 1]])}, InvalidInputError, "probabilities: .*int64"),
-    ({"probabilities": np.array([[0.5]])}, InvalidInputError, "one chance a token"),
+    ({"probabilities": np.array([[0.5]])}, InvalidInputError, "one probability a token"),
     ({"lengths": [3]}, InvalidInputError, "lengths: must be from 0 to 2"),
     ({"lengths": [-1]}, InvalidInputError, "lengths"),
     ({"lengths": [1, 1]}, InvalidInputError, "lengths"),

@@ -16,8 +16,8 @@ QUEUE_BYTES = 64 << 20
 """Most bytes of records that wait between a store and the program, unless told otherwise."""
 
 History = Literal["whole", "trimmed", "lost"]
-"""What a log has of what came behind a cursor: all; not what retention took; or not what a store lost that was emptied
-or replaced."""
+"""How much a log still has of the entries behind a cursor. "whole": all of them. "trimmed": retention removed some.
+"lost": the store was emptied or replaced."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -74,7 +74,7 @@ class SessionUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Hold what a whole store holds, in entries, and what it takes on disk or in memory, in bytes."""
+    """Hold the size of a whole store: its entries, and the bytes that it takes on disk or in memory."""
 
     records: int
     bytes: int
@@ -84,8 +84,8 @@ class Usage:
 class Losses:
     """Count what a store has lost, as far as this process noticed.
 
-    lost: records that it had acknowledged to this process and does not have any more. missing: entries that it still
-    refers to and that a read did not find.
+    lost: records that the store had acknowledged to this process and no longer has. missing: entries that the store
+    still refers to, but that a read did not find.
     """
 
     lost: int = 0
@@ -182,7 +182,7 @@ class Store(Protocol):
         ...
 
     def history(self, namespace: str, after: str) -> History:
-        """Return what the log still has of all that came behind a cursor, and so whether it tells of every erasure."""
+        """Return how much the log still has of the entries behind a cursor. A whole one tells of every erasure."""
         ...
 
     def namespaces(self, prefix: str = "", *, session: str | None = None) -> list[str]:

@@ -2,9 +2,9 @@
 
 Stores of the first schema are an SQLite file, or all logs of a Redis server under one prefix.
 
-A turn of then named its parent by a length, and its session by its caller's name. It gets a writer, a number, its
-parent's hashes, and keys made with the server's secret. Sessions of callers with API keys cannot be found under new
-keys: what those callers shared in a named tenant is kept without its session, and the rest is left out.
+A turn of the first schema named its parent by a length, and its session by its caller's name. It gets a writer, a
+number, its parent's hashes, and keys made with the server's secret. Sessions of callers with API keys cannot be found
+under new keys: what those callers shared in a named tenant is kept without its session, and the rest is left out.
 
 A server's log was named by the place of its model and by its tenant. It is divided into a log for each tenant.
 """
@@ -53,8 +53,8 @@ _OWNED = re.compile(r"[0-9a-f]{32}(/.*)?", re.DOTALL)  # a principal's digest, o
 class Converted:
     """Count records. converted: written anew. damaged: could not be read. unowned: belong to callers with API keys.
 
-    divided: of these and others, moved to their tenants' logs. kept_as: where the old data still are; None: they are
-    gone.
+    divided: records, these and others, that moved to their tenants' logs. kept_as: where the old data still are; None:
+    they are gone.
     """
 
     converted: int = 0
@@ -278,7 +278,7 @@ def _convert_file(path: Path, secret: str | None, tenant: str | None) -> Convert
 
 
 def _check_kept(old: Path, path: Path) -> None:
-    """Raise StoreError if the name for the old store is taken by another one than this conversion, cut off, left."""
+    """Raise StoreError if the name for the old store is taken, unless by a run of this conversion that was cut off."""
     if old.exists() and not (old.samefile(path) or filecmp.cmp(old, path, shallow=False)):
         raise StoreError(f"{old}: an earlier conversion kept another store here; move it away, and try again")
 

@@ -21,10 +21,10 @@ MAX_LOGS = 256
 """Most logs that a process follows: those used last."""
 
 _WAIT_SECONDS = 0.25  # longest wait for new entries
-_READ_SECONDS = 0.25  # time after which a log that goes on is left, to look at the others and for tombstones further on
+_READ_SECONDS = 0.25  # longest time to read one log before looking at the others, and for tombstones further on
 _SLICE = 64  # most records,
 _SLICE_BYTES = 1 << 20  # and about the most bytes, that are delivered together
-_LEARN_SECONDS = 0.02  # longest time for learning before records are delivered, but for the last one that it is for
+_LEARN_SECONDS = 0.02  # time in each slice in which learning from a record may begin
 _RETRY_SECONDS = 0.05  # pause until a tenant with running requests is looked at again
 _MAX_ERASED = 1024  # erased sessions of a log that are remembered when all of it was read
 _MAX_OWN = 4096  # tombstones of this process that are remembered
@@ -36,7 +36,7 @@ class FollowerStats:
 
     delivered: records of others. learned: those of them that were learned from. skipped: records of this process.
     erased: tombstones applied. damaged, unknown: records that RecordReader skipped. failed: calls to the store that
-    failed. logs: logs that are followed. behind: those of them that held more than was read when it was looked at last.
+    failed. logs: logs that are followed. behind: those of them that had entries left unread at the last look.
     delay_ms: age of the newest record when it was delivered. state: the breaker's.
     """
 
@@ -61,9 +61,10 @@ class FollowerStats:
 class _Log:
     """Hold how far a log was followed.
 
-    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: those applied
+    cursor: of the last entry dealt with. erased: tombstones up to this cursor were applied. applied: tombstones applied
     lately. numbers: for each session erased lately, the number of this process's newest turn when the tombstone was
-    applied. late: sessions with such a turn behind their tombstone, which have to be erased again.
+    applied. late: sessions to erase again, because a turn of this process was on its way then and lies behind their
+    tombstone.
     """
 
     tenant: str | None
@@ -129,8 +130,8 @@ class Follower:
     def begin(self, namespace: str, tenant: str | None, *, used_too: bool = False) -> None:
         """Follow a log from its present end. Call it before the log is read, in a thread that may wait for the store.
 
-        Sessions that others erased, and that have no entry since, are erased here too. used_too: so are those with
-        entries since, because what is here of them may be older than the erasure. Raises StoreError.
+        Sessions that others erased, and that have no entry since, are erased here too. used_too: erase also those that
+        have entries since, because this process may hold text of them from before the erasure. Raises StoreError.
         """
         followed = self.use(check_namespace(namespace))
         if followed and not used_too:
@@ -156,7 +157,7 @@ class Follower:
 
     @contextmanager
     def erasing(self, namespace: str, session: str) -> Iterator[None]:
-        """Erase a session of a log inside: of what was read of it before, nothing is delivered any more."""
+        """Deliver no record of a session that was read before the block ends, in which the store erases the session."""
         with self._wake:
             self._erasing[namespace, session] = False
         try:
@@ -170,7 +171,7 @@ class Follower:
                 self._wake.notify_all()
 
     def is_erasing(self, namespace: str, session: str) -> bool:
-        """Return whether records of a session that were read may be older than its erasure by this process."""
+        """Return whether records read of a session may be older than its erasure by this process."""
         return (namespace, session) in self._erasing
 
     def note_own(self, tombstone: str) -> None:
@@ -303,7 +304,7 @@ class Follower:
         self._deliver(namespace, batch, courtesy)
         log.cursor = at
         log.erased = max(log.erased, at)
-        for remembered in (log.applied, log.numbers):  # before, all of them may be met again
+        for remembered in (log.applied, log.numbers):  # until the log is read to its end, any tombstone may come again
             while len(remembered) > _MAX_ERASED:
                 remembered.popitem(last=False)
         return True
@@ -340,7 +341,7 @@ class Follower:
             return entry_name(cursor) in self._own
 
     def _skip(self, log: _Log, record: TurnRecord) -> None:
-        """Skip a record of this process. If it was on its way when its session was erased, that is erased again."""
+        """Skip a record of this process. If it was on its way when its session was erased, erase the session again."""
         with self._wake:
             self._counts.skipped += 1
         if record.number <= log.numbers.get(record.session, 0):
@@ -363,7 +364,7 @@ class Follower:
             self._counts.delay_ms = delay
 
     def _leave_idlest(self) -> None:
-        """Stop following the logs used longest ago that are too many, if the cache can forget their tenants."""
+        """Stop following the logs used longest ago, where there are too many and the cache can forget their tenants."""
         with self._wake:
             idle = list(self._logs.items())[: max(0, len(self._logs) - self._max_logs)]
         for name, log in idle:

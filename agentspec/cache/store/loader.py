@@ -118,14 +118,14 @@ class _Job:
 class BackgroundLoader:
     """Read sessions, groups and tenants' corpora from a store in a thread.
 
-    No call blocks or raises because of the store. Each request delivers the newest of the store's records, in log
-    order: who applies the records knows which of them it has. A limit on them keeps a session that goes on for ever
-    from pushing out all others each time it comes back. Sessions and groups go before corpora. A read that fails while
+    No call blocks or raises because of the store. Each request delivers the newest of the store's records in log order,
+    also those that the cache holds already: the cache ignores them. A limit on their number keeps an endless session
+    from pushing out all others each time it is loaded. Sessions and groups go before corpora. A read that fails while
     the store answers is put off behind the others, and given up after some tries. Close the loader before the store.
 
-    before_read(namespace, tenant): is
-    called in the loader's thread before a log is read; it may wait for the store and raise its errors. prepare: is
-    called in that thread with all turns of a large session, and returns their indexes, or None if it cannot.
+    before_read(namespace, tenant): called in the loader's thread before a log is read; it may wait for the store and
+    raise its errors. prepare: called in that thread with all turns of a large session; returns their indexes, or None
+    if it cannot.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BackgroundLoader:
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
         self._corpora: deque[_Job] = deque()
-        # what the requests want: sessions and groups until they are read, corpora until they were taken
+        # What was requested: sessions and groups until they are read, corpora until they were taken.
         self._waiting: set[Wanted] = set()
         # sessions and groups until all of them was taken; how many records to read again then, for those that were
         # requested again since they are being read

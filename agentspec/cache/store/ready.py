@@ -26,7 +26,7 @@ class Wanted:
 
     @property
     def is_corpus(self) -> bool:
-        """Return whether it is the tenant's corpus."""
+        """Return whether this names the tenant's corpus."""
         return self.session is None and self.group is None and self.family is None
 
 

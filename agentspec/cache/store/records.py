@@ -11,9 +11,9 @@ fields can be added. Any other change needs a new version. Readers skip versions
 
 ``data`` of a message is its JSON text. ``data`` of a turn is its token ids, prompt tail and response together: the low
 16 bits of each as little-endian numbers, then the third byte of each, then the fourth, all as one raw DEFLATE stream.
-That takes 1.2 to 1.7 bytes a token, measured on recorded agents. Where it would be longer than the plain little-endian
-int32, it is these, and the field ``plain`` says so. No stream unpacks to more than _MOST_RATIO times its length, so
-decoding takes no more memory than a multiple of the payload, whatever its bytes say.
+That takes 1.2 to 1.7 bytes a token, measured on recorded agents. Where the stream would be longer than the token ids as
+little-endian int32, ``data`` holds the latter, and the field ``plain`` is true. No stream unpacks to more than
+_MOST_RATIO times its length, so decoding takes no more memory than a multiple of the payload, whatever its bytes say.
 
 Version 2 is still read: its keys are spelled out, digits are text, and a turn's data are plain.
 """
@@ -99,7 +99,7 @@ class TurnRecord:
 
     @property
     def shared_by(self) -> str | None:
-        """Return the key of the group, or else the family, that drafts from it: the store finds it by this, too."""
+        """Return the key of the group, or else the family, that drafts from the turn. Stores find the turn by it."""
         return self.group if self.group is not None and self.scope == "tenant" else self.family
 
     @property
@@ -109,7 +109,7 @@ class TurnRecord:
 
     @property
     def size(self) -> int:
-        """Bytes that the record takes in memory, roughly."""
+        """Return roughly how many bytes the record takes in memory."""
         return _TURN_BYTES + self.prompt_tail.nbytes + self.response.nbytes
 
 
@@ -128,7 +128,7 @@ class MessageRecord:
 
     @property
     def size(self) -> int:
-        """Bytes that the record takes in memory, roughly."""
+        """Return roughly how many bytes the record takes in memory."""
         return _MESSAGE_BYTES + _json_size(self.message)
 
 
@@ -144,19 +144,19 @@ class CutRecord:
 
     @property
     def size(self) -> int:
-        """Bytes that the record takes in memory, roughly."""
+        """Return roughly how many bytes the record takes in memory."""
         return _MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class EraseRecord:
-    """Mark that a session was erased. session: its key in the store; its name is nowhere."""
+    """Mark that a session was erased. session: its key in the store; its name is not stored."""
 
     session: str
 
     @property
     def size(self) -> int:
-        """Bytes that the record takes in memory, roughly."""
+        """Return roughly how many bytes the record takes in memory."""
         return _MESSAGE_BYTES
 
 
@@ -246,7 +246,7 @@ def _open(envelope: object) -> tuple[int, str, bytes, bytes]:
 
 
 def _named(fields: object) -> dict[str, Any]:
-    """Return the fields of meta by their names, with what was left out, and text again where it was bytes."""
+    """Return the fields of meta by name, with the defaults that were left out and the text that was packed as bytes."""
     if not isinstance(fields, dict):
         _corrupt("meta is not a map")
     known = {
@@ -288,8 +288,8 @@ def _message(fields: dict[str, Any], data: bytes) -> MessageRecord:
 
 
 def _seal(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
-    told = {_PLACES[name]: value for name, value in meta.items() if value != _DEFAULTS.get(name)}
-    packed = _pack({place: _shortened(value) for place, value in told.items()})
+    kept = {_PLACES[name]: value for name, value in meta.items() if value != _DEFAULTS.get(name)}
+    packed = _pack({place: _shortened(value) for place, value in kept.items()})
     crc = _checksum(kind, packed, data, VERSION)
     return _pack({"v": VERSION, **dict(zip(_KEYS[VERSION], (kind, crc, packed, data), strict=True))})
 

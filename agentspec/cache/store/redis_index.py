@@ -64,7 +64,7 @@ return redis.call('SADD', KEYS[1], ARGV[1])
 
 
 class Totals(NamedTuple):
-    """Count what all logs hold: entries, their bytes, and sessions, one in two logs twice."""
+    """Count what all logs hold: entries, their bytes, and sessions. A session in two logs counts twice."""
 
     records: int
     bytes: int

@@ -27,7 +27,7 @@ class _Acknowledged:
     """Hold what the server acknowledged of this process in one shard.
 
     batch, last, at: number, last id and time of the last batch. records: how many in all. born, state: as in Appended.
-    told_at: when the log named lost ones. untold: lost ones that it has not told.
+    told_at: when lost records were logged last. untold: lost records that were not logged yet.
     """
 
     born: bytes
@@ -89,8 +89,8 @@ class LossWatch:
     def _name_lost(self, namespace: str, tag: str, before: int, held: _Acknowledged) -> None:
         """Count and log the records that a shard had acknowledged behind batch ``before``, its last one.
 
-        What retention or an erasure removed before is not lost. How old the shard's oldest entry was at the last append
-        tells it, and how many entries there were.
+        What retention or an erasure removed before is not lost. The age of the shard's oldest entry at the last append,
+        and the number of entries then, tell it apart.
         """
         batches = [batch for batch in self._batches if batch.tag == tag and batch.number > before]
         oldest = math.inf if held.state.oldest is None else held.state.oldest

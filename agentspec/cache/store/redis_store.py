@@ -23,7 +23,8 @@ frees its memory. The server's append-only file holds it until the server rewrit
 an append, so it is atomic within a shard. The script recognises a batch that is sent again because its answer was lost,
 and tells which batch of this writer it had before: if acknowledged ones are missing, the server lost them, which is
 counted and logged. Redis 7.0, killed while it writes a batch to its append-only file, may bring back the first records
-of that batch at its second start from then on, beside those that were sent again. Readers know a record that they have.
+of that batch at its second start from then on, beside those that were sent again. Readers ignore a record that they
+already have.
 The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9) and whether it evicts
 keys. It should not (``maxmemory-policy noeviction``): sizes are wrong then. Only sessions, groups and writers expire,
 so that the volatile policies spare logs and tombstones.

@@ -14,7 +14,7 @@ _LOOK_SECONDS = 1.0  # between two looks at all logs that are waited for, in cas
 
 
 class Waiting:
-    """Do ``Store.wait``: listen for notices of new entries, and look at all logs now and then.
+    """Implement ``Store.wait``: listen for notices of new entries, and look at all logs now and then.
 
     client: used for nothing else, and closed with this.
     """

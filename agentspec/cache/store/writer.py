@@ -28,7 +28,7 @@ class WriterStats:
     persisted: records that the store has acknowledged. dropped: records discarded because the queue was full, or at
     close. refused: records that could not be encoded or that the store will never accept. erased: records discarded
     because their session was erased. failed: appends that failed; their records stay queued. trimmed: entries that
-    retention removed from the store. trim_failed: attempts at that which failed. state: the breaker's.
+    retention removed from the store. trim_failed: failed attempts to remove some. state: the breaker's.
     """
 
     persisted: int = 0
@@ -52,8 +52,8 @@ class BackgroundWriter:
 
     Each log gets its records in the order of ``put``, which never blocks and never raises. While the store is
     unavailable, records wait, up to ``max_entries`` and ``max_bytes``; beyond that the oldest are dropped and counted.
-    Where a part of it is away, the logs of the others go on. An outage and its end are logged once each. Between
-    appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
+    While a part of the store is away, the logs of its other parts go on. An outage and its end are logged once each.
+    Between appends the thread removes what exceeds ``retention``, a slice at a time. Close the writer before the store.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BackgroundWriter:
     def forget(self, session: str, timeout: float = 0.0) -> bool:
         """Drop the queued records of a session that is being erased, so that they do not come after its tombstone.
 
-        Waits for at most ``timeout`` seconds until none of them is on its way to the store. Returns whether that is so.
+        Waits for at most ``timeout`` seconds until none of them is on its way to the store. Returns whether none is.
         """
         with self._work:
             kept = [item for item in self._queue if item.record.session != session]
@@ -124,7 +124,7 @@ class BackgroundWriter:
             target = self._number
             self._hurry = True
             self._work.notify()
-            return self._settled.wait_for(lambda: self._oldest() > target, timeout)
+            return self._settled.wait_for(lambda: self._oldest_number() > target, timeout)
 
     def close(self, timeout: float = 2.0) -> None:
         """Write queued records for at most ``timeout`` seconds, and stop. The rest counts as dropped."""
@@ -228,11 +228,10 @@ class BackgroundWriter:
         return None
 
     def _set_aside(self, part: str, items: list[QueuedRecord], *, failed: bool = False) -> CircuitBreaker:
-        """Let records wait for a part of the store that is away, and return its breaker. failed: an append has."""
+        """Let records wait for a part of the store that is away. Return its breaker. failed: their append failed."""
         with self._work:
             self._counts.failed += failed
-            gone = {item.number for item in items}
-            self._in_flight = [item for item in self._in_flight if item.number not in gone]
+            self._take_from_batch(items)
             breaker = self._aside.add(part, self._not_forgotten(items))
             self._end_flight()
             self._shorten()
@@ -296,7 +295,7 @@ class BackgroundWriter:
             self._counts.persisted += len(entries)
             self._counts.refused += len(items) - len(entries)
             self._limit = self._batch_entries
-            self._leave(items)
+            self._let_go(items)
             left, dropped = len(self._queue) + len(self._in_flight), self._counts.dropped
         if recovered:
             logger.warning(
@@ -316,7 +315,7 @@ class BackgroundWriter:
             return None
 
     def _keep(self, items: list[QueuedRecord], error: Exception) -> None:
-        """Queue what is left of a batch again, of which the append of ``items``, its first ones of a log, failed.
+        """Queue the rest of a batch again, because the append of ``items``, its next records of one log, failed.
 
         If the store will never accept them, try half of them, until the bad record is alone.
         """
@@ -325,7 +324,7 @@ class BackgroundWriter:
             self._counts.failed += 1
             if len(items) == 1 and not passing:
                 self._counts.refused += 1
-                self._leave(items)
+                self._let_go(items)
             else:
                 # The retry sends the same records, so that a store can recognise an append that it already has.
                 self._limit = len(self._in_flight) if passing else len(items) // 2
@@ -341,14 +340,18 @@ class BackgroundWriter:
         if closing:
             time.sleep(_CLOSING_DELAY)
 
-    def _leave(self, items: list[QueuedRecord]) -> None:
-        """Take records that were written or refused out of the batch."""
+    def _let_go(self, items: list[QueuedRecord]) -> None:
+        """Forget records of the batch that were written or refused."""
         self._bytes -= sum(item.size for item in items)
-        gone = {item.number for item in items}
-        self._in_flight = [item for item in self._in_flight if item.number not in gone]
+        self._take_from_batch(items)
         self._end_flight()
 
+    def _take_from_batch(self, items: list[QueuedRecord]) -> None:
+        gone = {item.number for item in items}
+        self._in_flight = [item for item in self._in_flight if item.number not in gone]
+
     def _end_flight(self) -> None:
+        """Wake those who wait for records to settle. Forget erased sessions once nothing is in flight."""
         if not self._in_flight:
             self._forgotten.clear()
         if not (self._queue or self._in_flight):
@@ -394,7 +397,7 @@ class BackgroundWriter:
     def _waiting(self) -> int:
         return len(self._queue) + len(self._in_flight) + len(self._aside)
 
-    def _oldest(self) -> int:
+    def _oldest_number(self) -> int:
         waiting, aside = self._in_flight or self._queue, self._aside.oldest()
         oldest = waiting[0].number if waiting else self._number + 1
         return oldest if aside is None else min(oldest, aside)
