@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.cache import Budget, DraftPolicy, StepDrafts, SuffixCache
+from agentspec.cache import Budget, StepDrafts, SuffixCache
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
@@ -25,7 +25,7 @@ from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
 from agentspec.server_ext.persistence.persistence import Persistence
-from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
+from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, keep_snapshot
 from agentspec.server_ext.pricing import EngineLimits, StepPricing
 from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.running_requests import RunningRequests
@@ -65,7 +65,7 @@ class DraftingEngine:
             max_tokens=settings.max_tokens,
             max_bytes=shares.cache,
             per_session=Budget(tokens=settings.max_session_tokens),
-            policy=draft_policy(settings, max_draft),
+            policy=settings.draft_policy(max_draft),
             vocab_size=vocab_size,
             history=settings.history_window,
         )
@@ -90,30 +90,20 @@ class DraftingEngine:
         persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
         if snapshot is not None:
-            fits = snapshot_identity(persistence.logs.of(settings.tenant), self.cache)
-            days = settings.retention_days
-            self._keeper = SnapshotKeeper(
-                snapshot,
-                self.cache,
-                fits,
-                note=self.pricing.cost.dump,
-                max_bytes=settings.retention_bytes,
-                max_age=None if days is None else days * 86_400,  # the store has forgotten by then what was erased
-                places=persistence.places,
-                catch_up=lambda places: persistence.catch_up_erasures(self.cache, places),
-            )
+            self._keeper = keep_snapshot(snapshot, self.cache, persistence, settings, note=self.pricing.cost.dump)
         self._public: PublicCorpus | None = None
         if settings.public is not None:
             file = Path(settings.public).expanduser()
             self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
-        self._new_weights = False  # were loaded since the latest step
-        self._new_epoch = False  # began since the latest step
+        self._new_weights = False  # whether weights were loaded since the latest step
+        self._new_epoch = False  # whether an epoch began since the latest step
         self._lookup: BatchLookup | None = None  # the latest step's batch; None as soon as one of its requests ends
-        self._steps = self._held_back = 0
-        self._worked_ns = 0  # what the cache had spent beside drafting by the latest step
-        self._beside_ns = 0  # thread CPU time of what is no drafting, since the latest step
-        self._put_off = False  # the latest step had no time to apply stored turns
-        self._model_seconds = 0.0  # time that the draft model took after the latest step
+        self._steps = 0
+        self._held_back = 0  # steps whose drafts were dropped, because an erasure by others may have been missed
+        self._worked_ns = 0  # CPU time that the cache had spent beside drafting by the latest step
+        self._beside_ns = 0  # this thread's CPU time for work beside drafting, since the latest step
+        self._put_off = False  # whether the latest step had no time to apply stored turns
+        self._model_seconds = 0.0  # time that the draft model took in the latest step
         self._logged: set[str] = set()
         self._indexing: threading.Thread | None = None  # runs from warm_up to close
 
@@ -133,7 +123,7 @@ class DraftingEngine:
         indexing = threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True)
         indexing.start()
         self._indexing = indexing
-        self._worked_ns = self.cache.worked_ns()  # no step waited for this
+        self._worked_ns = self.cache.worked_ns()  # so that no step is charged for this work
         return restored
 
     def note_new_weights(self) -> None:
@@ -145,9 +135,9 @@ class DraftingEngine:
         self._new_epoch = True
 
     def knows(self, request_id: str, prompt_length: int) -> bool:
-        """Return whether an earlier step started the request with a prompt of that many tokens. It has not finished.
+        """Return whether a request is running that an earlier step started with a prompt of that many tokens.
 
-        The prompt of a request with streamed input grows: by its responses so far and by what came in.
+        The prompt of a request with streamed input grows: by its responses so far, and by the new input.
         """
         state = self._requests.by_id.get(request_id)
         return state is not None and state.prompt_length == prompt_length
@@ -158,7 +148,7 @@ class DraftingEngine:
         model: a draft model that may run in this step.
         """
         if not self.settings.enabled:
-            return [[] for _ in step.batch.request_ids]
+            return _no_drafts(step)
         self.pricing.tick()
         try:
             return self._propose(step, model)
@@ -168,7 +158,7 @@ class DraftingEngine:
                 self._fail(request_id)
             with suppress(Exception):  # the step may be what is wrong
                 self._accounts.undrafted(self._steps + 1, step, self._requests.of(step.batch.request_ids))
-            return [[] for _ in step.batch.request_ids]
+            return _no_drafts(step)
 
     def finish(
         self,
@@ -181,8 +171,8 @@ class DraftingEngine:
         """Keep the response of a finished request, for later drafts and in the store. Never raises.
 
         The next steps do so, or this call if no request is left. output_limit: tokens of the response that the engine
-        returned. text: returns prompt and response, for a request that waits for its start. Without it such a request
-        is not kept. may_be_shorter: ``note_lengths`` will say how much of it the caller got.
+        returned. text: returns prompt and response, for a request that still waits for its start; without ``text`` such
+        a request is not kept. may_be_shorter: ``note_lengths`` will say how much of the response the caller got.
         """
         begin = time.thread_time_ns()
         self._leave_batch()
@@ -201,7 +191,7 @@ class DraftingEngine:
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
 
-        memory: its budget in bytes, what is held of it, and the parts of that.
+        memory: its limit and its present size in bytes, and the parts of the latter.
         """
         held, stored = self.cache.stats(), self._persistence.stats()
         parts = {
@@ -234,7 +224,7 @@ class DraftingEngine:
     ) -> dict[str, Any] | None:
         """Return the current figures of one API request of this caller, as JSON; None if there are none.
 
-        call: the one of several with this id; None: the one that began last. admin: of any caller.
+        call: which one of several with this id; None: the one that began last. admin: return that of any caller.
         """
         self._accounts.settle(self._lookup)
         return self.metrics.request(request_id, caller, call=call, any_caller=admin)
@@ -258,29 +248,16 @@ class DraftingEngine:
             self._indexing.join(_JOIN_SECONDS)
 
     def _propose(self, step: Step, model: StepModel | None) -> list[list[int]]:
-        # Requests that ended before have finished by now: vLLM says so with the step.
-        if self._new_weights:
-            self._new_weights = False
-            self.metrics.counters["weight_updates"] += 1
-            self.cache.begin_weights()
-        if self._new_epoch:
-            self._new_epoch = False
-            self.metrics.counters["epochs"] += 1
-            self.cache.begin_epoch()
-        lookup = self._lookup
+        self._begin_periods()
         loading = self._persistence.has_loaded()
         if loading or step.started or self._turnover:
-            self._prepare(step, lookup)
-            lookup = self._lookup
+            self._prepare(step)
         if outdated := self._persistence.outdated():
             self._make_way(outdated)
-            lookup = self._lookup
-        if lookup is None or lookup.batch is not step.batch:
-            self._leave_batch()
-            lookup = self._lookup = BatchLookup.of(step.batch, self._requests.by_id, self.cache)
+        lookup = self._look_up(step)
         self._accounts.undrafted(self._steps + 1, step, lookup.failed)
         if not lookup.states:
-            return [[] for _ in step.batch.request_ids]
+            return _no_drafts(step)
         count = len(step.batch)
         if step.seconds is not None and (model is not None or self.pricing.cost.given is None):
             self.pricing.cost.observe(count, step.num_draft_tokens, step.seconds - self._model_seconds)
@@ -291,7 +268,7 @@ class DraftingEngine:
         if largest is not None and count > largest:
             most, model = 0, None
         begin = time.perf_counter_ns()
-        # Starting and finishing took their part of the time. Some is left in any case, or nothing would be indexed.
+        # Starting and finishing requests used up a part of the time. A quarter is left in any case, for indexing.
         work = allowance.work / 2 if loading else allowance.work
         work = max(work / 4, work - 1e-9 * self._beside_ns)
         drafts = self._draft(step, lookup, most, model, allowance.cost, work)
@@ -300,40 +277,58 @@ class DraftingEngine:
         self._steps += 1
         self._accounts.note(self._steps, lookup, step, drafts, took // count)
         if len(drafts.token_ids) == 0:
-            return [[] for _ in step.batch.request_ids]
+            return _no_drafts(step)
         if not self._knows_erasures():
             self._held_back += 1
-            return [[] for _ in step.batch.request_ids]
+            return _no_drafts(step)
         return lookup.spread(self.pricing.cut(drafts, allowance, count))
 
+    def _begin_periods(self) -> None:
+        """Tell the cache of new weights and a new epoch. The requests before have finished: vLLM ends them first."""
+        if self._new_weights:
+            self._new_weights = False
+            self.metrics.counters["weight_updates"] += 1
+            self.cache.begin_weights()
+        if self._new_epoch:
+            self._new_epoch = False
+            self.metrics.counters["epochs"] += 1
+            self.cache.begin_epoch()
+
+    def _look_up(self, step: Step) -> BatchLookup:
+        """Return the lookup of the step's batch: the latest step's, unless its requests have changed."""
+        if self._lookup is None or self._lookup.batch is not step.batch:
+            self._leave_batch()
+            self._lookup = BatchLookup.of(step.batch, self._requests.by_id, self.cache)
+        return self._lookup
+
     def _knows_erasures(self) -> bool:
-        """Return whether the cache lacks what others erased: it was not frozen, and its snapshot is checked."""
+        """Return whether all that others have erased has left the cache: by the follower, and from the snapshot."""
         return self._persistence.is_current() and (self._keeper is None or self._keeper.is_loaded())
 
-    def _prepare(self, step: Step, lookup: BatchLookup | None) -> None:
-        """Start and finish requests, and apply stored turns, as far as there is time. lookup: of the step before."""
-        begin = time.thread_time_ns()
+    def _prepare(self, step: Step) -> None:
+        """Start and finish requests, and apply stored turns, as far as there is time."""
+        begin, latest = time.thread_time_ns(), self._lookup
         for new in step.started:
             known = self._requests.by_id.get(new.request_id)
             if known is not None:
-                self._leave_batch()  # which counts its tokens
+                self._leave_batch()  # counts the tokens of the request while its state is known
                 # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
                 said = max(known.length - known.prompt_length - 1, 0)
                 before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
                 self._requests.end(new.request_id, said, partial(tuple, before))
             self._requests.begin(new, self._steps)
-        work = lookup.allowance.work if lookup else DEFAULT_WORK_SECONDS
+        work = latest.allowance.work if latest else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
-            if step.started:  # its prompts let it take long
+            if step.started:  # a step with prompts takes long, so more of its time may go into this
                 work = max(work, self.pricing.latest_work())
             self._turnover.advance(step, 0.0 if self._put_off else max(work - 1e-9 * self._beside_ns, 0.0))
             if starting := self._turnover.starting():
                 self._accounts.undrafted(self._steps + 1, step, starting)
-        left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)
-        self._put_off = left <= 0 and not self._put_off  # once at most, or steps that all begin requests load nothing
+        left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)  # the other half is for indexing what is applied
+        self._put_off = left <= 0 and not self._put_off  # never twice: steps that all begin requests would load nothing
         if not self._put_off:
-            self._persistence.apply_loaded(self.cache, max(left, 0.0))  # half, because it has to be indexed, too
+            self._persistence.apply_loaded(self.cache, max(left, 0.0))
         self._beside_ns += time.thread_time_ns() - begin
 
     def _measure(self, took: int) -> None:
@@ -375,12 +370,12 @@ class DraftingEngine:
             self._keeper.erased()
 
     def _leave_batch(self) -> None:
-        """Drop the lookup, because the next step has other requests."""
+        """Count what the batch of the latest step did, and drop its lookup: the next step has other requests."""
         self._accounts.settle(self._lookup)
         self._lookup = None
 
     def _make_way(self, outdated: Set[str | None]) -> None:
-        """Let tenants be forgotten: their running requests get no more drafts, and their turns are not kept."""
+        """Let outdated tenants be forgotten: stop drafting for their running requests, and keep nothing of them."""
         states = self._requests.by_id.values()
         running = [state for state in states if not state.failed and state.identity.tenant in outdated]
         for state in running:
@@ -394,7 +389,7 @@ class DraftingEngine:
             )
 
     def _fail(self, request_id: str) -> None:
-        """Stop drafting for a request."""
+        """Stop drafting for a request, and keep nothing of it."""
         self._leave_batch()
         state = self._requests.by_id.get(request_id)
         if state is not None and not state.failed:
@@ -408,6 +403,5 @@ class DraftingEngine:
             logger.error("agentspec: %s failed, the engine goes on without its drafts", where, exc_info=error)
 
 
-def draft_policy(settings: Settings, max_draft: int) -> DraftPolicy:
-    """Return the learned drafting rule, or ArcticInference's if the config names it."""
-    return DraftPolicy(max_draft=max_draft, arctic=settings.arctic_suffix_rule)
+def _no_drafts(step: Step) -> list[list[int]]:
+    return [[] for _ in step.batch.request_ids]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from agentspec.cache import Scope
-from agentspec.cache.policy import MAX_DRAFT, ArcticSettings
+from agentspec.cache.policy import MAX_DRAFT, ArcticSettings, DraftPolicy
 from agentspec.cache.store import QUEUE_BYTES, Retention, can_write, default_store_url, sqlite_path
 from agentspec.cache.types import DEFAULT_MAX_BYTES, HistoryWindow
 from agentspec.errors import ConfigurationError, StoreUnavailableError
@@ -158,6 +158,10 @@ class Settings(BaseModel):
     """ArcticInference's rule in place of the learned one. Only ``speculative_methods`` sets it."""
     record: str | None = None
     """File for the step-by-step record (JSON lines); None: not written."""
+
+    def draft_policy(self, max_draft: int) -> DraftPolicy:
+        """Return the learned drafting rule, or ArcticInference's if the config names it. max_draft: in tokens."""
+        return DraftPolicy(max_draft=max_draft, arctic=self.arctic_suffix_rule)
 
     def retention(self) -> Retention:
         """Return the limits of the store."""

@@ -10,7 +10,6 @@ import pytest
 from agentspec.cache import DraftPolicy
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.engine import draft_policy
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.speculative_methods import translate
 from agentspec.server_ext.vllm_adapter import launch
@@ -34,7 +33,7 @@ def test_arctic_alone_drafts_without_the_trees() -> None:
     translation = translate({**ARCTIC, "enable_suffix_decoding": False})
     assert translation.max_draft == 3
     settings = Settings(store="memory://", **translation.settings)
-    rule = draft_policy(settings, 3).arctic
+    rule = settings.draft_policy(3).arctic
     assert rule is not None
     assert rule.max_spec_factor == rule.max_spec_offset == 0
 
@@ -47,7 +46,7 @@ def test_suffix_drafts_beside_arctic_may_be_longer() -> None:
 def test_arctic_with_a_parameter_of_the_rule_drafts_by_the_rule() -> None:
     translation = translate({**ARCTIC, "suffix_max_spec_factor": 2.0, "disable_by_batch_size": 64})
     settings = Settings(store="memory://", **translation.settings)
-    assert draft_policy(settings, 16) == DraftPolicy.fixed(max_depth=64, max_spec_factor=2.0, max_draft=16)
+    assert settings.draft_policy(16) == DraftPolicy.fixed(max_depth=64, max_spec_factor=2.0, max_draft=16)
     assert settings.disable_by_batch_size == 64
     assert settings.tenant is None and settings.scope == "tenant"
 
@@ -75,7 +74,7 @@ def test_suffix_is_the_fixed_rule_with_its_parameters(config: dict[str, Any], po
     translation = translate({"method": "suffix", **config})
     settings = Settings(store="memory://", **translation.settings)
     assert translation.max_draft is not None
-    assert draft_policy(settings, translation.max_draft) == policy
+    assert settings.draft_policy(translation.max_draft) == policy
     assert settings.tenant is None and settings.scope == "tenant"  # the requests of a principal share
 
 

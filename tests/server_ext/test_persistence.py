@@ -66,7 +66,7 @@ class Engine:
             nonlocal count
             stats = self.persistence.stats()["loader"]
             count += self.persistence.apply_loaded(self.cache)
-            idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and self.persistence._arrived is None
+            idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and not self.persistence._turns.has_ready()
             return idle and not self.persistence._loader._coming  # what was asked for meanwhile is read once more
 
         wait_until(done)

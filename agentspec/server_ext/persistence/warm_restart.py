@@ -5,8 +5,8 @@
     keeper.erased()  # after cache.remove_session(...); and keeper.close() at shutdown, which saves once more
 
 The store stays the truth. A snapshot is a cache of it: what was stored later is applied afterwards, and what it holds
-already is recognised by the records' numbers. So a snapshot that is missing, damaged or of another model costs time and
-nothing else.
+already is recognised by the records' numbers. So a snapshot that is missing, damaged or of another model costs nothing
+but time.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ import agentspec
 from agentspec.cache import SuffixCache
 from agentspec.cache.store.urls import PLACE_DIGITS
 from agentspec.errors import SnapshotError, StoreError
+from agentspec.server_ext.persistence.persistence import Persistence
+from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,23 @@ _OF_REDIS = re.compile(f"[0-9a-f]{{{PLACE_DIGITS}}}")
 def snapshot_identity(namespace: str, cache: SuffixCache) -> str:
     """Return what a snapshot must agree in to be used: agentspec's version, the store's namespace and the policy."""
     return json.dumps({"agentspec": agentspec.__version__, "namespace": namespace, "policy": repr(cache.policy)})
+
+
+def keep_snapshot(
+    path: Path, cache: SuffixCache, persistence: Persistence, settings: Settings, *, note: Callable[[], bytes]
+) -> "SnapshotKeeper":
+    """Return the keeper of an engine's snapshot, within the limits of its store. note: see `SnapshotKeeper`."""
+    days = settings.retention_days
+    return SnapshotKeeper(
+        path,
+        cache,
+        snapshot_identity(persistence.logs.of(settings.tenant), cache),
+        note=note,
+        max_bytes=settings.retention_bytes,
+        max_age=None if days is None else days * 86_400,  # beyond it the store may not know any more what was erased
+        places=persistence.places,
+        catch_up=lambda places: persistence.catch_up_erasures(cache, places),
+    )
 
 
 class SnapshotKeeper:
@@ -79,13 +98,13 @@ class SnapshotKeeper:
     def wait_loaded(self, timeout: float | None = None) -> bytes:
         """Wait until the snapshot was read, and return its note; b"" if there is none or it is not read in time.
 
-        Until then the cache must not be used. After a timeout it may be, but not drafted from until `is_loaded`: a
-        snapshot that comes too late is ignored, but one that came in time may hold what was erased since.
+        Until then the cache must not be used. After a timeout it may be used, but not drafted from until `is_loaded`: a
+        snapshot that comes too late is ignored, but one that came in time may hold text that was erased since.
         """
         return self._loaded_note if self._loaded.wait(timeout) else b""
 
     def is_loaded(self) -> bool:
-        """Return whether the snapshot was read, and what was erased since has left the cache."""
+        """Return whether the snapshot was read, and all that was erased since has left the cache."""
         return self._loaded.is_set()
 
     def start(self) -> None:
@@ -205,9 +224,10 @@ class SnapshotKeeper:
                     other.unlink()
 
     def _of_this_store(self, log: str = "") -> list[Path]:
-        """Return the snapshots beside the same store, of the logs whose names begin so.
+        """Return the snapshots beside the same store of the logs whose names begin with ``log``.
 
-        Those of any Redis server count: one server has several addresses, and a log's name is its model's and secret's.
+        Those of any Redis server count: a server may have several addresses, and a log's name depends on the model and
+        the servers' secret alone.
         """
         of_redis = _OF_REDIS.fullmatch(self._store)
         store = PLACE_DIGITS * "[0-9a-f]" if of_redis else glob.escape(self._store)
@@ -218,7 +238,7 @@ class SnapshotKeeper:
 
 
 def _is_another_process(number: str) -> bool:
-    """Return whether a process of this number runs that is not this one. Another server may be saving just now."""
+    """Return whether another process of this number runs, such as another server that is saving just now."""
     try:
         if int(number) != os.getpid():
             os.kill(int(number), 0)
