@@ -48,15 +48,15 @@ class BatchLookup:
         return values if self.picked is None else values[self.picked]
 
     def text_lengths(self, step: Step) -> list[tuple[AcceptanceLength, int]]:
-        """Return of each of the k rows how its acceptance is measured, and the tokens of its text at this step."""
+        """Return, for each of the k rows, the measure of its acceptance and the tokens of its text at this step."""
         measures = (state.acceptance_length for state in self.states)
         return list(zip(measures, self.pick(step.lengths).tolist(), strict=True))
 
     def spread(self, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts of all rows of the batch: those of the k rows, and empty ones for the other rows.
 
-        The token that ends a response is left out, and what follows it. The step that accepts the rest samples that
-        token, so this takes no step more. A request that goes on with streamed input must not have computed it: vLLM
+        The token that ends a response is left out, and all tokens behind it. The step that accepts the tokens before it
+        samples it, so this costs no step. A request that goes on with streamed input must not have computed it: vLLM
         takes the last token of a response back only where it was sampled.
         """
         drafts = [

@@ -36,12 +36,12 @@ class CachedRequests:
     def start(
         self, state: RequestState, new: NewRequest, prompt: Sequence[int] | Int32, response: Sequence[int]
     ) -> None:
-        """Start a request, and load what the store has for it. response: what it said since, if it has ended.
+        """Start a request, and load what the store has for it. response: the tokens it was given, if it has ended.
 
-        A request that cannot start has failed.
+        Sets ``state.failed`` if it cannot start.
         """
         identity = new.identity
-        if state.identity.session != identity.session:  # which was erased since: the request draws on its own text
+        if state.identity.session != identity.session:  # the session was erased: draft from the request's own text
             identity = replace(identity, session=None, group=None, scope="none")
         group = self._groups.group_of(identity, prompt)
         try:
@@ -74,7 +74,7 @@ class CachedRequests:
         self._persistence.request_load(self._cache, identity, group=group, family=family)
 
     def keep(self, state: RequestState, output_limit: int | None) -> None:
-        """Keep what a request adds, unless it is too short, and send its turn to the store.
+        """Keep a response, unless it is too short, and send the turn to the store.
 
         output_limit: tokens of the response that the engine returned; None: all.
         """

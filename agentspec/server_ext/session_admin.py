@@ -32,7 +32,7 @@ _PART_BYTES = 256 * 1024
 
 @dataclass(slots=True)
 class _Job:
-    """Hold a job's value in the first of its futures; the others have to end before it is told. asked: when last."""
+    """Hold a job: the first future has its value, and is told when all have ended. asked: time of the latest poll."""
 
     futures: tuple[Future[Any], ...]
     asked: float
@@ -41,8 +41,8 @@ class _Job:
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    states: returns those of its requests. traces: of requests that asked for one. recorder: its step record, if one is
-    written. erased: called when a session has left the cache. It may raise StoreError.
+    states: returns the states of its requests. traces: those of requests that asked for one. recorder: its step record,
+    if one is written. erased: called when a session has left the cache. It may raise StoreError.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class SessionAdmin:
         return (self._persistence.submit(lambda store: jobs[what](store, *args)),)
 
     def _erase(self, session: str, tenants: Sequence[str | None]) -> tuple[Future[Any], ...]:
-        left: list[StoreError] = []  # what could not be deleted, which is told when the store has erased the session
+        left: list[StoreError] = []  # why a snapshot could not be deleted; told when the store has erased the session
 
         def forget() -> set[str | None]:
-            known = self._cache.tenants()  # the cache may hold what the store never got, or has no more
+            known = self._cache.tenants()  # the cache may hold turns that the store never got, or no longer has
             held = {tenant for tenant in known if self._cache.has_session(tenant, session)}
             for tenant in {*tenants, *known}:
                 self._cache.remove_session(tenant, session)
@@ -146,7 +146,7 @@ class SessionAdmin:
         return self._persistence.erase(session, tenants, forget), self._persistence.submit(tell), *blanked
 
     def _blank(self, session: str) -> tuple[Future[None], ...]:
-        """Remove a session from traces and the step record, whose further lines of its requests do not name it."""
+        """Remove a session from traces and the step record. Later lines about its requests do not name it."""
         if self._traces is not None:
             self._traces.erase(session)
         for state in self._of(session):
@@ -220,7 +220,7 @@ def _answer(futures: Sequence[Future[Any]], offset: int) -> dict[str, Any]:
 
 
 def _shown(store: Store, session: str, parts: Sequence[tuple[str, SessionUsage]]) -> dict[str, Any] | None:
-    """Return a session as the list shows it; None if no turn is left. parts: what its logs hold of it, newest last."""
+    """Return a session as the list shows it; None if no turn is left. parts: its logs and their usage, newest last."""
     tokens, newest = 0, None
     for log, _ in parts:
         for newest in _turns(store, log, session):
@@ -253,7 +253,7 @@ def _name_of(record: Any) -> tuple[str, int]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as an answer. Only errors of agentspec are quoted: theirs hold no secret."""
+    """Return an error as an answer. Only the texts of agentspec's errors are quoted: they hold no secret."""
     if isinstance(error, AgentSpecError):
         kind = "unavailable" if isinstance(error, StoreError) else "invalid"
         return {"error": kind, "message": str(error)}

@@ -16,7 +16,7 @@ from itertools import takewhile
 from agentspec.server_ext.step import Int32, NewRequest, RequestState, RunningMean, Step
 
 _STARTED, _FINISHED = 2, 8
-"""Parts of what begins, and of the rest, of which a step does one at least.
+"""A step starts one in so many of the requests that begin, and does one in so many of the rest, at least.
 
 Siblings often begin by the dozen. Each step that one waits costs the tokens that a draft would have brought it.
 """
@@ -29,7 +29,7 @@ Text = Callable[[], Sequence[int]]
 
 @dataclass(slots=True, eq=False)
 class Beginning:
-    """Hold a request to be started. text: what it said, if it has ended meanwhile."""
+    """Hold a request to be started. text: returns its prompt and response, if it has ended meanwhile."""
 
     state: RequestState
     new: NewRequest
@@ -55,8 +55,8 @@ class Ending:
 class Turnover:
     """Hold the requests that wait to be started or finished.
 
-    start(state, new, prompt, response): starts a request in the cache. prompt: its tokens, [P]. response: what it said
-    since, if it has ended. finish(state, output_limit): keeps what it said. Neither raises.
+    start(state, new, prompt, response): starts a request in the cache. prompt: its tokens, [P]. response: the tokens
+    that it has been given, if it has ended meanwhile. finish(state, output_limit): keeps a response. Neither raises.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Turnover:
         return any(isinstance(item, Beginning) or not item.waits() for item in self._waiting)
 
     def states(self) -> list[RequestState]:
-        """Return the state of each request that waits, some of them twice. Any thread may call it."""
+        """Return the state of each request that waits; twice for one that ended before its start. For any thread."""
         return [item.state for item in list(self._waiting)]
 
     def starting(self) -> list[RequestState]:
@@ -91,7 +91,7 @@ class Turnover:
         self._waiting.append(Beginning(state, new))
 
     def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
-        """Let a request wait for its end. Forget it if it waits for its start and nothing tells what it said.
+        """Let a request wait for its end. Forget it if it still waits for its start and ``text`` is None.
 
         until: time until which it waits for ``state.told``.
         """
@@ -110,7 +110,7 @@ class Turnover:
         return next((state for state in found if state.request_id == request_id), None)
 
     def advance(self, step: Step, seconds: float) -> None:
-        """Start and finish what fits into so much CPU time of this thread, and a part of what waits at least.
+        """Start and finish as many requests as fit into so much CPU time of this thread, and the least part anyway.
 
         step: its rows hold the prompts of the requests that wait for their start. A request that has no row stays.
         """
@@ -119,7 +119,7 @@ class Turnover:
         first, rest = self._in_order()
         starts = -(-len(first) // _STARTED)
         others = len(rest) // _FINISHED if first else -(-len(rest) // _FINISHED)
-        if first:  # where one ended before its start, that may be among the later ones of `first`
+        if first:  # the end of a request has to wait for its start, which may be late in `first`
             others = len(list(takewhile(_may_be_done, rest[:others])))
         done, least = 0, starts + others
         rows: dict[str, int] = {}
@@ -144,7 +144,7 @@ class Turnover:
                 break
 
     def _in_order(self) -> tuple[list[Beginning | Ending], list[Beginning | Ending]]:
-        """Return what waits: what begins, unless a request of its session or its id ends before, and the rest."""
+        """Return the requests that begin, unless one of their session or id has to end before, and all others."""
         first: list[Beginning | Ending] = []
         rest: list[Beginning | Ending] = []
         sessions, ids = set[str | None](), set[str]()

@@ -34,7 +34,7 @@ class Accounts:
             self._add(rows, number, lookup, step, drafts, ns)
 
     def settle(self, lookup: BatchLookup | None) -> None:
-        """Add to the figures the steps that they do not count yet."""
+        """Add the steps of a batch to the figures that do not count them yet."""
         if lookup is None or not lookup.steps:
             return
         for state in lookup.states:
@@ -59,7 +59,7 @@ class Accounts:
             if place is None or step.lengths[place] == state.length:
                 continue
             length, row = int(step.lengths[place]), int(step.batch.rows[place])
-            added = self._said(state, step, row, length)
+            added = self._count_gained(state, step, row, length)
             state.figures.tokens += added
             state.figures.steps += 1
             if state.trace is not None:
@@ -69,11 +69,11 @@ class Accounts:
             self._record(number, state, added)
 
     @staticmethod
-    def _said(state: RequestState, step: Step, row: int, length: int) -> int:
+    def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
         """Return how many tokens a row of the engine's array gained, without those behind the end of the response."""
         gained = length - state.length
         added = gained if state.told is None else 0
-        if added > 1 and state.end_tokens:  # one was sampled behind a drafted end that was accepted
+        if added > 1 and state.end_tokens:  # an accepted draft may hold the end, and a token was sampled behind it
             new = step.tokens[row, state.length : length].tolist()
             if not state.end_tokens.isdisjoint(new):
                 added = next(place for place, token in enumerate(new, 1) if token in state.end_tokens)
@@ -96,18 +96,17 @@ class Accounts:
             if quiet := lookup.steps - 1 - state.noted:
                 self._add_quiet(state, quiet)
             state.noted = lookup.steps
-            added = self._said(state, step, engine_rows[i], lengths[i])
+            added = self._count_gained(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
             if state.told is not None or state.uncounted:
                 state.figures.take_back(0)  # what this step accepted lies behind the end of the response
+            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
-                own = slice(drafts.offsets[i], drafts.offsets[i + 1])
                 said = step.tokens[engine_rows[i], state.length : state.length + added].tolist()
                 self._traces.add(state.trace, said, drafted, accepted)
-                state.trace.drafted(drafts.token_ids[own].tolist(), drafts.sources[own].tolist())
+                state.trace.drafted(drafts.token_ids[begin:end].tolist(), drafts.sources[begin:end].tolist())
             state.length = lengths[i]
             self._record(number, state, added, drafted, accepted)
-            begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             state.draft_source = SOURCES[drafts.sources[begin]] if end > begin else None
             state.draft_ns = ns
 

@@ -29,7 +29,7 @@ _REQUEST_BYTES = 1_024
 _LINE_BYTES = 1_024
 """Memory that one line of the step record takes before it is written, about."""
 _FLUSH_SECONDS = 0.1
-"""Bounds of the histograms, from ten microseconds on."""
+"""Pause between two writes of the lines of a step record that wait."""
 _QUEUED_LINES = 200_000
 _BLOCK_BYTES = 1 << 18
 """So much of a step record is searched at a time: other threads wait for the interpreter meanwhile."""
@@ -56,7 +56,7 @@ class RequestFigures:
     trace: Trace | None = None
 
     def take_back(self, tokens: int) -> None:
-        """Leave out tokens that the caller did not get, and accepted ones that can only be among them."""
+        """Leave out tokens that the caller did not get, and those accepted tokens that must have been among them."""
         self.tokens -= tokens
         while (over := sum(self.accepted) - max(self.tokens - 1, 0)) > 0:  # the first token is never a draft's
             most = max(self.accepted)

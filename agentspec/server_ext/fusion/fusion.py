@@ -197,9 +197,9 @@ class DraftFusion:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
         if list(choices) == [0]:  # it is left out of this step, which says nothing about its time
             return FusedDrafts(drafts)
-        rooms, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
-        tokens = self.scheduler.choose_tokens(rows.states, expected, rooms, worth, choices, pace)
-        chosen = [i for i, room in enumerate(rooms) if room > 0] if tokens > 0 else []
+        limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
+        tokens = self.scheduler.choose_tokens(rows.states, expected, limits, worth, choices, pace)
+        chosen = [i for i, limit in enumerate(limits) if limit > 0] if tokens > 0 else []
         begin = time.perf_counter()
         if tokens == RESTS:
             self.rests += 1

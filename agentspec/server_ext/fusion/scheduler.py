@@ -94,35 +94,32 @@ class ModelTime:
 class PassTime:
     """Estimate how long a drafter of whole batches takes, by the number of tokens that it drafts, in seconds.
 
-    RESTS counts as a number of tokens. The others lie on a line: a first pass, and as much again for each token.
+    RESTS counts as a number of tokens. The times of the others lie on a line: that of a first pass, and as much again
+    for each further token.
     """
 
     def __init__(self) -> None:
         self._times: dict[int, ModelTime] = {}
+        self._lines: dict[int, tuple[float, float] | None] = {}  # by number of rows, until the next run
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Add the time of a run over a batch of ``rows`` rows that drafted so many tokens in each."""
         self._times.setdefault(tokens, ModelTime()).observe(rows, seconds)
+        self._lines.clear()
 
     def saved(self, rows: int, tokens: int, least: int) -> float | None:
         """Return the time that drafting ``least`` tokens instead would save; None before the first run that drafted.
 
-        While only one number of tokens was seen, the first pass counts as long as each further one. A rest that was not
-        seen takes no time.
+        A rest that was not seen takes no time.
         """
         if tokens == least:
             return 0.0
-        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items() if number >= 0]
-        most = max(known, default=(0, 0.0))
-        if most[0] == 0:
+        if rows not in self._lines:
+            self._lines[rows] = self._line(rows)
+        line = self._lines[rows]
+        if line is None:
             return None
-        if len(known) == 1:
-            first = further = most[1] / (most[0] + 1)
-        else:
-            middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
-            over = sum((number - middle) * (seconds - mean) for number, seconds in known)
-            further = max(0.0, over / sum((number - middle) ** 2 for number, _ in known))
-            first = max(0.0, mean - further * middle)
+        first, further = line
         if least != RESTS:
             return further * (tokens - least)
         return max(0.0, first + further * tokens - self._resting(rows))
@@ -130,6 +127,24 @@ class PassTime:
     def beyond_least(self, rows: int, tokens: int) -> float:
         """Return the time of a run beyond the least that was ever asked for: a rest, or else a first pass."""
         return self.saved(rows, tokens, RESTS if RESTS in self._times else 0) or 0.0
+
+    def _line(self, rows: int) -> tuple[float, float] | None:
+        """Return the time of a first pass and that of each further token; None before the first run that drafted.
+
+        While only one number of tokens was seen, the first pass counts as long as each further one. Then it is a
+        least-squares line.
+        """
+        known = [(number, time.seconds(rows) or 0.0) for number, time in self._times.items() if number >= 0]
+        most = max(known, default=(0, 0.0))
+        if most[0] == 0:
+            return None
+        if len(known) == 1:
+            each = most[1] / (most[0] + 1)
+            return each, each
+        middle, mean = (sum(column) / len(known) for column in zip(*known, strict=True))
+        over = sum((number - middle) * (seconds - mean) for number, seconds in known)
+        further = max(0.0, over / sum((number - middle) ** 2 for number, _ in known))
+        return max(0.0, mean - further * middle), further
 
     def _resting(self, rows: int) -> float:
         resting = self._times.get(RESTS)
@@ -179,17 +194,17 @@ class DraftModelScheduler:
         self,
         states: Sequence[RequestState],
         promised: Sequence[float],
-        rooms: Sequence[int],
+        limits: Sequence[int],
         worth: Sequence[float],
         choices: Sequence[int],
         pace: Pace,
     ) -> int:
         """Return how many tokens a drafter of whole batches shall draft, one of ``choices``.
 
-        promised: expected tokens of each row's suffix draft. rooms: most tokens of each row's draft. worth: expected
+        promised: expected tokens of each row's suffix draft. limits: most tokens of each row's draft. worth: expected
         tokens of the drafter's own draft of 1, 2, … tokens. choices: ascending; the time of the first cannot be saved.
         """
-        able = [i for i, room in enumerate(rooms) if room > 0]
+        able = [i for i, limit in enumerate(limits) if limit > 0]
         least, most = choices[0], choices[-1]
         if least == most or not able:
             return least

@@ -64,7 +64,7 @@ async def ask_engines(
         for number in (engine_numbers(engine_client) if engines is None else engines)
     ]
     together = asyncio.gather(*asked)
-    # Who asks may be gone, or given up, before the engines answer or end: asyncio must not log what nobody waits for.
+    # The asker may be gone, or have given up, before the engines answer or end: asyncio must not log that as an error.
     together.add_done_callback(lambda done: done.cancelled() or done.exception())
     answers = await asyncio.wait_for(together, _RPC_SECONDS if seconds is None else seconds)
     return [answer for workers in answers for answer in workers if answer is not None]
@@ -104,7 +104,7 @@ def presented() -> Presented | None:
 
 @contextmanager
 def predicting(tokens: Sequence[int]) -> Iterator[None]:
-    """Give the request that is being handled inside the tokens that it expects as its response."""
+    """Tell which tokens the request that the block handles expects as its response."""
     before = _presented.set(replace(_presented.get() or Presented(()), prediction=tuple(tokens)))
     try:
         yield

@@ -298,10 +298,10 @@ def input_fits_in_drafter(original: Callable[..., bool], runner: Any, common_att
 
 
 def worker_rpc(worker: Any, what: str, *args: Any) -> Any:
-    """Answer ``ask_engines`` for ``stats``, ``request`` with an id, who asks and a call, and ``session`` with a job.
+    """Answer a question of ``ask_engines``; return None in a worker without an engine.
 
-    Note a ``new_epoch`` of rollouts, and the ``lengths`` of responses. Return None for these, and in a worker without
-    an engine.
+    "stats"; "request" with id, caller, whether the administrator asks, and call; "session" with a job. "new_epoch" and
+    "lengths", of responses, are noted, and answered with None.
     """
     extension = extension_of(getattr(worker, "model_runner", None))
     if extension is None or extension.engine is None:

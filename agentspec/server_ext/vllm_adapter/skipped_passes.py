@@ -1,9 +1,8 @@
 """Let vLLM's drafter leave out forward passes, and make up for them in the next pass that it runs.
 
-A drafter with a KV cache takes in the tokens of every step. Where it drafts nothing that is all its first pass is for,
-and the same work takes a fraction of the time for many tokens at once. So what a pass would have taken in is kept (the
-target's hidden state of each accepted token) and put before the tokens of the next pass, whose queries are longer for
-it.
+A drafter with a KV cache takes in the tokens of every step. Where it drafts nothing, its first pass does nothing else,
+and many tokens at once take a fraction of the time. So SkippedPasses keeps the input of a pass that is left out, the
+target's hidden state of each accepted token, and puts it before the tokens of the next pass.
 
 A row's kept tokens never fill a block of the KV cache: the pass that would fill one runs. vLLM's prefix cache holds
 full blocks alone, so no request, of this caller or another, finds a block that the drafter has not written.
@@ -43,12 +42,12 @@ Indices = NDArray[np.int64]
 
 @dataclass(slots=True)
 class _KeptRow:
-    """Hold what a row's drafter has not taken in: ``count`` tokens up to the text's position ``end``."""
+    """Hold the tokens of a row that the drafter has yet to take in: ``count`` of them, up to position ``end``."""
 
     end: int
     count: int = 0
     pieces: list[Indices] = field(default_factory=list)
-    """where their states lie among all that are kept"""
+    """places of their hidden states among all that are kept"""
 
     def places(self) -> Indices:
         return np.concatenate(self.pieces)
@@ -56,7 +55,7 @@ class _KeptRow:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Hold what is known on the host of the pass after one step, row by row."""
+    """Hold what the host knows of the pass after one step, row by row."""
 
     ids: Sequence[str]
     texts: NDArray[np.int32]
@@ -83,7 +82,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Hold what a pass takes in: tokens, positions and states, [T] and [T, width]."""
+    """Hold the input of a pass: tokens and positions, [T], and hidden states, [T, width]."""
 
     tokens: Any
     positions: Any
@@ -102,7 +101,7 @@ class SkippedPasses:
         self._latest: tuple[ForwardPass, _Step] | None = None
         self._rows: dict[str, _KeptRow] = {}
         self._kept = 0
-        """tokens of all rows"""
+        """tokens that are kept, of all rows together"""
         self._states: Any = None
         """[MOST_KEPT, width] the target's hidden states; None: nothing was kept yet, or the drafter takes none"""
         self.able = _is_known(native) and _can_wait(runner, native)
@@ -133,7 +132,7 @@ class SkippedPasses:
         return bool((begins // block == ends // block).all())
 
     def skip(self, forward: ForwardPass) -> None:
-        """Keep what the pass of this step would take in. Call it where ``may_skip`` allows it, on all ranks alike."""
+        """Keep the input of this step's pass. Call it where ``may_skip`` allows it, on all ranks alike."""
         step = self._read(forward)
         self._keep_states(forward, step)
         for name, begin, taken in zip(step.ids, step.begins.tolist(), step.sampled.tolist(), strict=True):
@@ -147,7 +146,7 @@ class SkippedPasses:
         self._latest = None
 
     def prepare(self, forward: ForwardPass) -> None:
-        """Say which step vLLM's next call of ``propose`` is for. Only what is kept makes a difference to it."""
+        """Say which step vLLM's next call of ``propose`` is for. Does nothing where no tokens are kept."""
         if self._rows:
             self._read(forward)
 
@@ -194,7 +193,7 @@ class SkippedPasses:
         torch.cat(layers, dim=-1, out=into)
 
     def _propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pass behind what is kept. Takes and returns what vLLM's ``propose`` does."""
+        """Run the pass, and let it take in the kept tokens first. Takes and returns what vLLM's ``propose`` does."""
         call = self._signature.bind(*args, **kwargs).arguments
         latest, self._latest = self._latest, None
         if latest is None or not self._rows:
@@ -206,7 +205,7 @@ class SkippedPasses:
         return drafted
 
     def _catch_up(self, step: _Step, waiting: Indices, call: dict[str, Any]) -> Any:
-        """Run the pass with what is kept in front, or, where the drafter's buffers don't hold both, right behind it."""
+        """Run the pass with the kept tokens in front; where its buffers don't hold both, run these in a pass before."""
         metadata = call["common_attn_metadata"]
         own = self._taken_in(step, metadata, call.get("num_rejected_tokens_gpu"))
         late, count = np.flatnonzero(waiting), int(waiting.sum())
@@ -223,7 +222,7 @@ class SkippedPasses:
         return run(call["num_speculative_tokens"], range(len(own)), own, ends, call["next_token_ids"])
 
     def _with_kept(self, step: _Step, waiting: Indices, late: Indices, call: dict[str, Any]) -> _Inputs:
-        """Return what is kept for these rows, one after the other, and behind it what vLLM gives to the pass."""
+        """Return the kept input of these rows, one after the other, and behind it vLLM's input of the pass."""
         import torch
 
         own = _Inputs(call["target_token_ids"], call["target_positions"], call["target_hidden_states"])
@@ -240,7 +239,7 @@ class SkippedPasses:
         )
 
     def _taken_in(self, step: _Step, metadata: Any, rejected: Any) -> list[Indices]:
-        """Return where the tokens lie that each row has computed for good: without rejected drafts."""
+        """Return the places of the tokens that each row keeps: those of its query, without rejected drafts."""
         starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         if len(starts) != len(step.ids) + 1:
             raise ValueError(f"the pass has {len(starts) - 1} rows, the batch {len(step.ids)}")
@@ -250,7 +249,7 @@ class SkippedPasses:
         return _ranges(starts[:-1], counts)
 
     def _drop_unless_absent(self, present: Sequence[str]) -> None:
-        """Drop what these rows have taken in, and what belongs to requests that are gone."""
+        """Drop the kept tokens of these rows, which the drafter has taken in, and of requests that are gone."""
         known, here = self._runner.requests, set(present)
         absent = {name: row for name, row in self._rows.items() if name not in here and name in known}
         self.forget()
@@ -351,7 +350,7 @@ def _can_wait(runner: Any, native: Any) -> bool:
 
 
 def _ranges(begins: Indices, counts: Indices) -> list[Indices]:
-    """Return [begin, begin + 1, …], ``count`` numbers, of each pair."""
+    """Return, for each pair, the ``count`` numbers from ``begin`` on."""
     pairs = zip(begins.tolist(), counts.tolist(), strict=True)
     return [np.arange(begin, begin + count) for begin, count in pairs]
 

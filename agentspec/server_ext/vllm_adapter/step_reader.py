@@ -1,7 +1,7 @@
 """Read a ``Step`` out of vLLM's model runner after each decode step.
 
-What depends on the set of rows is kept until the set changes, and a step in between touches no array, however many rows
-there are. When it changes, only the rows that are new to it are read. (A large batch changes in nearly every step.)
+What depends on the set of rows is kept until the set changes. A step in between touches no array, however many rows
+there are. When the set changes, only its new rows are read. (A large batch changes in nearly every step.)
 """
 
 import time
