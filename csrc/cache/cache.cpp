@@ -43,7 +43,7 @@ std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
   return entries_.learned_of(*teacher);
 }
 
-// Updates the sums to what the request holds, and to what its teacher learned since.
+// Updates the sums to the request's present size, and to that of what its teacher has learned.
 void Cache::count(Request& request) {
   const Size now = request.size();
   if (now.bytes != request.counted.bytes || now.pending != request.counted.pending) {
@@ -67,9 +67,7 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   if (fresh->session) fresh->session->final = false;
   if (fresh->group) entries_.drop_outdated(*fresh->group);
   if (fresh->tenant) entries_.drop_outdated(*fresh->tenant);
-  for (CacheEntry* entry : fresh->entries()) {
-    if (entry) ++entry->running;
-  }
+  hold_entries(*fresh);
   fresh->learned = learned_of(*fresh);
   fresh->state.ends.assign(ends.begin(), ends.end());
   fresh->begin(*drafter_, prompt);
@@ -108,18 +106,28 @@ void Cache::abort(std::size_t slot) {
   release(slot);
 }
 
+void Cache::hold_entries(const Request& request) {
+  for (CacheEntry* entry : request.entries()) {
+    if (entry) ++entry->running;
+  }
+}
+
+void Cache::let_go_of_entries(const Request& request) {
+  for (CacheEntry* entry : request.entries()) {
+    if (!entry) continue;
+    --entry->running;
+    if (entry->tenant) entries_.forget_if_empty(*entry);
+  }
+  if (request.session) entries_.free_if_final(*request.session);
+}
+
 void Cache::release(std::size_t slot) {
   const auto ended = std::move(requests_.at(slot));
   entries_.count_request(ended->counted, {});
   ended->leave();
   if (ended->group && !ended->group->gone) entries_.count(*ended->group);
-  for (CacheEntry* entry : ended->entries()) {
-    if (!entry) continue;
-    --entry->running;
-    if (entry->tenant) entries_.forget_if_empty(*entry);
-  }
-  if (ended->session) entries_.free_if_final(*ended->session);
-  entries_.bury(std::move(ended->index));
+  let_go_of_entries(*ended);
+  entries_.dispose_later(std::move(ended->index));
 }
 
 // Adds a turn to the session, group and tenant of a request. `session`: key of its session, which may not be held.
@@ -136,7 +144,7 @@ void Cache::keep(const Request& of, const std::string* session, const Turn& turn
   }
   if (!turn.response().empty() && wanted) {
     const auto kept_context = context_of_response(std::move(context), turn, drafter_->kept_context());
-    // Stored responses are read again: they make no other older.
+    // Reading a stored response again makes no other response older.
     std::size_t fresh = origin == Origin::kStored ? 0 : turn.response().size();
     for (Group* group : {of.group.get(), of.shared ? static_cast<Group*>(of.tenant.get()) : nullptr}) {
       if (!group || group->gone || group->corpus.holds(turn.record) || entries_.clogged()) continue;
@@ -198,7 +206,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
   }
 }
 
-// Leaves the lock to a call that waits for it: who takes it again at once is mostly faster.
+// Pauses where a call of the engine waits for the lock: without a pause, this thread would mostly win it back first.
 void Cache::let_engine_call() const {
   if (calling_ > 0) std::this_thread::sleep_for(kBetweenSlices);
 }

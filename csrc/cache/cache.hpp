@@ -19,7 +19,7 @@
 namespace agentspec {
 
 inline constexpr std::size_t kWorkPerStep = 4096;  // positions indexed in one step at most; the clock mostly ends it
-inline constexpr std::chrono::microseconds kBetweenSlices{200};  // in which a long call leaves the lock to others
+inline constexpr std::chrono::microseconds kBetweenSlices{200};  // pause of a long call, for others to take the lock
 inline constexpr std::size_t kOwnPerStep = 32;     // positions of each request's own text that are always indexed
 
 // Holds a step's drafts, one after the other: request i has tokens[offsets[i]:offsets[i + 1]].
@@ -59,24 +59,25 @@ class Cache {
   std::string start(std::size_t slot, std::span<const Token> prompt, Names names, std::span<const Token> ends,
                     std::span<const Token> prediction);
   void extend(std::size_t slot, std::span<const Token> tokens);
-  // Ends a request. Returns what it adds, null if nothing. `record` names that in the store; 0: it has no name.
+  // Ends a request. Returns the turn that it adds, if any. `record` names the turn in the store; 0: it has no name.
   std::optional<Turn> finish(std::size_t slot, std::optional<std::size_t> output_limit, std::uint64_t record);
   void abort(std::size_t slot);
-  // Adds a stored turn where its record isn't held yet; a turn without a record if its text isn't. `held_only`: only to
-  // what is there, which doesn't count as used.
+  // Adds a stored turn to those of its session, group and tenant that don't hold its record yet; a turn without a
+  // record if its text is new. `held_only`: adds it only to entries that the cache holds, and marks none of them as
+  // used.
   void restore(Names names, Turn turn, bool held_only);
-  // Drafts a shared turn as if it ran here, and learns from that what is held of its session, group and tenant would have
-  // been worth. Call it before restoring the turn. Holds the lock for some drafts at a time. Returns the tokens of its
-  // response, 0 if its tenant isn't held or has it already.
+  // Drafts a shared turn as if it ran here, and learns how the drafts from its session, group and tenant would have
+  // fared. Call it before restoring the turn. Holds the lock for some drafts at a time. Returns the tokens of its
+  // response, 0 if its tenant isn't held or has the turn already.
   std::size_t learn_from(Names names, const Turn& turn, double cost);
   // Lets all requests that share anything draft from an index that nothing is added to. Replaces what was there.
   void publish(std::shared_ptr<const SuffixIndex> corpus);
-  // Counts the bytes of the public corpus that is there or being made, and makes room for them.
+  // Counts the bytes of the public corpus, published or being made, and makes room for them.
   void count_public(std::size_t bytes);
-  // Begins a session that is built beside this, without the lock.
+  // Begins a session that is built beside the cache, without the lock.
   PreparedSession prepare(const std::string& session) const { return {session, drafter_->kept_context()}; }
-  // Puts a prepared session in the place of what is held of it. Returns false and does nothing if that has turns that
-  // the prepared one lacks, or if the session's budget cuts it: then its turns must be restored instead. Otherwise
+  // Replaces the held session by a prepared one. Returns false and does nothing if the held one has turns that the
+  // prepared one lacks, or if the session's budget cuts it: then its turns must be restored instead. Otherwise
   // restoring them brings them to its named groups and its tenant.
   bool adopt(Names names, PreparedSession& prepared);
   // Erases a session. When it returns, no index holds what only this session said.
@@ -84,20 +85,20 @@ class Cache {
   // Evicts a session when none of its requests run, because its client has ended it.
   void free_session(const std::string& session);
   bool has_session(const std::string& session);
-  // Tell and note whether what the store holds of a session, or else of a named group, or else of a family, or else of a
-  // tenant's corpus was restored. Evicting forgets.
+  // Return whether the store may hold turns of the named session, group, family or else tenant's corpus that were not
+  // restored yet, and note that all were. Evicting forgets that.
   bool needs_load(Names names);
   void mark_loaded(Names names);
-  // Notes that new weights serve, or that an epoch begins; only what the window counts matters. Of the responses that
-  // groups and tenants share, those that are older than the window are dropped when requests name their group or tenant.
+  // Notes that new weights serve, or that an epoch begins, for a window that counts these. Responses of groups and
+  // tenants that are older than the window are dropped when requests name their group or tenant.
   void begin_period(HistoryWindow::Unit unit);
   std::vector<std::string> tenants();  // their keys, least recently used first
   // Forgets a tenant with its corpus, sessions and groups. Returns false where it has running requests: then it stays.
   bool forget_tenant(const std::string& tenant);
   // Does the work that waits: evicts, indexes and removes dropped positions. Returns how much was done.
   std::size_t catch_up(WorkBudget budget);
-  // Does that work whenever some waits, until close() is called. It leaves the lock as soon as the engine wants it, but
-  // for some tens of microseconds. For a thread of its own, whose priority becomes the lowest.
+  // Does that work whenever some waits, until close() is called. It releases the lock within some tens of microseconds
+  // of a call by the engine. Call it in a thread of its own, whose priority becomes the lowest.
   void index_until_closed();
   void close();
   void resize(Limits limits);
@@ -129,7 +130,7 @@ class Cache {
   std::string load(const std::string& path, const std::string& identity);
 
  private:
-  // Holds the lock for a call that the engine waits for. The indexing thread leaves it then, and is told of new work.
+  // Holds the lock for a call that the engine waits for: the indexing thread releases it. Then tells that of new work.
   class EngineCall {
    public:
     explicit EngineCall(Cache& cache) : cache_(cache) {
@@ -148,7 +149,7 @@ class Cache {
     Cache& cache_;
   };
 
-  // Thaws an entry in the end, if there is one.
+  // Thaws an entry at its end, if there is one.
   struct Thawing {
     Cache& cache;
     std::shared_ptr<CacheEntry> entry;
@@ -159,7 +160,7 @@ class Cache {
     }
   };
 
-  // Lets go of what a request that is in no slot draws on.
+  // Lets go, at its end, of the entries of a request that is in no slot.
   struct Leaving {
     Cache& cache;
     Request& request;
@@ -169,8 +170,12 @@ class Cache {
   Request& request(std::size_t slot) { return *requests_.at(slot); }
   std::shared_ptr<Learned> learned_of(const Request& request);
   void count(Request& request);
+  // Keep the entries of a request from being evicted, and let go of them.
+  void hold_entries(const Request& request);
+  void let_go_of_entries(const Request& request);
   void release(std::size_t slot);
-  // Where a turn comes from. A followed one, which another process has just stored, marks nothing as used.
+  // Where a turn comes from: it was finished here, read from the store, or followed: just stored by another process.
+  // A followed turn marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
   bool find_held(Names names, Request& to);

@@ -33,11 +33,11 @@ class Corpus {
            std::span<const Token> response, std::uint64_t written = 0);
   // Drops at most `most` of the oldest documents that were written before a time. Returns how many.
   std::size_t drop_before(std::uint64_t time, std::size_t most);
-  // Notes that all was written at a time.
+  // Sets the time at which all documents count as written.
   void set_written(std::uint64_t time);
   bool holds_all_of(const Corpus& other) const;  // the records
   bool holds_other_than(const std::string& session) const;  // responses of other sessions
-  // Becomes what `from` holds, which is empty then. Returns the index that was here.
+  // Takes over all that `from` holds, and leaves it empty. Returns the former index.
   SuffixIndex take_over(Corpus& from);
   void drop_oldest();
   void drop_older_half();

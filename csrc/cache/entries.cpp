@@ -7,16 +7,16 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kGenerations = 16;  // of a family that are looked at to find its root
-constexpr std::size_t kLightly = std::size_t{64} << 10;  // bytes that are given back at once
-constexpr std::size_t kDug = std::size_t{1} << 20;       // bytes that are given back in one go
+constexpr std::size_t kGenerations = 16;  // generations of a family that are searched for its root
+constexpr std::size_t kDisposedAtOnce = std::size_t{64} << 10;  // bytes that are given back at once
+constexpr std::size_t kDisposedTogether = std::size_t{1} << 20;       // bytes that are given back in one go
 
-// What the maps that find an entry take for it: a node by key and two by use, and the reference count beside it.
+// Bytes that the maps which find an entry take for it: a node by key and two by use, and the reference count.
 constexpr std::size_t kInMaps = heap_bytes(64) + 2 * heap_bytes(48) + 8 + 32;
 
-constexpr std::size_t kEntryWeight = 64;  // tokens that a session or group weighs beside its own, however short it is
+constexpr std::size_t kEntryWeight = 64;  // tokens that a session or group weighs on top of its own
 
-// Returns what an owner takes: itself, a node by name and, in each of three orders, one.
+// Returns the bytes that an owner takes: itself, a node by name, and a node in each of three orders.
 std::size_t bytes_of(const Owner& owner) {
   return heap_bytes(sizeof(Owner) + 16) + heap_bytes(64) + 3 * heap_bytes(48) +
          (owner.name.capacity() > 15 ? heap_bytes(owner.name.capacity() + 1) : 0);
@@ -35,15 +35,15 @@ Size CacheEntry::size() const {
   return size;
 }
 
-// Indexes, and removes what was dropped where nothing is left to index. Each call does one of both: how much is indexed at
-// once depends on how the index does it, and must not change what is removed.
+// Indexes pending text or, where none is left, removes what was dropped. It does only one of both in a call: how much
+// is indexed at once depends on how the index does it, and must not change what is removed.
 std::size_t Group::advance(std::size_t budget) {
   const std::size_t indexed = corpus.advance(budget);
   return indexed > 0 ? indexed : corpus.sweep(budget);
 }
 
-bool Tenant::leave() {
-  if (!waits_for_others() || index().size() - index().pending() < left) return false;
+bool Tenant::leave_to_thread() {
+  if (index().size() - index().pending() < left) return false;
   left = index().size();
   return true;
 }
@@ -267,7 +267,7 @@ Size CacheEntries::recount() const {
   for (const auto& [key, tenant] : tenants_.by_key) sum += tenant->size();
   for (const auto& [key, entry] : entries_.by_key) sum += entry->size();
   for (const auto& [name, owner] : owners_) sum.bytes += bytes_of(*owner);
-  for (const SuffixIndex& index : buried_) {
+  for (const SuffixIndex& index : to_dispose_) {
     sum.bytes += index.bytes();
     sum.leaving += index.bytes();
   }
@@ -281,17 +281,19 @@ void CacheEntries::advance(CacheEntry& entry, WorkBudget& budget) {
   count(entry);
 }
 
-void CacheEntries::work(WorkBudget& budget, bool leaves) {
-  const auto dig_timed = [&] { return budget.timed([&] { return dig(); }); };
-  if (!buried_.empty()) dig_timed();  // a little in any case, so that its memory does not stay for ever
+void CacheEntries::work(WorkBudget& budget, bool has_thread) {
+  const auto dispose_timed = [&] { return budget.timed([&] { return dispose_some(); }); };
+  if (!to_dispose_.empty()) dispose_timed();  // a little in any case, so that its memory does not stay for ever
   if (held_.over(limits.process)) budget.use(budget.timed([&] { return evict(nullptr); }));
   for (auto* list : {&waiting_, &waiting_tenants_}) {
     auto end = list->end();
     while (end != list->begin() && budget.left() > 0 && !budget.late()) {
       CacheEntry& newest = *std::prev(end)->second;
-      if (leaves && !newest.tenant && static_cast<Tenant&>(newest).waits_for_others()) {
+      if (has_thread && !newest.tenant && static_cast<Tenant&>(newest).waits_for_others()) {
         // The indexing thread does this. Where it is late, the step helps with at most half of its time.
-        if (!static_cast<Tenant&>(newest).leave()) budget.halved([&](WorkBudget& half) { advance(newest, half); });
+        if (!static_cast<Tenant&>(newest).leave_to_thread()) {
+          budget.halved([&](WorkBudget& half) { advance(newest, half); });
+        }
         if (newest.waiting) --end;
         continue;
       }
@@ -299,7 +301,7 @@ void CacheEntries::work(WorkBudget& budget, bool leaves) {
       if (newest.waiting) break;
     }
   }
-  while (!budget.late() && !buried_.empty()) dig_timed();
+  while (!budget.late() && !to_dispose_.empty()) dispose_timed();
 }
 
 void CacheEntries::evict_tenants(WorkBudget& budget) {
@@ -307,28 +309,28 @@ void CacheEntries::evict_tenants(WorkBudget& budget) {
   for (const auto& [key, tenant] : tenants_.by_key) budget.use(evict(tenant.get()));
 }
 
-void CacheEntries::bury(SuffixIndex index) {
+void CacheEntries::dispose_later(SuffixIndex index) {
   const std::size_t bytes = index.bytes();
-  if (bytes < kLightly) return;
+  if (bytes < kDisposedAtOnce) return;
   held_.bytes += bytes;
   held_.leaving += bytes;
-  buried_.push_back(std::move(index));
+  to_dispose_.push_back(std::move(index));
 }
 
 // Gives back some memory. Returns whether there was any.
-bool CacheEntries::dig() {
-  if (buried_.empty()) return false;
-  const std::size_t before = buried_.back().bytes();
-  const bool all = buried_.back().dispose(kDug);
-  const std::size_t gone = before - (all ? 0 : buried_.back().bytes());
-  if (all) buried_.pop_back();
+bool CacheEntries::dispose_some() {
+  if (to_dispose_.empty()) return false;
+  const std::size_t before = to_dispose_.back().bytes();
+  const bool all = to_dispose_.back().dispose(kDisposedTogether);
+  const std::size_t gone = before - (all ? 0 : to_dispose_.back().bytes());
+  if (all) to_dispose_.pop_back();
   held_.bytes -= gone;
   held_.leaving -= gone;
   return true;
 }
 
 void CacheEntries::drop(CacheEntry& entry) {
-  const auto kept = entries_.find(entry.key);  // keeps the entry alive until this returns
+  const auto alive = entries_.find(entry.key);  // until this returns
   set_waiting(entry, false);
   leave_owner(entry);
   held_ -= entry.counted;
@@ -336,7 +338,7 @@ void CacheEntries::drop(CacheEntry& entry) {
   if (!entry.is_session()) entry.tenant->groups.erase(static_cast<Group*>(&entry));
   entry.counted = {};
   entry.gone = true;
-  bury(entry.take_index());
+  dispose_later(entry.take_index());
   entries_.erase(entry);
 }
 

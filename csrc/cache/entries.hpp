@@ -26,8 +26,8 @@ inline constexpr std::size_t kClogged = 8;        // one part in so many of the 
 
 struct Request;
 
-// Says how long groups and tenants keep responses: until `kept` more weights or epochs began or, of a tenant, so many
-// more tokens were written. 0: as long as there is room. Its clock counts the weights, the epochs, or the tenant's tokens.
+// Says how long groups and tenants keep a response: until `kept` more weights or epochs have begun, or the tenant has
+// written so many more tokens. 0: as long as there is room. Its clock counts the weights, the epochs, or those tokens.
 struct HistoryWindow {
   enum class Unit : std::uint64_t { kNone, kWeights, kEpochs, kTokens };
   Unit unit = Unit::kNone;
@@ -35,7 +35,7 @@ struct HistoryWindow {
 };
 
 // Holds responses of several sessions of a tenant: of those that name the group, or of a family, which is a session and
-// all that it started. A session that started none is a family too.
+// all sessions that descend from it. A session alone is a family too.
 struct Group : CacheEntry {
   Corpus corpus;
   std::vector<Request*> members;  // its running requests, oldest first
@@ -64,24 +64,24 @@ struct Tenant final : Group {
   std::map<std::uint64_t, CacheEntry*> entries;  // its sessions and groups, by last use
   std::unordered_set<Group*> groups;             // those among them that hold responses of several sessions
   std::uint64_t written = 0;                     // tokens of the responses that its requests finished so far
-  bool followed = false;  // all that waits to be indexed was said in other processes
-  std::size_t left = 0;   // what is in front of this was left to the indexing thread by a step
+  bool followed = false;  // all text that waits to be indexed was said in other processes
+  std::size_t left = 0;   // size of the text when a step last left some of it to the indexing thread
 
   std::size_t bytes() const override { return sizeof *this + corpus.bytes(); }
   // Notes that a response is about to be added.
   void expect(bool by_others) { followed = by_others && (followed || corpus.index().pending() == 0); }
-  // Returns whether only what other processes said waits.
+  // Returns whether nothing but text from other processes waits to be indexed.
   bool waits_for_others() const { return followed && corpus.swept(); }
-  // Leaves that to the indexing thread. Returns false if some of it was left before, because the thread is late.
-  bool leave();
+  // Leaves that text to the indexing thread. Returns false if text that was left to it before still waits.
+  bool leave_to_thread();
 };
 
-// Stands for whom sessions, groups and tenants count for, so that nobody's push out everybody else's.
+// Stands for a caller whom sessions, groups and tenants count for, so that no caller's entries push out all others.
 struct Owner {
   std::string name;
   std::size_t entries = 0;                 // sessions, groups and tenants that count for it
   FairOrder<CacheEntry>::Line texts;       // sessions and groups
-  FairOrder<Tenant>::Line tenants, corpora;  // tenants, by what they take beside their texts; those with texts
+  FairOrder<Tenant>::Line tenants, corpora;  // all tenants, weighed by what they take beside texts; those with texts
 };
 
 // Finds entries by key. The keys are the entries' own.
@@ -103,7 +103,7 @@ class CacheEntries {
   CacheEntries(const PolicySettings& settings, Limits limits, HistoryWindow window)
       : limits(limits), window(window), settings_(settings) {}
 
-  // Each returns the named entry, made if there is none, and marks it as used. Null where none is named.
+  // Each returns the named entry, which it makes if there is none, and marks it as used. Null where none is named.
   std::shared_ptr<Tenant> tenant(const std::string* key, const std::string* tenant_owner);
   std::shared_ptr<Session> session(Names names, const std::shared_ptr<Tenant>& tenant);
   std::shared_ptr<Group> group(Names names, const std::shared_ptr<Tenant>& tenant);
@@ -111,7 +111,7 @@ class CacheEntries {
   std::shared_ptr<Group> find_group(const std::string& key) const;      // a named one
   std::shared_ptr<Group> find_family(const std::string& root) const;
   std::shared_ptr<Group> find_family_of(Names names) const;  // of the named session
-  // Returns the root of the family of the named session: the one that all others descend from, as far as is known.
+  // Returns the root of the family of the named session: the session that all its others descend from, as far as known.
   std::string root_of(Names names) const;
 
   std::shared_ptr<Learned> learned_of(CacheEntry& entry);
@@ -135,9 +135,9 @@ class CacheEntries {
   void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
-  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first. leaves:
-  // to the indexing thread, what other processes said since the last such call.
-  void work(WorkBudget& budget, bool leaves = false);
+  // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
+  // `has_thread`: text from other processes is left to the indexing thread, unless that is late.
+  void work(WorkBudget& budget, bool has_thread = false);
   void evict_tenants(WorkBudget& budget);  // those over the budget of a tenant
   // Drops a session. Returns its tenant and the groups that may hold responses of it.
   std::vector<std::shared_ptr<Group>> remove_session(const std::string& key, const std::string* tenant);
@@ -145,12 +145,12 @@ class CacheEntries {
   // there is one after all, keeps it.
   void free_session(const std::string& key);
   void free_if_final(Session& session);
-  // Drops a tenant without running requests with all that it holds, at most kEvictPerCall entries. Returns whether it is
-  // gone.
+  // Drops a tenant that has no running requests, with at most kEvictPerCall of its entries. Returns false if it has
+  // more of them: then call it again.
   bool forget_tenant(Tenant& tenant);
   // Takes over an index that is not used any more. Its memory is given back little by little.
-  void bury(SuffixIndex index);
-  bool has_work() const { return !waiting_.empty() || !waiting_tenants_.empty() || !buried_.empty(); }
+  void dispose_later(SuffixIndex index);
+  bool has_work() const { return !waiting_.empty() || !waiting_tenants_.empty() || !to_dispose_.empty(); }
   // Returns whether so much waits to be swept that nothing more should be added to the tenants' corpora.
   bool clogged() const { return limits.process.bytes > 0 && kClogged * corpora_.leaving > limits.process.bytes; }
 
@@ -160,15 +160,15 @@ class CacheEntries {
   const EntryMap<Tenant>& tenants() const { return tenants_; }
   const EntryMap<CacheEntry>& entries() const { return entries_; }
 
-  // Saves entries to a writer in pieces. `next` begins with {}. Returns whether there may be more. If `frozen` is set, the
-  // writer has deferred its arrays: it must be thawed once they are written.
+  // Saves entries to a writer in pieces. `next` begins with {}. Returns whether there may be more. If the call sets
+  // `frozen`, the writer has deferred this entry's arrays: thaw the entry once they are written.
   struct Cursor {
     bool tenants_done = false, begun = false;
     std::string key;  // the last one's
   };
   bool save_some(SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
   void thaw(CacheEntry& entry);
-  // `same_window`: the clock of what is loaded counts as the present one does. Otherwise all was written now.
+  // `same_window`: the snapshot's clock counts the same as the present one. Otherwise all responses count as new.
   void load(SnapshotReader& reader, std::int64_t vocab_size, bool same_window);
   bool empty() const { return tenants_.by_key.empty() && held_.bytes == 0; }
 
@@ -195,7 +195,7 @@ class CacheEntries {
   void set_waiting(CacheEntry& entry, bool waiting);
   template <class Entry>
   bool save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
-  bool dig();
+  bool dispose_some();
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);
   template <class Fits>
@@ -218,7 +218,7 @@ class CacheEntries {
   FairOrder<Tenant> tenant_order_, corpus_order_;
   std::uint64_t newest_tenant_ = 0;  // tick of the last use of any
   std::map<std::uint64_t, CacheEntry*> waiting_, waiting_tenants_;  // with work to do, by last use
-  std::vector<SuffixIndex> buried_;  // whose memory is to be given back
+  std::vector<SuffixIndex> to_dispose_;  // whose memory is to be given back
 };
 
 }  // namespace agentspec

@@ -1,4 +1,4 @@
-// What sessions, groups and tenants have in common, and how budgets count them.
+// Defines what sessions, groups and tenants have in common, and how budgets count them.
 #pragma once
 
 #include <cstddef>
@@ -44,10 +44,10 @@ struct Size {
 struct Names {
   const std::string *session, *group, *tenant;
   bool shared;
-  // Who is charged for the memory of the session and the group (`owner`), and of the tenant (`tenant_owner`). Null: who
-  // was charged before, and at first the tenant.
+  // Who is charged for the memory of the session and the group (`owner`), and of the tenant (`tenant_owner`). Null: the
+  // one that was charged before, and at first the tenant.
   const std::string *owner = nullptr, *tenant_owner = nullptr;
-  bool stored = false;  // a stored turn's: `owner` is for what is new
+  bool stored = false;  // named by a stored turn: `owner` is charged for new entries only
   // The session that started this one, or the root of its family; null: none, as far as is known.
   const std::string* family = nullptr;
 };

@@ -1,4 +1,4 @@
-// The part of CacheEntries that keeps to the budgets: what is cut, and what goes first.
+// Keeps CacheEntries within their budgets: what is cut, and what is evicted first.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kSessionTokens = std::size_t{1} << 19;  // of a session without a budget: cutting it copies half
+constexpr std::size_t kSessionTokens = std::size_t{1} << 19;  // limit without a budget, as cutting copies half of it
 
 }  // namespace
 
@@ -37,7 +37,7 @@ void CacheEntries::trim(Session& session) {
   std::size_t tokens = size.tokens;
   if (limits.session.tokens > 0) tokens = std::min(tokens, limits.session.tokens);
   if (limits.session.bytes > 0) tokens = std::min(tokens, size.tokens * limits.session.bytes / size.bytes);
-  bury(session.trim(tokens / 2));
+  dispose_later(session.trim(tokens / 2));
 }
 
 std::size_t CacheEntries::evict(Tenant* tenant) {
@@ -49,7 +49,7 @@ std::size_t CacheEntries::evict(Tenant* tenant) {
 }
 
 // Evicts one entry or document, of tenant `only` or of any. Returns whether there was anything to evict. Where tenants
-// take much beside their texts, because there are many of them or they learned much, the least recently used one goes.
+// take much memory beside their texts, because there are many or they learned much, evicts the least recently used one.
 bool CacheEntries::evict_one(Tenant* only) {
   if (!only && held_.over_bytes(limits.process) && kTenantShare * beside_ > held_.bytes && evict_tenant()) return true;
   return evict_text(only) || evict_running(only) || (!only && evict_tenant());
@@ -90,7 +90,7 @@ bool CacheEntries::evict_running(Tenant* only) {
   CacheEntry* const entry = oldest_text(only, [](const CacheEntry& entry) { return entry.counted.tokens > 0; });
   if (!entry) return false;
   if (entry->is_session()) {
-    bury(static_cast<Session&>(*entry).trim(entry->counted.tokens / 2));
+    dispose_later(static_cast<Session&>(*entry).trim(entry->counted.tokens / 2));
   } else {
     static_cast<Group&>(*entry).corpus.drop_older_half();
   }
@@ -143,7 +143,7 @@ void CacheEntries::drop_tenant(Tenant& tenant) {
   set_waiting(tenant, false);
   tenant.counted = {};
   tenant.gone = true;  // an erasure or a snapshot of it may be under way
-  bury(tenant.take_index());
+  dispose_later(tenant.take_index());
   tenants_.erase(tenant);
 }
 

@@ -1,4 +1,4 @@
-// Finds what to evict next: what was used longest ago, of the owners that hold more than their share.
+// Finds the next item to evict: the one used longest ago, of the owners that hold more than their share.
 #pragma once
 
 #include <array>
@@ -24,8 +24,9 @@ class FairOrder {
 
    private:
     friend class FairOrder;
-    unsigned level = 0;         // bits of `weight`, and
-    std::uint64_t oldest = 0;  // first of `by_use`, as it is filed; 0: it isn't
+    // Where `levels_` has it: by the bits of `weight`, and by the first of `by_use`; 0: nowhere.
+    unsigned level = 0;
+    std::uint64_t oldest = 0;
   };
 
   void add(Line& line, std::uint64_t tick, Item& item) {

@@ -1,4 +1,4 @@
-// Indexing what waits, evicting, and giving memory back: by the steps, by catch_up, and by a thread of its own.
+// Indexes text that waits, evicts, and gives memory back: in the steps, in catch_up, and in a thread of its own.
 #ifdef __linux__
 #include <sys/resource.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 namespace agentspec {
 namespace {
 
-constexpr double kPiece = 1e-4;           // seconds of CPU time between two looks at whether a step waits, about
+constexpr double kPiece = 1e-4;           // about the seconds of CPU time between two looks at whether a step waits
 constexpr std::int64_t kSlice = 200'000;  // CPU time for which the indexing thread keeps the lock at most, in ns
 
 // The engine's threads come first. Only Linux has priorities of threads.

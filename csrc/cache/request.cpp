@@ -144,9 +144,7 @@ void Request::choose_sibling() {
 
 void Request::forget_sibling() {
   sibling = nullptr;
-  state.matches[kSibling].clear();
-  state.versions[kSibling] = 0;
-  if (state.resume.source == kSibling) state.resume.drop();
+  state.forget(kSibling);
 }
 
 Size Request::size() const {
@@ -161,9 +159,7 @@ Size Request::size() const {
 }
 
 void Request::forget_public() {
-  state.matches[kPublic].clear();
-  state.versions[kPublic] = 0;
-  if (state.resume.source == kPublic) state.resume.drop();
+  state.forget(kPublic);
   draft.forget_tokens();
 }
 

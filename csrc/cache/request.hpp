@@ -43,22 +43,23 @@ struct Request {
 
   // Puts the prompt into the empty index.
   void begin(const Drafter& drafter, std::span<const Token> prompt);
-  // Lets it draft from what the caller expects as its response. `prompt`: what that follows.
+  // Lets it draft from what the caller expects as its response, behind the end of `prompt`.
   void predict(const Drafter& drafter, std::span<const Token> prompt, std::span<const Token> expected);
-  // Returns whether the engine's row begins with the text. Looks at the last tokens only: no step adds more of them.
+  // Returns whether the engine's row begins with the text. Compares the last kMaxDraft + 1 tokens: a step adds no more.
   bool goes_on_in(std::span<const Token> row) const;
   // Cuts the text to what the engine's row still begins with: the engine took back the rest.
   void rewind(const Drafter& drafter, std::span<const Token> row);
   // Adds verified tokens. Returns how the draft's first `num_verified` tokens, which were verified, fared.
   Verified take(Drafter& drafter, const SuffixIndex* public_corpus, std::span<const Token> tokens,
                 std::size_t num_verified);
-  // Returns what it adds to its session, group and tenant when it ends.
+  // Returns the turn that the request adds to its session, group and tenant when it ends.
   Turn turn(std::optional<std::size_t> output_limit) const;
 
   // Joins its group's running requests, and leaves them.
   void join();
   void leave();
-  // Chooses the sibling whose text has the longest match of this one's end. Asks the present one and, in turn, others.
+  // Chooses the sibling whose text has the longest match of this text's end. Asks the present sibling and, in turn,
+  // others.
   void choose_sibling();
   void forget_sibling();
 

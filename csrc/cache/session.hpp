@@ -26,7 +26,7 @@ struct Turn {
   std::span<const Token> response() const { return std::span(tokens).subspan(prompt_tail); }
 };
 
-// The first `length` tokens of a context. A session has the last of them before text[position].
+// Names a prefix of a context: its first `length` tokens. A session has the last of them before text[position].
 struct Prefix {
   std::size_t length;
   Position position;
@@ -49,7 +49,7 @@ class Session final : public CacheEntry {
   std::uint32_t missing_at(Position position) const;
   // Returns the last tokens of the context that a turn continues, at most kOverlap.
   std::vector<Token> context_of(const Turn& turn) const;
-  // Lets a turn without a parent's hash continue the newest turn, if its `kept` fits. Otherwise it will begin anew.
+  // Lets a turn without a parent's hash continue the newest turn, if its `kept` fits. Otherwise the turn stands alone.
   void find_parent(Turn& turn) const;
 
   bool holds(std::uint64_t record) const { return records_.contains(record); }
@@ -57,12 +57,12 @@ class Session final : public CacheEntry {
   // included, at its block boundaries, where they are known.
   bool append(const Turn& turn, std::span<const std::uint64_t> prompt_blocks = {});
   bool holds_all_of(const Session& other) const;  // the records
-  // Becomes what `from` holds, which is empty then. Returns the index that was here.
+  // Takes over all that `from` holds, and leaves it empty. Returns the former index.
   SuffixIndex take_over(Session& from);
   // Forgets all that was said.
   void clear();
-  // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest. Returns the index that
-  // was here.
+  // Cuts the text to its newest `tokens` tokens, and forgets the places and records of the rest. Returns the former
+  // index.
   SuffixIndex trim(std::size_t tokens);
 
   std::size_t tokens() const override { return text_.size(); }

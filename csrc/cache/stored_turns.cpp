@@ -1,4 +1,4 @@
-// The calls of Cache that bring in what another process said, or this one before it was restarted.
+// Brings stored turns into Cache: what other processes said, and this one before it was restarted.
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -8,12 +8,12 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kLearnedContext = 512;  // tokens in front of a turn by another process that is learned from
+constexpr std::size_t kLearnedContext = 512;  // tokens of a prompt that drafts see, when learning from a stored turn
 constexpr std::size_t kLearnedPerSlice = 8;   // drafts learned from between two looks at other callers
 
 }  // namespace
 
-// Finds what is held of what is named. Returns false if nothing is.
+// Finds the named entries that are held. Returns false if none is.
 bool Cache::find_held(Names names, Request& to) {
   if (!names.tenant) return false;
   to.tenant = entries_.tenants().find(*names.tenant);
@@ -31,7 +31,7 @@ bool Cache::find_held(Names names, Request& to) {
   return names.shared || to.session || to.group;
 }
 
-// Finds what a stored turn names, and makes what is missing.
+// Finds the entries that a stored turn names, and makes those that are missing.
 void Cache::find_or_make(Names names, Request& to) {
   to.tenant = entries_.tenant(names.tenant, nullptr);
   names.stored = true;
@@ -45,7 +45,7 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
   const auto held = entries_.find_session(*names.session);
   if (held && !prepared.session().holds_all_of(*held)) return false;
   const bool has_responses = !prepared.responses().empty();
-  if (has_responses) {  // they are its own family's, which others may have added to
+  if (has_responses) {  // they belong to the session's family, to which other sessions may have added
     if (entries_.root_of(names) != *names.session) return false;
     const auto family = entries_.find_family(*names.session);
     if (family && !prepared.responses().holds_all_of(family->corpus)) return false;
@@ -53,9 +53,9 @@ bool Cache::adopt(Names names, PreparedSession& prepared) {
   if (entries_.over_budget(prepared.session())) return false;
   Request to;
   find_or_make(names, to);
-  entries_.bury(prepared.move_to(*to.session));
+  entries_.dispose_later(prepared.move_to(*to.session));
   if (has_responses) {
-    entries_.bury(prepared.move_to(to.group->corpus));
+    entries_.dispose_later(prepared.move_to(to.group->corpus));
     to.group->corpus.set_written(entries_.now(*to.tenant));
     entries_.count(*to.group);
   }
@@ -93,9 +93,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   {
     std::lock_guard lock(mutex_);
     if (!find_held(names, request) || request.tenant->corpus.holds(turn.record)) return 0;
-    for (CacheEntry* entry : request.entries()) {
-      if (entry) ++entry->running;
-    }
+    hold_entries(request);
     request.learned = learned_of(request);
   }
   const Leaving leaving{*this, request};
@@ -124,12 +122,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
 
 Cache::Leaving::~Leaving() {
   std::lock_guard lock(cache.mutex_);
-  for (CacheEntry* entry : request.entries()) {
-    if (!entry) continue;
-    --entry->running;
-    if (entry->tenant) cache.entries_.forget_if_empty(*entry);
-  }
-  if (request.session) cache.entries_.free_if_final(*request.session);
+  cache.let_go_of_entries(request);
 }
 
 }  // namespace agentspec

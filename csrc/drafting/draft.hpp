@@ -1,4 +1,4 @@
-// The plain data of drafting: settings, what a request keeps between steps, and drafts.
+// Defines the plain data of drafting: settings, what a request keeps between steps, and drafts.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace agentspec {
 
-// Where a drafted token comes from, in the order of SOURCES in agentspec/cache/types.py: an index, or another drafter.
-// kSibling is the text of another running request of the group.
+// Names the source of a drafted token, an index or another drafter, in the order of SOURCES in
+// agentspec/cache/types.py. kSibling is the text of another running request of the group.
 enum Source : std::uint8_t { kRequest, kSession, kGroup, kGlobal, kPublic, kSibling, kPrediction, kModel };
 
 inline constexpr std::size_t kSources = kModel;  // number of indexes that a request drafts from
@@ -152,6 +152,13 @@ struct MatchState {
   std::uint8_t outcome = 0;  // the last draft's: 0 there was none, 1 wholly right, 2 not
   bool started = false;
   bool fresh = false;  // the matches were brought up to date and no token has come since
+
+  // Forgets what was found in a source.
+  void forget(std::uint8_t source) {
+    matches[source].clear();
+    versions[source] = 0;
+    if (resume.source == source) resume.drop();
+  }
 };
 
 using Sources = std::array<const SuffixIndex*, kSources>;  // null where a source is not to be used

@@ -16,8 +16,8 @@ using Position = std::uint32_t;
 inline constexpr Token kBoundary = -1;  // between documents: ends every context, matches nothing, not even itself
 inline constexpr std::size_t kPad = 8;  // boundaries in front of a text, so that reading backwards needs no limit
 
-// Returns how a text holds a token that the model reads but cannot say, such as the placeholder of an image, and from
-// that the token. Nothing that is negative in a text is drafted.
+// Maps a token that the model reads but cannot say, such as the placeholder of an image, to its form in a text, and
+// back. Nothing that is negative in a text is drafted.
 inline constexpr Token placeholder_of(Token token) { return -2 - token; }
 
 // Tokens of context that are kept in front of a text, so that its first tokens can be matched.
@@ -98,8 +98,8 @@ struct Order {
   std::uint32_t common;  // tokens that agree
 };
 
-// Compares the query with the context of an indexed position; `skip` tokens are known to agree. Never reads in front of a
-// text, even if that is wrong, as in a forged snapshot.
+// Compares the query with the context of an indexed position; `skip` tokens are known to agree. Never reads in front of
+// a text, even if that is wrong, as in a forged snapshot.
 inline Order compare(const Query& query, const Token* text, Position position, std::size_t skip) {
   const Token* const a = query.end;
   const Token* const b = text + position;

@@ -46,7 +46,7 @@ class WorkBudget {
   void use(std::size_t positions) { left_ -= std::min(left_, positions); }
 
   // Calls `work` with how much it may do, as long as `has_more()` says that there is something to do and the budget
-  // lasts. It returns how much it did. That is a piece each time, or more if piece(most) says so.
+  // lasts. `work` returns how much it did. Each time it may do kPiece, or more if piece(most) says so.
   template <class HasMore, class Piece, class Work>
   void run(HasMore has_more, Piece piece, Work work) {
     while (left_ > 0 && !late() && has_more()) {
