@@ -23,7 +23,7 @@ from tests.oracle.session import BLOCK, Context, Turn
 
 WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
-LEARNED_CONTEXT = 512  # tokens in front of a turn by another process that is learned from
+LEARNED_CONTEXT = 512  # tokens of a prompt that drafts see, when learning from a stored turn
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
 ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step
@@ -219,9 +219,9 @@ class Oracle:
     ) -> list[Drafted]:
         """Draft for requests whose new tokens are all known. sound: whether a draft continues the engine's text."""
         drafts = []
-        for request, is_sound, free in zip(requests, sound, max_draft, strict=True):
+        for request, is_sound, most in zip(requests, sound, max_draft, strict=True):
             request.choose_sibling(list(self._requests.values()))
-            self._draft(request, free if is_sound else 0, self._cost(cost), is_open=is_sound)
+            self._draft(request, most if is_sound else 0, self._cost(cost), is_open=is_sound)
             drafts.append(request.drafted())
         return drafts
 
@@ -233,12 +233,12 @@ class Oracle:
         cost: float | None = None,
     ) -> list[Drafted]:
         drafts = []
-        for request_id, external, free in zip(request_ids, offers, max_draft, strict=True):
+        for request_id, external, most in zip(request_ids, offers, max_draft, strict=True):
             request = self._requests[request_id]
             draft = Draft()
             if request.draft.open:
                 draft = self._drafter.merge_draft(
-                    request.for_drafter(self._public), external, self._limit(free), self._cost(cost)
+                    request.for_drafter(self._public), external, self._limit(most), self._cost(cost)
                 )
                 draft.open = True
             request.draft = draft
@@ -397,7 +397,7 @@ class Oracle:
         self._held.evict(None)
 
     def reload(self) -> None:
-        """Do to what is held as saving and loading do. No request may be running."""
+        """Change what is held as saving and loading it would. No request may be running."""
         assert not self._requests
         self._slots, self._free = [], []
         self._held.reload()
@@ -429,7 +429,7 @@ class Oracle:
         family: str | None,
         stored: bool = False,
     ) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return what a request of this scope drafts from and adds to."""
+        """Return the tenant, session and group that a request or turn of this scope draws on and adds to."""
         if scope == "none":
             return None, None, None
         of_tenant = self._held.tenant(tenant, tenant_owner)
@@ -441,7 +441,7 @@ class Oracle:
         return of_tenant, of_session, of_group
 
     def _advance(self, request: Request, budget: int) -> int:
-        """Index and sweep what the request drafts from. Return what is left of the budget."""
+        """Index and sweep the texts that the request drafts from. Return what is left of the budget."""
         budget -= request.prediction.advance(budget)
         request.index.advance(OWN_PER_STEP)
         budget -= request.index.advance(budget)
@@ -451,7 +451,7 @@ class Oracle:
         return work_on(request.tenant.corpus, budget) if request.tenant else budget
 
     def _as_held(self, token: int) -> int:
-        """Return how a prompt's token is held: one that is no token of the vocabulary is negative and never drafted."""
+        """Return the form in which a prompt's token is held: negative, and never drafted, beyond the vocabulary."""
         return token if token < self._vocab_size else -2 - token
 
     def _begin_text(self, request: Request, prompt: list[int]) -> None:
@@ -464,7 +464,7 @@ class Oracle:
     def _rewind(self, request: Request, row: list[int]) -> None:
         """Cut a request's text to what the engine's row still begins with, if the engine took back the rest.
 
-        Whether it did is told by the last tokens: no step adds more of them.
+        Compares the last CHECKED tokens to see whether it did: no step adds more.
         """
         text = request.index.text
         row = [self._as_held(token) for token in row[: len(text)]]
@@ -519,7 +519,7 @@ class Oracle:
         turn: Turn,
         origin: Literal["finished", "stored", "followed"],
     ) -> None:
-        """Add a turn where its record isn't held yet. key: its session's, which may not be held.
+        """Add a turn to its session, group and tenant unless they hold its record. key: of its session, held or not.
 
         Group and tenant add a restored turn without a record only if it brings its session something new. A followed
         turn marks nothing as used.

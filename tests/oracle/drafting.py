@@ -100,7 +100,7 @@ class MatchState:
     started: bool = False
 
     def forget(self, source: int) -> None:
-        """Forget what was found in a source that is another now."""
+        """Forget what was found in a source."""
         self.matches[source], self.versions[source] = Match(), 0
         if self.resume is not None and self.resume.source == source:
             self.resume = None

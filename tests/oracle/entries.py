@@ -17,10 +17,10 @@ from tests.oracle.session import Turns
 SWEEP_COST = 16  # positions whose indexing costs as much as removing one
 SWEEP_SOME = 4  # positions removed at once
 OUTDATED_PER_CALL = 256  # documents older than the window dropped in one call
-GENERATIONS = 16  # of a family that are looked at to find its root
+GENERATIONS = 16  # generations of a family that are searched for its root
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
-ENTRY_WEIGHT = 64  # tokens that a session or group weighs beside its own
+ENTRY_WEIGHT = 64  # tokens that a session or group weighs on top of its own
 EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
@@ -321,7 +321,7 @@ class CacheEntries:
     def find_held(
         self, session: str | None, group: str | None, tenant: str | None, shared: bool, family: str | None
     ) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return what is held of what a turn names, and mark nothing as used. Its family comes with a session."""
+        """Return the held entries that a turn names, and mark none as used. A held session brings its family."""
         of_tenant = self.tenants.get(tenant or "")
         if of_tenant is None:
             return None, None, None
@@ -435,7 +435,7 @@ class CacheEntries:
         return budget
 
     def reload(self) -> None:
-        """Do as saving and loading do: what the store holds may have changed meanwhile."""
+        """Forget what was restored from the store, as saving and loading do: it may hold other turns by then."""
         for entry in (*self.held.values(), *self.tenants.values()):
             entry.loaded = False
 

@@ -144,7 +144,7 @@ Sources = Sequence[SuffixIndex | None]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible next token.
+    """Hold a possible next token.
 
     rank: 0 the source's most frequent successor, 1 its second, 2 the resume point's. match_length: tokens of context
     that agree. share: part of the `count` occurrences looked at that the token follows. place: where it was found in
