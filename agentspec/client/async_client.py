@@ -182,7 +182,7 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
         return added
 
     async def _offer(self, conversation: Conversation, call: Call) -> None:
-        """Tell the server of a resumed session, which may have been another one's. Never raises."""
+        """Tell the server of a resumed session, which the server may not know. Never raises."""
         try:
             await self._prime(conversation.id, self._to_offer(conversation, call))
         except Exception as error:

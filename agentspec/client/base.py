@@ -74,7 +74,8 @@ class ClientBase(Generic[OpenAIT]):
     def _refuse_if_forked(self) -> None:
         """Note the process that uses the client. Raises AgentSpecError in one that was forked off after that.
 
-        It has its parent's connections, so that one would read the other's answers, and no thread that stores messages.
+        The fork shares its parent's connections, so that one would read the other's answers, and it lacks the thread
+        that stores messages.
         """
         process = os.getpid()
         self._process = self._process or process
@@ -176,7 +177,7 @@ class StreamBase(Generic[ParsedT]):
 
 
 def _close(conversations: Conversations, log: SessionLog, process: int) -> None:
-    """Store what waits. A fork of the process in which it was said leaves that to its parent."""
+    """Store the messages that wait. A fork of the process that queued them leaves that to its parent."""
     if os.getpid() == process:
         conversations.save()
     log.close()

@@ -67,10 +67,10 @@ class Spent:
 class Attempt(Generic[ParsedT]):
     """Hold one call of a loop and what was made of it.
 
-    name: which one, such as "attempt 2" or the name of a pipeline's stage. number: of the loop's calls, from 1.
-    reply: the answer; None if the call failed. error: what the call, the critic or the reward raised.
-    feedback: what the critic wants changed; None if it is content or was not asked.
-    score: the reward. tools: the tool calls of the answer. seconds: from the request to the verdict.
+    name: of the attempt, such as "attempt 2" or the name of a pipeline's stage. number: of the call in its loop, from
+    1. reply: the answer; None if the call failed. error: what the call, the critic or the reward raised. feedback: what
+    the critic wants changed; None if the critic is content or was not asked. score: the reward. tools: the tool calls
+    of the answer. seconds: from the request to the verdict.
     """
 
     name: str
@@ -128,7 +128,7 @@ class LoopResult(Generic[ParsedT]):
 
 
 class BudgetSpentError(Exception):
-    """Say that a loop may not call again. what: the limit that is reached. Loops catch it."""
+    """Say that a loop may make no further call. what: the limit that is reached. Loops catch this error."""
 
     def __init__(self, what: Stopped) -> None:
         super().__init__(what)
@@ -220,7 +220,7 @@ class Account:
         return BegunCall(number, limited, reserved)
 
     def end(self, call: BegunCall, reply: Reply[Any] | None, refused: bool = False) -> None:
-        """Count the tokens of a call's answer; those reserved if nobody knows how many it took.
+        """Count the tokens of a call's answer; if their number is unknown, all that were reserved for the answer.
 
         reply: None if it was lost, or does not fit its format. refused: the server refused the call, so it took none.
         """
@@ -242,7 +242,7 @@ class Account:
                 self._on_progress(Progress(attempt, self._spent()))
 
     def why_failed(self) -> Stopped:
-        """Return why a loop ends whose call failed."""
+        """Return why a loop whose call failed ends."""
         return "seconds" if self.seconds_left == 0.0 else "error"
 
     @property
@@ -251,7 +251,7 @@ class Account:
         return self._closed
 
     def close(self) -> None:
-        """Let no call begin any more, in threads that outlive their loop."""
+        """Let no further call begin, not even in threads that outlive their loop."""
         self._closed = True
 
     def result(self, stopped: Stopped) -> LoopResult[Any]:

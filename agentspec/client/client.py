@@ -194,7 +194,7 @@ class AgentClient(ClientBase[openai.OpenAI]):
         return added
 
     def _offer(self, conversation: Conversation, call: Call) -> None:
-        """Tell the server of a resumed session, which may have been another one's. Never raises."""
+        """Tell the server of a resumed session, which the server may not know. Never raises."""
         try:
             self._prime(conversation.id, self._to_offer(conversation, call))
         except Exception as error:

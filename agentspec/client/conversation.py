@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Tell of messages that a session lacks: `lost` of them, just before `session.messages[before]`."""
+    """Describe a gap in a session: `lost` messages are missing just before `session.messages[before]`."""
 
     before: int
     lost: int
@@ -41,9 +41,9 @@ class Conversation:
     """Keep a history that grows by whole turns, so that a call that fails leaves it unchanged.
 
     id: the session's id; "" for calls without a session. parent: id of the session that started it.
-    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: where it puts
-    itself while it has messages that it can store only behind those. erasures: where it notes what the server has to
-    erase with it.
+    loaded: whether the stored messages have been read; True for a new session, which has none. unsaved: the set that
+    this conversation is in while it has messages that can be stored only once the stored ones have been read. erasures:
+    list of what the server has to erase with the session.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Conversation:
         self.id = session
         self.group = group
         self.parent = parent
-        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # with which no other session's id begins
+        self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # beginning of ids that nobody else uses
         self.loaded = new
         self.resumed = 0  # messages that came from the store
         self.offered = False  # whether a server was told of those messages
@@ -72,8 +72,8 @@ class Conversation:
         self._place = Place(session)
         self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
         self._load_lock = threading.Lock()
-        self._user: object = None  # for whom it is reserved
-        self._answerer: object = None  # who ran the latest tool calls
+        self._user: object = None  # for whom the session is reserved
+        self._answerer: object = None  # the loop that runs, or ran, the latest tool calls
 
     def load(self, on_unavailable: OnUnavailable = "raise") -> None:
         """Read the stored messages, once, and put them before those added already. May block.
@@ -98,7 +98,7 @@ class Conversation:
         self._report_gaps()
 
     def reload(self) -> None:
-        """Read the stored messages again, and drop those that are only here. May block. Raises StoreError."""
+        """Read the stored messages again, and drop those that are not stored. May block. Raises StoreError."""
         with self._load_lock, self.reserved():
             stored = self._read()
             with self._guard:
@@ -154,7 +154,7 @@ class Conversation:
             return last
 
     def forget(self) -> None:
-        """Remove all messages, stored ones first. May block. A StoreError means that they are here still."""
+        """Remove all messages, stored ones first. May block. Raises StoreError, and then keeps the messages here."""
         with self._load_lock:
             self._log.remove(self.id)
             with self._guard:
@@ -162,11 +162,11 @@ class Conversation:
                 self.loaded = True
 
     def add_helper(self, session: str) -> None:
-        """Note a session that a loop of this one uses, which is erased with it. The latest of them are remembered."""
+        """Note a session that a loop of this one uses: it is erased with this one. Only the latest are remembered."""
         self._erasures.add_helper(self.id, session)
 
     def add_salt(self, cache_salt: str) -> None:
-        """Note a salt that a call sends. It makes another session on the server, which is erased with this one."""
+        """Note a salt that a call sends: with it the server has another session, which is erased with this one."""
         if self.id:
             self._erasures.add_salt(self.id, cache_salt)
 
@@ -183,9 +183,9 @@ class Conversation:
     def copy_to(self, other: Conversation, turns: int | None = None) -> None:
         """Copy the history, or its first turns, to another, loaded conversation, and become its parent.
 
-        turns: negative for all but the last ones.
-        Blocks while a long history is stored. Raises InvalidSessionError if the other is not empty, and
-        InvalidInputError if there are fewer turns.
+        turns: number of first turns to copy; a negative number leaves out as many of the last; None: all. Blocks while
+        a long history is stored. Raises InvalidSessionError if the other is not empty, and InvalidInputError if there
+        are fewer turns.
         """
         with self._guard:
             history, next_position = copy.deepcopy(self._history), self._next_position
@@ -232,7 +232,7 @@ class Conversation:
 
     @contextmanager
     def undone_if_interrupted(self) -> Generator[None, None, None]:
-        """Take back what the body adds if it is cancelled or gets Ctrl-C, as during a wait. For a reserved session."""
+        """Take back what the block adds if it is cancelled or gets Ctrl-C. Use it while the session is reserved."""
         with self._guard:
             count, position = len(self._history), self._next_position
         try:
@@ -253,30 +253,6 @@ class Conversation:
             if self._user is user:
                 self._user = None
 
-    def _read(self) -> Stored:
-        try:
-            return self._log.read(self.id)
-        except Exception as error:  # a store may raise anything
-            kind = type(error) if isinstance(error, StoreError) else StoreError
-            raise kind(
-                f"session {self.id!r}: its stored messages cannot be read, and nothing was sent ({error}). Try again,"
-                ' or take an empty history knowingly: client.session(id, on_unavailable="empty")'
-            ) from error
-
-    def _report_gaps(self) -> None:
-        for before, lost in self.gaps():
-            logger.warning(
-                "agentspec: session %r: the store has lost %d messages before message %d", self.id, lost, before
-            )
-
-    def _take(self, stored: Stored | None) -> None:
-        """Replace the history by the stored one; None: it is not known."""
-        self._place = Place(self.id, known=False) if stored is None else Place(self.id, stored.last)
-        stored = stored or Stored()
-        self._history, self._next_position = list(stored.history), stored.next_position
-        self.resumed = len(self._history)
-        self._unsaved.discard(self)
-
     def answer_calls(self, answerer: object, answers: Mapping[int, str], otherwise: str) -> None:
         """Append the answers to the latest message's tool calls, and end the reservation that `turn` left for them.
 
@@ -294,6 +270,30 @@ class Conversation:
                 ]
             )
             self._user = None
+
+    def _read(self) -> Stored:
+        try:
+            return self._log.read(self.id)
+        except Exception as error:  # a store may raise anything
+            kind = type(error) if isinstance(error, StoreError) else StoreError
+            raise kind(
+                f"session {self.id!r}: its stored messages cannot be read, and nothing was sent ({error}). Try again,"
+                ' or take an empty history knowingly: client.session(id, on_unavailable="empty")'
+            ) from error
+
+    def _report_gaps(self) -> None:
+        for before, lost in self.gaps():
+            logger.warning(
+                "agentspec: session %r: the store has lost %d messages before message %d", self.id, lost, before
+            )
+
+    def _take(self, stored: Stored | None) -> None:
+        """Replace the history by the stored one. None: the stored one is not known, so the history is empty."""
+        self._place = Place(self.id, known=False) if stored is None else Place(self.id, stored.last)
+        stored = stored or Stored()
+        self._history, self._next_position = list(stored.history), stored.next_position
+        self.resumed = len(self._history)
+        self._unsaved.discard(self)
 
     def _commit(self, messages: Sequence[dict[str, Any]], answerer: object) -> None:
         with self._guard:
@@ -330,8 +330,8 @@ class Conversation:
 class Conversations:
     """Hold a client's conversations by session id. All sessions of an id share one, so only one call runs at a time.
 
-    With a log, a conversation stays in memory while it is used. Without one, it stays as long as the client. One
-    without a name is not stored, because nobody could ask for it again, and stays while it is used.
+    With a log, a conversation stays in memory while it is used; without one, as long as the client. A conversation
+    without a name is not stored, because nobody could ask for it again, and stays in memory while it is used.
     """
 
     def __init__(self, log: SessionLog) -> None:
@@ -340,7 +340,7 @@ class Conversations:
         self._lock = threading.Lock()
         self._known: MutableMapping[str, Conversation] = weakref.WeakValueDictionary() if log.keeps else {}
         self._unnamed: MutableMapping[str, Conversation] = weakref.WeakValueDictionary()
-        self._unsaved: set[Conversation] = set()  # which must not be lost when nobody uses them
+        self._unsaved: set[Conversation] = set()  # kept here, because their messages are nowhere else
 
     def save(self) -> None:
         """Store what was added to sessions before they were read. May block. Logs what cannot be stored."""

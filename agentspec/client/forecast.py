@@ -92,7 +92,7 @@ class _Said:
     """Hold one model call that was not replayed yet.
 
     sent: its messages, of which the first `resumed` came from the store. tokens: those of prompt and answer, if the
-    server sent them. size: bytes that nothing else holds, about.
+    server sent them. size: about the bytes that only this object holds.
     """
 
     session: str
@@ -205,7 +205,7 @@ class Forecaster:
                 figures.seen = max(figures.seen, _answers(said.sent) + 1)
 
     def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
-        """Return a session's figures, with those of the calls that other clients made, as far as they were read.
+        """Return a session's figures. They include calls by other clients whose messages were read from the store.
 
         The server's tokens of such calls are not known.
         """
@@ -295,7 +295,7 @@ def _server_tokens(reply: Reply[Any]) -> tuple[Int32Array, Int32Array] | None:
 
 
 def _bytes_of(value: object) -> int:
-    """Return about how many bytes a message, or a part of one, takes. Looks at no text."""
+    """Return about how many bytes a message, or a part of one, takes. Reads no text."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -316,7 +316,7 @@ def _shown(message: Mapping[str, Any]) -> str:
 
 
 def _spoken(message: Mapping[str, Any]) -> str:
-    """Return what a message says: its text, and tool calls as JSON."""
+    """Return the text of a message, with its tool calls as JSON."""
     content = message.get("content") or message.get("refusal") or ""
     said: Iterable[object] = [content] if isinstance(content, str) else content
     calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()

@@ -1,6 +1,6 @@
-"""Describe the loops as generators of steps (`steps`), once for threads and asyncio.
+"""Describe the loops as generators of steps (`steps`), once for both threads and asyncio.
 
-Whatever ends a loop early closes its generator, which frees the session.
+An error or interrupt that ends a loop early closes its generator, which frees the session.
 """
 
 from __future__ import annotations
@@ -255,12 +255,12 @@ def _with_text(attempt: Attempt[Any], stage: str) -> Attempt[Any]:
 
 
 def _feedback(found: Any) -> Any:
-    """Return what a critic returned; None if it has no objection. Raises for what cannot be said to the model."""
+    """Return a critic's objection; None if it has none. Raises InvalidInputError if the model cannot be told it."""
     return _message("critic", found, "or None if the answer is good, ") if found else None
 
 
 def _message(name: str, found: Any, otherwise: str = "") -> Any:
-    """Return what a caller's function returned. Raises InvalidInputError for what cannot be said to the model."""
+    """Return the message that a caller's function returned. Raises InvalidInputError if it is not one."""
     try:
         as_messages(found)
     except InvalidInputError:
@@ -271,7 +271,7 @@ def _message(name: str, found: Any, otherwise: str = "") -> Any:
 
 
 def _score(found: Any) -> float | None:
-    """Return what a reward function returned as a number; None if that is None. Raises for what cannot be compared."""
+    """Return a reward as a number; None if it is None. Raises ValueError or TypeError for any other value."""
     score = None if found is None else float(found)
     if score is not None and math.isnan(score):
         raise InvalidInputError("reward: nan is neither higher nor lower than another reward; return a number")

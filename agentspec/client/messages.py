@@ -93,8 +93,8 @@ def encodable(text: T) -> T:
     """Return a text with surrogate pairs joined, and with halves of them written out, such as \\udce9.
 
     Python makes halves of bytes that are not UTF-8, as in names of files; some gateways divide a pair between two
-    chunks of a stream. No request can carry them: the session that holds one could never be sent again. What is no
-    string stays as it is.
+    chunks of a stream. No request can carry them: the session that holds one could never be sent again. Any other value
+    than a string stays as it is.
     """
     if not isinstance(text, str):
         return text
@@ -110,7 +110,8 @@ def _plain(value: object, depth: int = 0) -> Any:
     """Return a copy of a message's part, as JSON has it. A pydantic object, such as a tool call, becomes a dict.
 
     depth: of the part in its message.
-    Raises InvalidInputError for what no request and no store can carry: the session would lose it, or be unusable.
+    Raises InvalidInputError for a value that no request and no store can carry: the session would lose it, or be
+    unusable.
     """
     if isinstance(value, str):
         _check_text(value)

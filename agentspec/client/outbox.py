@@ -76,8 +76,8 @@ class _Write:
 class Outbox:
     """Append messages in a thread that starts with the first of them.
 
-    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of what waits, beside the
-    largest turn and the one that is being written.
+    store: returns the store, and opens it if need be; may raise anything. max_bytes: limit of the turns that wait,
+    beside the largest one and the one that is being written.
     """
 
     def __init__(self, store: Callable[[], Store], max_bytes: int = _MAX_BYTES) -> None:
@@ -100,7 +100,7 @@ class Outbox:
         self._enqueue(_write(place, said, cut))
 
     def put_now(self, place: Place, said: list[Said], cut: int | None, timeout: float) -> None:
-        """Store the messages of one turn behind what is queued for the session. Blocks; nothing is tried again.
+        """Store the messages of one turn behind those queued for the session. Blocks; nothing is tried again.
 
         Raises StoreError if the store fails or is not reached within ``timeout`` seconds, and SessionConflictError.
         """
@@ -125,7 +125,7 @@ class Outbox:
             self._enqueue(_Write(place, []))
 
     def confirm(self, place: Place) -> None:
-        """Wait until what was queued for the session is done, for at most WAIT_S.
+        """Wait until all that was queued for the session is done, for at most WAIT_S.
 
         Returns at once while the store is slow or away: a conflict then shows at a later call.
         Raises SessionConflictError if another client wrote to the session.
@@ -143,13 +143,13 @@ class Outbox:
             return self._changed.wait_for(lambda: not self._waits(session), timeout)
 
     def wait_for_room(self, timeout: float) -> None:
-        """Wait until no more than the limit waits, for at most ``timeout`` seconds and while the store works."""
+        """Wait until the queue is within its limit, for at most ``timeout`` seconds and while the store works."""
         with self._changed:
             self._changed.wait_for(lambda: self._failures or self._waiting_bytes() <= self._max_bytes, timeout)
 
     @contextmanager
     def paused(self, session: str, timeout: float) -> Generator[None, None, None]:
-        """Write nothing meanwhile. What was queued for the session is discarded if no error occurs.
+        """Write nothing while the block runs, and discard what is queued for the session unless it raises.
 
         Raises StoreUnavailableError if the store does not let go of the current call within ``timeout`` seconds.
         """
@@ -194,7 +194,7 @@ class Outbox:
         return self._bytes + (0 if self._current is None else self._current.size)
 
     def _make_room(self) -> None:
-        """Drop what is beyond the limit, and a little more, so that the queue is searched seldom."""
+        """Drop turns beyond the limit, and a little more, so that the queue is searched seldom."""
         if self._bytes <= self._max_bytes:
             return
         largest = max(reversed(self._queue), key=lambda write: write.size)  # of equals the newest
@@ -214,8 +214,9 @@ class Outbox:
             self._bytes -= write.size
 
     def _drop_messages(self, kept: _Write, goal: int) -> None:
-        """Take the messages out of writes other than ``kept`` until ``goal`` bytes wait: always the oldest of the
-        session that has most. What says that they are missing is left.
+        """Take the messages out of writes other than ``kept`` until ``goal`` bytes wait.
+
+        The oldest write of the session that has most waiting goes first. A record that messages are missing is left.
         """
         last = {write.place: write for write in self._queue if write.records}
         waiting: dict[str, deque[_Write]] = defaultdict(deque)
@@ -306,7 +307,7 @@ class Outbox:
             place.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
     def _leave(self, write: _Write, failed: Exception | None) -> None:
-        """Note how a write went. One that failed waits for the next attempt; a check is forgotten."""
+        """Note how a write went. A write that failed waits for the next attempt; a check that failed is forgotten."""
         with self._changed:
             self._current = None
             if failed is not None and write.records:
@@ -337,7 +338,7 @@ def _write(place: Place, said: list[Said], cut: int | None) -> _Write:
 def _without_messages(write: _Write, *, is_last: bool) -> _Write:
     """Return what is left of a write that is dropped.
 
-    is_last: whether no later write shows by its position what is lost.
+    is_last: whether no later write shows, by its position, that messages are lost.
     """
     cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
     if is_last:

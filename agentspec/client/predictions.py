@@ -67,7 +67,7 @@ def likely_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def kept_part(before: str, after: str) -> float:
-    """Return which part of the longer text a server would accept of a prediction, when one text predicts the other."""
+    """Return the share of the longer text that a server would accept if one text were predicted by the other."""
     from agentspec.cache import SOURCES, SuffixCache  # imported here: most clients predict nothing
     from agentspec.client.forecast import approximate_tokens
 

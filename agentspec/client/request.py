@@ -38,7 +38,7 @@ TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
 ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
-"""How long an erasure is repeated while the server says that something is left, and the pause between, in seconds."""
+"""How long an erasure is repeated while the server says that some text is left, and the pause between, in seconds."""
 
 _OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
@@ -128,12 +128,12 @@ class Call:
 
     @property
     def resumed(self) -> int:
-        """Return how many messages of its session came from the store, which may be read after the call was made."""
+        """Return how many messages of the session came from the store. It may be read after the call is made."""
         return self._conversation.resumed
 
     @property
     def model_class(self) -> type[Any] | None:
-        """Return the pydantic model as which the OpenAI client parses the answer, or None."""
+        """Return the pydantic model into which the OpenAI client parses the answer, or None."""
         return None if has_loose_tools(self.options.get("tools")) else self.answer_class
 
     @property
@@ -194,7 +194,7 @@ class RequestBuilder:
         return self._session_tags != "off" and time.monotonic() >= self._ask_at
 
     def session_path(self, session: str) -> str | None:
-        """Return the path of a session on a server with the extension; None where the session is not known by its id.
+        """Return the path of a session on a server with the extension; None where servers don't know it by its id.
 
         Call it after a probe.
         """
@@ -207,9 +207,9 @@ class RequestBuilder:
     def erasures(self, conversation: Conversation, more: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """Yield path and options of each request that erases a session and its helpers on the server.
 
-        Each takes one request for each cache salt, which is a part of whose session it is, and one for none. more:
-        salts that other processes have sent. Yields nothing if the server keeps no sessions. Call it after a probe; a
-        server that could not be probed is asked, so that its error shows.
+        Each session takes one request without a cache salt and one for each salt, because a salt makes another session.
+        more: salts that other processes have sent. Yields nothing if the server keeps no sessions. Call it after a
+        probe; a server that could not be probed is asked, so that its error shows.
         """
         if isinstance(more, str) or not isinstance(more, Iterable):
             raise InvalidInputError(f"cache_salts: a list of texts is needed, not {shown(more)}")
@@ -237,7 +237,7 @@ class RequestBuilder:
     def headers(self, conversation: Conversation) -> dict[str, str]:
         """Return the headers that name a session, for requests that others make.
 
-        Raises InvalidInputError if requests name it in their body only, which others write.
+        Raises InvalidInputError if sessions are named in the body only, because others write that.
         """
         naming = NAMINGS[self._session_tags]
         if naming.body is not None and naming.header is None:
@@ -272,7 +272,7 @@ class RequestBuilder:
         return request
 
     def _predict(self, request: dict[str, Any], call: Call) -> None:
-        """Add an automatic prediction to a request if it may have one, and take away what its server doesn't take."""
+        """Add an automatic prediction to a request if it may have one, and remove one that its server doesn't take."""
         takes = self.takes_predictions and (self.extension or not openai_refuses(request))
         if call.predict and takes and request.get("prediction") is None:
             request["prediction"] = as_prediction(likely_answer(request["messages"]))
@@ -283,7 +283,7 @@ class RequestBuilder:
 
 
 def salt_headers(cache_salt: str) -> dict[str, str]:
-    """Return the header that gives a cache salt to the extension. Raises InvalidInputError for what is no text."""
+    """Return the header that gives a cache salt to the extension. Raises InvalidInputError unless it is a text."""
     if not isinstance(cache_salt, str):
         raise InvalidInputError(f"cache_salt: a text is needed, not {shown(cache_salt)}")
     return {SALT_HEADER: to_header(cache_salt)}

@@ -25,9 +25,9 @@ class Said(NamedTuple):
 class Place:
     """Hold what one client knows of a session in the store.
 
-    last: cursor of the last entry that it has read or written; None if there was none. known: False if the session was
-    not read, because its history was taken as empty. offset: positions before the first message of this client.
-    conflict: whether another client wrote behind ``last``, so that nothing more is written from here.
+    last: cursor of the last entry that the client has read or written; None if there was none. known: False if the
+    session was not read, because its history was taken as empty. offset: positions before the first message of this
+    client. conflict: whether another client wrote behind ``last``, so that this client writes nothing more.
     """
 
     session: str
@@ -75,7 +75,7 @@ class SessionLog:
         """Wait a moment for the messages to be stored. Raises SessionConflictError if another client wrote before."""
 
     def wait_for_room(self) -> None:
-        """Wait until so little waits to be stored that nothing has to be dropped. Blocks while the store works."""
+        """Wait until no message that waits to be stored has to be dropped. Blocks while the store works."""
 
     def remove(self, session: str) -> None:
         """Remove the session. Blocks until it is removed. Raises StoreError if that fails."""

@@ -1,4 +1,4 @@
-"""Know how servers and gateways are told which session a call belongs to, as data."""
+"""Define, as data, how servers and gateways are told to which session a call belongs."""
 
 from __future__ import annotations
 
@@ -65,4 +65,4 @@ NAMINGS: dict[str, SessionNaming] = {
 """Namings by the client's option `session_tags`. Another server needs a line here and in SessionTags."""
 
 EXTENSION = SessionNaming("X-Session-ID", "X-Parent-Session-ID", body="session_id", xargs=True, predictions=True)
-"""What "auto" becomes once the server is known to have the extension: the body has the ids unencoded, and the group."""
+"""Naming of "auto" once the server is known to have the extension: the body has the ids unencoded, and the group."""

@@ -1,6 +1,6 @@
-"""Do the steps of a loop: with threads in a synchronous program, with tasks in asyncio.
+"""Run the steps of a loop: with threads in a synchronous program, with tasks in asyncio.
 
-A loop is a generator that yields what is to be done, and is sent the result, or the error, when it is done.
+A loop is a generator. It yields a step that is to be done, and is sent the step's result or error.
 """
 
 from __future__ import annotations
