@@ -100,7 +100,7 @@ class PublicCorpus:
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, Callable[[Tokenize | None], Int32Array]]]:
-    """Yield for each text of a file where it stands and a function that returns its tokens, int32 [n].
+    """Yield, for each text of a file, its place in the file and a function that returns its tokens, int32 [n].
 
     The function takes the tokenizer and raises InvalidInputError, naming the field, for a text that cannot be used.
     Raises OSError for a file that cannot be read.

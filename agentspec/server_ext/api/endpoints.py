@@ -5,8 +5,8 @@
 ``GET /v1/agentspec/requests/{id}``   figures of one finished or running request, by the id in its response
 
 A request with the header ``X-Agentspec-Figures`` gets its figures in the response (``response_figures``). Chat
-completions take OpenAI's ``prediction`` (``predictions``). Figures of a
-request are told to its principal. ``AGENTSPEC_ADMIN_KEY``, a bearer key, sees those of all.
+completions take OpenAI's ``prediction`` (``predictions``). Figures of a request are told to its principal alone, and
+all figures to whoever has the bearer key ``AGENTSPEC_ADMIN_KEY``.
 """
 
 import ipaddress

@@ -130,7 +130,7 @@ class FiguresMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        """Handle a request. Others than those that ask pass unchanged."""
+        """Handle a request. Responses to requests that ask for no figures pass unchanged."""
         if (
             scope["type"] == "http"
             and scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS

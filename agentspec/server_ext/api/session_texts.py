@@ -17,7 +17,7 @@ _NO_HASH = "0" * 16
 
 
 class SessionTexts(BaseModel):
-    """Hold what a session is to draft from though nobody said it here.
+    """Hold text that a session is to draft from although it was not said on this server.
 
     messages: a conversation, as chat completions take it. texts: others, such as files.
     """

@@ -62,9 +62,10 @@ class Presented:
         return [_text(value).strip(_WHITE) for value in self._raw(name)]
 
     def only(self, name: str) -> str | None:
-        """Return what a header says that must be there once, in UTF-8; None if it cannot be used.
+        """Return the value of a header that must be there exactly once, read as UTF-8; None if it cannot be used.
 
-        A second one may be the caller's own, so neither is trusted. Two names are never read as one.
+        Where a gateway adds the header, a second one may be the caller's own, so neither is trusted. No two names are
+        read as one.
         """
         values = self._raw(name)
         try:
@@ -86,9 +87,10 @@ class Presented:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Name the sender of a request. principal: None: all callers, where nothing tells them apart; or NOBODY.
+    """Name the sender of a request.
 
-    tenant: the tenant that the operator or a gateway named; None: the principal is a tenant of its own.
+    principal: a MAC; None: all callers, where nothing tells them apart; or NOBODY. tenant: the tenant that the operator
+    or a gateway named; None: the principal is a tenant of its own.
     """
 
     principal: str | None = None
@@ -173,7 +175,7 @@ class ApiKeysFile:
             logger.error("agentspec: %s; the keys that were read before stay in force", error)
 
     def _state(self) -> tuple[int, int, int] | None:
-        """Return what changes when the file does; None where it cannot be looked at."""
+        """Return numbers that change when the file does; None where the file cannot be looked at."""
         try:
             found = self.path.stat()
         except OSError:

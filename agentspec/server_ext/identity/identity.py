@@ -79,12 +79,12 @@ class Identity:
 
     @property
     def owner(self) -> str:
-        """Return whom its session and group count for when memory is scarce: the caller, with whatever salts."""
+        """Return the owner of the session and the group when memory is scarce: the caller, whatever its salts are."""
         return self.caller or _ALL_CALLERS
 
     @property
     def tenant_owner(self) -> str:
-        """Return whom its tenant counts for: the named one, which callers share, or the caller."""
+        """Return the owner of the tenant: the named tenant, which callers share, or else the caller."""
         return self.named_tenant or self.owner
 
 
@@ -210,7 +210,7 @@ def _read_headers(extra: dict[str, Any], presented: Presented | None) -> None:
 
 
 def _as_vllm_reads(ids: Sequence[str]) -> list[str]:
-    """Return ids of its header as vLLM may give them: it reads headers as Latin-1."""
+    """Return the forms in which vLLM may give these ids of its header: as they are, and misread as Latin-1."""
     return [read for name in ids for read in (name, name.encode().decode("latin-1"))]
 
 

@@ -1,8 +1,8 @@
 """Find requests that answer the same prompt, so that they are a group although nobody gave them an id.
 
-Trainers sample one prompt many times and send no ids. A later turn continues a prompt that was seen; it joins that
-prompt's group. The first request of a prompt is in no group: a prompt that does not return costs a note and no memory
-for its text.
+Trainers sample one prompt many times and send no ids. A later turn continues a prompt that was seen, and joins that
+prompt's group. The first request of a prompt is in no group: a prompt that does not return costs the memory of a hash,
+but none for its text.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _Prompt = tuple[str | None, str | None, int]  # tenant, principal, hash
 
 
 class PromptGroups:
-    """Name the groups of requests without ids. Remembers the prompts used last, and the lengths that they have.
+    """Name the groups of requests without ids. Remembers hashes of the prompts used last, and their lengths.
 
-    max_bytes: most memory for that, roughly.
+    max_bytes: most memory for these, roughly.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -39,7 +39,7 @@ class PromptGroups:
         return len(self._prompts) * _PROMPT_BYTES + len(self._lengths) * _LENGTH_BYTES
 
     def group_of(self, identity: Identity, prompt: TokenIds) -> str | None:
-        """Return the group of a request that starts: the given one, if there is one.
+        """Return the group of a request that starts: the one that it names, or else that of its prompt; None: none.
 
         prompt: token ids, int32 [P] or a sequence of int.
         """
@@ -61,7 +61,7 @@ class PromptGroups:
         return hashlib.blake2b(owner.encode(), digest_size=16, person=b"prompt group").hexdigest()
 
     def _continued(self, identity: Identity, hashes: UInt64Array) -> int | None:
-        """Return where the conversation began whose longest known prompt these tokens begin with.
+        """Return the hash of the first prompt of the conversation that these tokens continue; None: of no known one.
 
         hashes: of the context after each token, uint64 [P].
         """

@@ -13,8 +13,8 @@ _FIRST_STEPS = 8
 _MEAN_STEPS = 256
 """Most steps that a mean covers, of a row or of the first steps of all rows."""
 _MANY_ROWS = 16
-"""Rows beyond which only those that are new are measured where rows change; all are each _MANY_STEPS, and when the one
-with the lowest mean has left."""
+"""With more rows, only new ones are measured when rows change. All are measured every _MANY_STEPS steps, and when the
+row with the lowest mean has left."""
 _MANY_STEPS = 16
 
 

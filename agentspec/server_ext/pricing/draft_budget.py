@@ -53,7 +53,7 @@ class EngineLimits:
 
     @property
     def draft_bytes(self) -> int | None:
-        """Most memory that the draft tokens of a step may take, beyond what the engine has reserved."""
+        """Return the most memory that the draft tokens of a step may take, beyond the memory reserved for some."""
         return None if self.free_bytes is None else int(MEMORY_SHARE * self.free_bytes)
 
 

@@ -43,13 +43,13 @@ LOWEST_COST, HIGHEST_COST = 0.0005, 1.0
 
 LEAST_AIMED_SHARE = 0.75
 AIMED_DEVIATIONS = 5.0
-"""A measured estimate aims so many usual deviations below the longest duration, so that most steps stay within it, not
-half. But at no less than that share: on a busy machine steps without drafts vary as much."""
+"""A measured estimate aims so many usual deviations below the longest duration, so that not half but most steps stay
+within it. It aims at LEAST_AIMED_SHARE of that at least: on a busy machine steps without drafts vary as much."""
 _FIRST_PLAIN_EVERY, _PLAIN_EVERY = 4, 128
 """A step without drafts is measured once in so many steps: until some are known, and from then on."""
 
 _DRAFTS_EVERY = 32
-"""So many steps at most go without drafts because these would not pay, or nothing would show that they do again."""
+"""Most steps in a row without drafts where these would not pay, so that it shows when they pay again."""
 
 _TOGETHER = 16
 """Number of steps to learn from together, because learning between any two steps takes a multiple of the time. The
@@ -299,7 +299,7 @@ class StepCost:
 
 
 def _longest_multiple(longest_step: float, acceptance_length: float) -> float:
-    """Return how many times as long as one without drafts a step may take, if every row accepts so much of its drafts.
+    """Return how long a step may take, in multiples of one without drafts. acceptance_length: the lowest of its rows.
 
     A row that gets little more than a token a step notices long steps as pauses: they stay within longest_step. From
     there on each token that it accepts earns as much again, so its mean time for a token stays within that, too.

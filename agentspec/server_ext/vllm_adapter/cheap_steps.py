@@ -72,8 +72,8 @@ def sample(original: Callable[..., Any], runner: Any, logits: Any, spec_decode_m
 def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     """Return None, which vLLM knows as "no news", in place of an empty draft for every row.
 
-    The scheduler has taken away a request's draft when it scheduled it, so there is nothing left to be replaced.
-    Under asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
+    The scheduler removed each request's draft when it scheduled the request, so there is nothing left to replace. Under
+    asynchronous scheduling the answer also fills in placeholders: then it stays vLLM's.
     """
     extension = extension_of(runner)
     if extension is not None and extension.drafted_nothing and not runner.use_async_scheduling:
@@ -96,8 +96,8 @@ def update_from_output(
 ) -> Any:
     """Remember whether the step drafted nothing until ``post_step``, which vLLM calls without the runner's output.
 
-    Where requests are to have figures of their drafts, those with stop texts have them in each output: their end is
-    found in the other process, and vLLM sends the figures with an end that it knows of only.
+    Where vLLM counts the drafts of each request, requests with stop texts get their figures in each output: the API
+    server finds their end, and vLLM sends the figures only with an end that the engine has found.
     """
     setattr(scheduler, _NO_DRAFTS, getattr(model_runner_output, _NO_DRAFTS, False))
     outputs = original(scheduler, scheduler_output, model_runner_output)
@@ -124,8 +124,8 @@ def post_step(original: Callable[..., None], core: Any, model_executed: bool) ->
 
 # --- Requests with one token left to compute: the prefix cache holds the rest of the prompt, or they resume. vLLM fills
 # --- such a row up with num_speculative_tokens placeholders, so that it fits a full CUDA graph of drafts of one length.
-# --- Ours are ragged, so that brings nothing, and costs a forward pass over 129 tokens. Where max_num_batched_tokens is
-# --- smaller, vLLM waits for room that never comes, and no request runs any more.
+# --- Drafts of agentspec are ragged, so the placeholders bring nothing, and cost a forward pass over 129 tokens. Where
+# --- max_num_batched_tokens is smaller, vLLM waits for room that never comes, and no request runs any more.
 
 
 def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +249,7 @@ def may_replay_drafts(vllm_config: Any) -> bool:
     """Return whether steps with drafts may run as full graphs, if the attention backends can replay them.
 
     Data-parallel ranks agree on one kind of graph and size for each step, which has to exist on all of them whatever
-    their rows drafted. So they keep vLLM's graphs, and so do what else splits a batch, models with an encoder, and
+    their rows drafted. So they keep vLLM's graphs. So do other ways to split a batch, models with an encoder, and
     models that attend to an image in both directions.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

@@ -93,7 +93,7 @@ def serve_arguments(
 
 
 def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | None) -> None:
-    """Hand a command's options on to vLLM by the environment, where each wins over what was there. None: not given.
+    """Pass a command's options on to vLLM in the environment, where each replaces what was there. None: not given.
 
     options: settings of ``ENVIRONMENT``. Raises ConfigurationError for an empty one.
     """
@@ -300,7 +300,7 @@ def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
 def switch_on(
     engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Let an engine draft with agentspec that nobody configured for it, where ``AGENTSPEC=1`` asks for that.
+    """Let an engine draft with agentspec although nobody configured it for that, where ``AGENTSPEC=1`` asks for it.
 
     So trainers that make their own engine need no change. An engine with a method of vLLM's drafts beside it. One that
     cannot draft stays as it is.
@@ -326,11 +326,11 @@ def switch_on(
 
 
 def translate_method(engine_args: Any) -> None:
-    """Take over ``method: arctic`` and ``suffix``.
+    """Translate ``method: arctic`` and ``suffix`` into agentspec's own method and settings.
 
-    Do so where the engine has agentspec settings: an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives; or where ArcticInference is not installed.
-    Raises ConfigurationError for a key that the method does not know.
+    That is where the engine has agentspec settings, an "agentspec" section in ``additional_config``, which
+    ``agentspec serve`` always gives; or where ArcticInference is not installed. Raises ConfigurationError for a key
+    that the method does not know.
     """
     config = _with_underscores(engine_args.speculative_config)
     aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
@@ -356,7 +356,7 @@ def translate_method(engine_args: Any) -> None:
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
     """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
 
-    The limit is the longest draft that the engine can verify, and not less than what a draft model was told to draft.
+    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
     """
     given = _with_underscores(engine_args.speculative_config)
     if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:

@@ -90,9 +90,8 @@ class NativeDrafter(ModelDrafter):
     def ask(self, forward: ForwardPass, tokens: int) -> tuple[list[list[int]], NDArray[np.float32] | None]:
         """Return up to ``tokens`` tokens for each row, or no rows. Call it on the rank whose drafts vLLM takes.
 
-        tokens: one of the bound model's choices.
-
-        The second part holds the drafter's probability of each token, [rows, tokens]; None: the drafter gives none.
+        tokens: one of the bound model's choices. The second result is the drafter's probability of each token,
+        [rows, tokens]; None: the drafter gives none.
         """
         if self._failed >= _FAILURES:
             return [], None
@@ -159,7 +158,7 @@ class NativeDrafter(ModelDrafter):
         return found
 
     def _fits(self, forward: ForwardPass) -> bool:
-        """Return whether no row's draft would reach over the longest text of the drafter, in which it fails."""
+        """Return whether every row's draft stays within the longest text that the drafter takes; it fails beyond."""
         if not self._keeps_up:
             return True
         longest = forward.common_attn_metadata.max_seq_len + self._query_tokens

@@ -136,9 +136,10 @@ class OfflineEngine:
             self.llm.collective_rpc(RPC_METHOD, args=("new_epoch",))
 
     def settle(self) -> None:
-        """Run the step in which an engine of this process, with nothing left to do, notes what finished in the last.
+        """Run one more step of an engine that has nothing left to do, so that it notes the last answers as finished.
 
-        Until then the last answer is neither drafted from nor in the store. An engine core of its own does so itself.
+        Until then these are neither drafted from nor in the store. An engine core in a process of its own runs this
+        step itself.
         """
         self._engine.step()
 
@@ -151,8 +152,8 @@ class OfflineEngine:
     def update_weights(self, update: Callable[[Any, int], Any], epoch: int) -> Any:
         """Call ``update`` with the ``vllm.LLM`` and the epoch, which loads weights. Return what it returns.
 
-        An awaitable is awaited. What the KV cache holds of prompts is dropped, as the weights before computed it.
-        Raises RolloutError if vLLM does not drop it, because requests run.
+        An awaitable is awaited. Then vLLM's prefix cache is reset, because the former weights computed it. Raises
+        RolloutError if vLLM does not reset it, because requests run.
         """
         returned = update(self.llm, epoch)
         if inspect.isawaitable(returned):
@@ -167,9 +168,9 @@ class OfflineEngine:
 
 
 def _end_waiting_at_death(core: Any) -> None:
-    """Let the step end that waits for an engine core of its own process while that is killed.
+    """End a step that waits for an engine core in another process, if that is killed.
 
-    core: vLLM's client. It notices and shuts itself down, but ``get_output`` would wait for ever.
+    core: vLLM's client. It notices the death and shuts itself down, but ``get_output`` would wait for ever.
     """
     if not hasattr(core, "outputs_queue"):  # an engine core in this process
         return

@@ -98,7 +98,7 @@ class StepReader:
         self._last = 0.0
 
     def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
-        """Return the rows that were given tokens in this step, so without prompts that are still being prefilled.
+        """Return the rows that were given tokens in this step: not those whose prompts are still being prefilled.
 
         The step is valid until the next call: its arrays are the engine's or will be filled anew.
         """
@@ -181,7 +181,7 @@ class StepReader:
         )
 
     def _new(self, runner: Any, step: Step, request_id: str, row: int) -> NewRequest | None:
-        """Return what the engine has to know of a request; None if it knows, or the prompt has no tokens to match."""
+        """Return a request for the engine; None if the engine knows it, or its prompt has no tokens to match."""
         state = runner.requests[request_id]
         if state.prompt_token_ids is None or self._knows(request_id, len(state.prompt_token_ids)):
             return None

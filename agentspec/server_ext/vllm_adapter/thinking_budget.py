@@ -77,7 +77,7 @@ def _forced(holder: Any, state: dict[str, Any], output: list[int], draft: list[i
 
 
 def _read(holder: Any, state: dict[str, Any], text: list[int]) -> Iterator[int]:
-    """Let the machine read a response. Yield where it stands whenever it has looked."""
+    """Let the machine read a response. Yield the number of tokens it has read whenever it has looked at them."""
     at = state.get(_READ, -1)
     longest = max(len(holder.think_start_token_ids), len(holder.think_end_token_ids))
     while at < len(text):
@@ -90,7 +90,7 @@ def _read(holder: Any, state: dict[str, Any], text: list[int]) -> Iterator[int]:
 
 
 def _next_look(holder: Any, state: dict[str, Any], text: list[int], at: int) -> int:
-    """Return up to where the machine can read on without missing anything. A look takes time for the whole text."""
+    """Return how far the machine can read in one look without missing a mark. A look costs time for the whole text."""
     at += 1
     last = len(text)
     if state["start_thinking"] >= 0:
