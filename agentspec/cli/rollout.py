@@ -95,12 +95,10 @@ def rollout(
         RayEngine,
         RolloutGenerator,
         read_problems,
-        rollout_options,
     )
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
-    from agentspec.rollout.generator import PLAIN_OPTIONS
     from agentspec.server_ext.settings import json_object
-    from agentspec.server_ext.vllm_adapter.launch import SWITCH, hand_on
+    from agentspec.server_ext.vllm_adapter.launch import hand_on
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     if out.exists() and problems.exists() and out.samefile(problems):
@@ -114,15 +112,7 @@ def rollout(
         raise ConfigurationError("--engine: the model is an option of its own, --model")
     hand_on(store=store, tenant=tenant)
     options: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "seed": secrets.randbits(31)}
-    if plain:
-        os.environ[SWITCH] = "0"
-        options |= PLAIN_OPTIONS
-    else:
-        additional = _object(given, "additional_config")
-        drafting = _object(additional, "agentspec") | _given(verify_cost=verify_cost, max_draft=max_draft)
-        method = _object(given, "speculative_config") or None
-        options |= rollout_options(speculative_config=method, **drafting)
-        options["additional_config"] |= additional
+    options |= _drafting_options(given, plain, _given(verify_cost=verify_cost, max_draft=max_draft))
     options |= given | _given(
         dtype=None if dtype == "auto" else dtype,
         enforce_eager=enforce_eager or None,
@@ -159,6 +149,27 @@ def rollout(
         Console().print(table)
 
 
+def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that make the engine draft, or with ``plain`` sample without drafts.
+
+    given: options of --engine, from which those that concern drafts are taken. settings: agentspec's, from options of
+    their own.
+    """
+    from agentspec.rollout import rollout_options
+    from agentspec.rollout.generator import PLAIN_OPTIONS
+    from agentspec.server_ext.vllm_adapter.launch import SWITCH
+
+    if plain:
+        os.environ[SWITCH] = "0"
+        return PLAIN_OPTIONS
+    additional = _object(given, "additional_config")
+    drafting = _object(additional, "agentspec") | settings
+    method = _object(given, "speculative_config") or None
+    options = rollout_options(speculative_config=method, **drafting)
+    options["additional_config"] |= additional
+    return options
+
+
 def _given(**options: Any) -> dict[str, Any]:
     """Return the options of the command that were given. They win over the same values in --engine, as with `serve`."""
     return {name: value for name, value in options.items() if value is not None}
@@ -190,9 +201,13 @@ def _function(option: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _line(figures: "EpochFigures") -> str:
+def _speed(figures: "EpochFigures") -> str:
     speed = figures.tokens / figures.seconds if figures.seconds else 0.0
-    return f"epoch {figures.epoch}: {speed:,.0f} tokens/s, {figures.acceptance_rate:.0%} of drafts accepted"
+    return f"{speed:,.0f}"
+
+
+def _line(figures: "EpochFigures") -> str:
+    return f"epoch {figures.epoch}: {_speed(figures)} tokens/s, {figures.acceptance_rate:.0%} of drafts accepted"
 
 
 def _table() -> Table:
@@ -203,7 +218,6 @@ def _table() -> Table:
 
 
 def _add_row(table: Table, figures: "EpochFigures") -> None:
-    speed = figures.tokens / figures.seconds if figures.seconds else 0.0
     reward = "-" if figures.mean_reward is None else f"{figures.mean_reward:.3f}"
     if figures.reward_errors:
         reward += f" ({figures.reward_errors} failed)"
@@ -214,6 +228,6 @@ def _add_row(table: Table, figures: "EpochFigures") -> None:
         f"{figures.steps:,}",
         f"{figures.tokens_per_step:.2f}",
         f"{figures.acceptance_rate:.2f}" if figures.drafted else "-",
-        f"{speed:,.0f}",
+        _speed(figures),
         reward,
     )

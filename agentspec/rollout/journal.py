@@ -140,8 +140,8 @@ class Journal:
             self._note(sample)
 
     def _put_in_place(self, samples: Mapping[Key, Sample]) -> int:
-        """Put a new file, with these samples in place of others, where this one is. Return its descriptor."""
-        path = self.path.resolve()  # which a link may name
+        """Replace the file by one with these samples in place of those of their keys. Return its descriptor."""
+        path = self.path.resolve()  # so that a link still names the file afterwards
         part = path.with_name(path.name + ".part")
         file = os.open(part, _FLAGS | os.O_TRUNC, 0o600)
         try:

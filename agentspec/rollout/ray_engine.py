@@ -20,7 +20,7 @@ from agentspec.server_ext.vllm_adapter.offline import Answer, OfflineEngine, Sam
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.2
-"""A worker steps so long before it looks for new requests, or until a request finishes."""
+"""Longest turn: a worker steps for so long, or until a request finishes, before it looks for new requests."""
 _MOST_DEATHS = 3
 """Workers that may die one after the other while nothing finishes."""
 _HANDED_ON = ("AGENTSPEC_", "VLLM_", "HF_")

@@ -42,8 +42,8 @@ class Rewards:
 
     reward: None leaves the samples as they are. It gets copies of the fields of problem and sample. What it writes into
     the sample's is kept if JSON has a form for it; if not, the reward has failed. seconds: after so long a sample gets
-    an error for its reward; an asynchronous call is cancelled, another's thread is left to itself. None: a call may
-    take any time. Raises ConfigurationError for seconds that are no time.
+    an error for its reward; an asynchronous call is cancelled, and the thread of any other call is left to itself.
+    None: a call may take any time. Raises ConfigurationError for seconds that are no time.
     """
 
     def __init__(self, reward: Reward | None, seconds: float | None = None) -> None:
