@@ -163,7 +163,7 @@ def _redis_place(url: str) -> tuple[RedisAddress, str, int]:
     scheme = url.partition(":")[0].lower()
     if scheme not in _REDIS:
         raise _refused(url, "unknown kind of store")
-    if "@" in url.rpartition("@")[2] or any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):
+    if any(mark in url.rpartition("@")[0].partition("//")[2] for mark in "/?#"):
         raise _refused(url, "user and password must be percent-encoded (%2F for /, %3F for ?, %23 for #, %40 for @)")
     try:
         parts = urlsplit(url)
