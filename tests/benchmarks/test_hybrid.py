@@ -31,7 +31,7 @@ def test_the_hybrid_is_set_against_the_best_single_method() -> None:
     assert judging["noise"] > 0.1
 
 
-def test_a_drafter_beside_the_trees_is_set_against_its_better_part_and_the_threshold() -> None:
+def test_a_drafter_beside_the_suffix_indexes_is_set_against_its_better_part_and_the_threshold() -> None:
     methods = {
         "suffix": measured([2.0, 2.0, 2.0]),
         "eagle3": measured([1.5, 1.5, 1.5]),

@@ -173,7 +173,7 @@ class Fuzzer:
         self.drafts.update(zip(batch, result.lists(), strict=True))
 
     def merge_drafts(self) -> None:
-        """Mostly for requests with a draft; often its own tokens to begin with, with other chances."""
+        """Mostly for requests with a draft; often its own tokens to begin with, with other probabilities."""
         rng = self.rng
         batch = rng.choices(list(self.texts), k=rng.randrange(1, len(self.texts) + 1))
         offers = []

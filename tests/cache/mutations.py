@@ -138,7 +138,7 @@ def _read(begin: int, end: int, seed: Any, loaded: Any) -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for seed.value in range(begin, end):
             signal.alarm(_SECONDS)
-            loaded.value += check(seed.value, Path(folder) / "trees")
+            loaded.value += check(seed.value, Path(folder) / "snapshot")
 
 
 def run(begin: int, end: int) -> int:

@@ -118,14 +118,14 @@ class Pair:
         max_draft: Sequence[int],
         cost: float | None = None,
     ) -> Drafts:
-        """Tokens with their chances, given to requests as one array with rubbish behind each row."""
+        """Tokens with their probabilities, given to requests as one array with rubbish behind each row."""
         shape = (len(offers), max(map(len, offers), default=0) + 1)
-        tokens, chances = np.full(shape, -1, np.int32), np.full(shape, np.nan)
+        tokens, probabilities = np.full(shape, -1, np.int32), np.full(shape, np.nan)
         for row, given in enumerate(offers):
-            for column, (token, chance) in enumerate(given):
-                tokens[row, column], chances[row, column] = token, chance
+            for column, (token, probability) in enumerate(given):
+                tokens[row, column], probabilities[row, column] = token, probability
         lengths = [len(given) for given in offers]
-        ours = self.core.merge_drafts(requests, tokens, chances, lengths, max_draft, cost=cost)
+        ours = self.core.merge_drafts(requests, tokens, probabilities, lengths, max_draft, cost=cost)
         assert_same(ours, self.oracle.merge_drafts(requests, offers, max_draft, cost))
         return ours
 
@@ -203,9 +203,9 @@ class Pair:
 
     def reload(self, folder: Path, **limits: Any) -> None:
         """The core is saved and goes on as what was loaded, which must answer as if nothing had happened."""
-        self.core.save(folder / "trees")
+        self.core.save(folder / "snapshot")
         as_before: dict[str, Any] = {"policy": self.policy, "vocab_size": self.vocab_size, "history": self.history}
-        self.core = SuffixCache.load(folder / "trees", **as_before, **limits)
+        self.core = SuffixCache.load(folder / "snapshot", **as_before, **limits)
         self.oracle.reload()
         if self.published is not None:
             self.publish(self.published)
@@ -233,6 +233,6 @@ def assert_same(ours: Drafts, expected: Sequence[Drafted]) -> None:
     assert dtypes == [np.int32, np.int32, np.uint8, np.float32]
     assert ours.match_lengths.dtype == np.int32
     assert ours.lists() == [drafted.tokens for drafted in expected]
-    assert ours.probabilities.tolist() == [chance for drafted in expected for chance in drafted.probabilities]
+    assert ours.probabilities.tolist() == [probability for drafted in expected for probability in drafted.probabilities]
     assert ours.sources.tolist() == [source for drafted in expected for source in drafted.sources]
     assert ours.match_lengths.tolist() == [drafted.match_length for drafted in expected]

@@ -135,21 +135,21 @@ def test_odds_fall_with_failures_and_recover() -> None:
     cache = SuffixCache(policy=DraftPolicy(cost=0.3, memory=20))
     cache.start("r", [])
     cache.extend("r", [1, 2, 3, 4, 7] * 2)
-    chance = [_chance(cache)]
+    probability = [_probability(cache)]
     for i in range(80):
         cache.propose(["r"], 1)
         cache.extend("r", [20 + i, 1, 2, 3, 4])
-    chance.append(_chance(cache))
-    assert chance[1] < chance[0]
+    probability.append(_probability(cache))
+    assert probability[1] < probability[0]
     for _ in range(80):
         cache.propose(["r"], 1)
         cache.extend("r", [7])
         cache.extend("r", [1, 2, 3, 4])
-    chance.append(_chance(cache))
-    assert chance[2] > chance[1]
+    probability.append(_probability(cache))
+    assert probability[2] > probability[1]
 
 
-def _chance(cache: SuffixCache) -> float:
+def _probability(cache: SuffixCache) -> float:
     draft = cache.propose(["r"], 1)[0]
     return float(draft.probabilities[0]) if draft.probabilities.size else 0.0
 
@@ -179,7 +179,7 @@ def test_budget_evicts_the_least_recently_used_session() -> None:
     assert cache.has_session(None, "a")  # never while a request of it runs
 
 
-def test_budget_drops_the_older_half_of_a_global_tree() -> None:
+def test_budget_drops_the_older_half_of_a_tenants_corpus() -> None:
     cache = SuffixCache(max_tokens=100)
     for i in range(10):
         run(cache, [], [100 * i + n for n in range(19)], None, "t")

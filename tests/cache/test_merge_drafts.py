@@ -21,12 +21,14 @@ def begun(prompt: list[int], max_draft: int = 16, **policy: Any) -> tuple[Suffix
     return cache, cache.propose(["r"], max_draft)[0]
 
 
-def merge(cache: SuffixCache, tokens: list[int], chances: list[float], max_draft: int = 16, **options: Any) -> Drafts:
-    given = np.array([tokens], np.int32), np.array([chances], np.float64)
+def merge(
+    cache: SuffixCache, tokens: list[int], probabilities: list[float], max_draft: int = 16, **options: Any
+) -> Drafts:
+    given = np.array([tokens], np.int32), np.array([probabilities], np.float64)
     return cache.merge_drafts(["r"], *given, [len(tokens)], [max_draft], **options)
 
 
-def test_given_tokens_where_the_trees_have_none() -> None:
+def test_given_tokens_where_the_suffix_indexes_have_none() -> None:
     cache, draft = begun([1, 2, 3])
     assert draft.token_ids.size == 0
     drafts = merge(cache, [7, 8, 9], [0.9, 0.75, 0.5])
@@ -47,12 +49,12 @@ def test_a_tail_that_does_not_pay_is_cut() -> None:
     assert merge(cache, [7, 8, 9], [0.9, 0.9, 0.9], max_draft=0).lists() == [[]]
 
 
-def test_the_trees_go_on_behind() -> None:
+def test_the_suffix_indexes_go_on_behind() -> None:
     cache, draft = begun([*TURN, 99], cost=0.001)
     assert draft.token_ids.size == 0
     drafts = merge(cache, [50, 11, 12], [0.9, 0.9, 0.9], max_draft=6)
     assert drafts.lists() == [[50, 11, 12, 13, 14, 15]]
-    # What the trees would have taken too is theirs, with the given chance.
+    # What the suffix indexes would have taken too is theirs, with the given probability.
     assert drafts.sources.tolist() == [MODEL, MODEL, REQUEST, REQUEST, REQUEST, REQUEST]
     assert drafts.probabilities[2] == np.float32(0.9)
 
@@ -78,13 +80,13 @@ def test_a_better_offer_takes_the_place() -> None:
 
 def test_the_best_of_several_offers_stays() -> None:
     cache, _ = begun([1, 2, 3])
-    for tokens, chances, best in [
+    for tokens, probabilities, best in [
         ([7, 8], [0.5, 0.5], [7, 8]),
         ([5], [0.4], [7, 8]),
         ([6, 8], [0.9, 0.9], [6, 8]),
         ([7, 8], [0.5, 0.5], [6, 8]),
     ]:
-        assert merge(cache, tokens, chances).lists() == [best]
+        assert merge(cache, tokens, probabilities).lists() == [best]
 
 
 def test_offers_in_one_call_are_taken_in_turn() -> None:
@@ -116,7 +118,7 @@ def test_chances_for_its_own_tokens_lengthen_a_draft() -> None:
 
 
 def test_text_goes_on_behind_a_replaced_token() -> None:
-    """Where the given token is not the one that the trees were about to copy, the copy goes on behind it."""
+    """Where the given token is not the one that the suffix indexes were about to copy, the copy goes on behind it."""
     cache, _ = begun(TURN + TURN[:5], max_draft=0, cost=0.0)
     drafts = merge(cache, [99], [0.999999], max_draft=4)
     assert drafts.lists() == [[99, 17, 18, 19]] and drafts.sources.tolist() == [MODEL, REQUEST, REQUEST, REQUEST]
@@ -137,7 +139,7 @@ def test_what_was_accepted_is_counted_for_the_model() -> None:
 
 
 @pytest.mark.parametrize("said", [[99, 17], [16, 17], [50, 51]])
-def test_the_trees_learn_as_without_an_offer(said: list[int]) -> None:
+def test_the_suffix_indexes_learn_as_without_an_offer(said: list[int]) -> None:
     """The first position is revealed in any case: its candidates are learned from, its copy leaves a resume point."""
     answers = []
     for offered in (False, True):
@@ -151,18 +153,18 @@ def test_the_trees_learn_as_without_an_offer(said: list[int]) -> None:
 
 
 def test_a_given_token_that_is_right_reveals_what_follows() -> None:
-    """The trees' draft behind it is judged as any other: it was wrong often, so its chance falls."""
-    chances = []
+    """The suffix indexes' draft behind it is judged as any other: it was wrong often, so its probability falls."""
+    probabilities = []
     cache = SuffixCache(policy=DraftPolicy(cost=0.0))
     for _ in range(40):
         cache.start("r", [*TURN, 99], tenant="t")
         cache.propose(["r"], 2)
         drafts = merge(cache, [13], [0.999], max_draft=2)
         assert drafts.lists() == [[13, 14]]
-        chances.append(float(drafts.probabilities[1]))
+        probabilities.append(float(drafts.probabilities[1]))
         cache.extend("r", [13, 98])
         cache.abort("r")
-    assert chances[-1] < 0.5 * chances[0]
+    assert probabilities[-1] < 0.5 * probabilities[0]
 
 
 def test_under_the_fixed_rule() -> None:
@@ -173,7 +175,7 @@ def test_under_the_fixed_rule() -> None:
     assert merge(cache, own[:1], [0.01]).lists() == [own]  # its draft is never cut
     assert merge(cache, [50], [0.9]).lists() == [own]
     drafts = merge(cache, [*own, 50, 51], [0.99] * 6)
-    assert drafts.lists() == [[*own, 50, 51]]  # and the trees do not go on
+    assert drafts.lists() == [[*own, 50, 51]]  # and the suffix indexes do not go on
     assert drafts.sources.tolist() == [REQUEST] * 4 + [MODEL] * 2 and drafts.match_lengths.tolist() == [4]
 
 

@@ -39,8 +39,8 @@ def answers(cache: SuffixCache) -> list[object]:
 def test_a_loaded_cache_answers_the_same(tmp_path: Path) -> None:
     cache = SuffixCache()
     fill(cache)
-    cache.save(tmp_path / "trees")
-    loaded = SuffixCache.load(tmp_path / "trees")
+    cache.save(tmp_path / "snapshot")
+    loaded = SuffixCache.load(tmp_path / "snapshot")
     assert loaded.stats().tokens == cache.stats().tokens > 0
     assert loaded.stats().sessions == cache.stats().sessions
     assert answers(loaded) == answers(cache)
@@ -79,8 +79,8 @@ def test_what_was_erased_is_not_saved(tmp_path: Path) -> None:
 def test_another_policy_may_load_it(tmp_path: Path) -> None:
     cache = SuffixCache()
     fill(cache)
-    cache.save(tmp_path / "trees")
-    loaded = SuffixCache.load(tmp_path / "trees", policy=DraftPolicy.fixed())
+    cache.save(tmp_path / "snapshot")
+    loaded = SuffixCache.load(tmp_path / "snapshot", policy=DraftPolicy.fixed())
     loaded.start("q", [], tenant="t")
     loaded.extend("q", [410, 411, 412])
     assert loaded.propose(["q"], 1)[0].token_ids.tolist() == [413]
@@ -90,7 +90,7 @@ def test_another_policy_may_load_it(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, harm: str) -> None:
     cache = SuffixCache()
     fill(cache)
-    path = tmp_path / "trees"
+    path = tmp_path / "snapshot"
     cache.save(path)
     whole = path.read_bytes()
     middle = len(whole) // 2
@@ -113,7 +113,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     cache.start("r", [1, 2], session="s", tenant="t")
     cache.extend("r", [3, 4, 5])
     cache.finish("r")
-    path = tmp_path / "trees"
+    path = tmp_path / "snapshot"
     cache.save(path)
     whole = bytearray(path.read_bytes())
     step = max(len(whole) // 400, 1)
@@ -127,7 +127,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="nowhere"):
-        SuffixCache().save(tmp_path / "nowhere" / "trees")
+        SuffixCache().save(tmp_path / "nowhere" / "snapshot")
 
 
 def test_what_eviction_gave_back_is_not_saved(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
 
     def save() -> None:
         with contextlib.suppress(SnapshotError):  # a busy machine may erase during each try
-            cache.save(tmp_path / "trees")
+            cache.save(tmp_path / "snapshot")
 
     others = [cache.stats, erase, lambda: cache.catch_up(100), save]
     threads = [threading.Thread(target=again, args=(n, call)) for n, call in enumerate(others)]
@@ -45,8 +45,8 @@ def test_others_may_call_while_one_thread_decodes(tmp_path: Path) -> None:
         for thread in (*threads, indexing):
             thread.join()
     assert accepted > 0
-    cache.save(tmp_path / "trees")
-    assert SuffixCache.load(tmp_path / "trees").stats().tokens > 0
+    cache.save(tmp_path / "snapshot")
+    assert SuffixCache.load(tmp_path / "snapshot").stats().tokens > 0
 
 
 def decode(cache: SuffixCache) -> int:
@@ -133,18 +133,18 @@ def saving(cache: SuffixCache, path: Path) -> threading.Thread:
 def test_what_is_erased_while_a_snapshot_is_saved_is_neither_in_that_nor_drafted(tmp_path: Path) -> None:
     """Even where it was evicted before, which the index learns of later, and not at all while it is saved."""
     cache = SuffixCache(max_bytes=None)
-    thread = saving(cache, tmp_path / "trees")
+    thread = saving(cache, tmp_path / "snapshot")
     cache.resize(max_bytes=None, max_tokens=cache.stats().tokens - 1000)
     cache.remove_session("t", "gone")
     cache.start("r", SECRET[:20], tenant="t")
     assert cache.propose(["r"], 4, cost=0.0)[0].token_ids.tolist() == []
     thread.join()
-    assert SECRET[:20].tobytes() not in (tmp_path / "trees").read_bytes()
+    assert SECRET[:20].tobytes() not in (tmp_path / "snapshot").read_bytes()
 
 
 def test_a_tenant_that_is_forgotten_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
     cache = SuffixCache(max_bytes=None)
-    thread = saving(cache, tmp_path / "trees")
+    thread = saving(cache, tmp_path / "snapshot")
     assert cache.forget_tenant("t")
     thread.join()
     cache.catch_up()

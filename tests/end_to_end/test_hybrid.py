@@ -1,4 +1,4 @@
-"""The hybrid on real vLLM: trees and a speculator draft, every text and every distribution stays the model's own."""
+"""The hybrid on real vLLM: suffix indexes and a speculator draft; texts and distributions stay the model's own."""
 
 from collections.abc import Iterator
 

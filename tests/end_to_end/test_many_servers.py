@@ -288,10 +288,10 @@ def test_failures_change_no_text_and_the_loss_is_named(
         assert not [name for name in server.stats()["counters"] if name.startswith("errors")]
 
 
-def test_trees_and_a_speculator_on_both_servers(
+def test_suffix_indexes_and_a_speculator_on_both_servers(
     tmp_path: Path, redis: RedisServer, expected: dict[int, list[str]]
 ) -> None:
-    """A draft model beside the trees: all sources serve, wherever a session goes."""
+    """A draft model beside the suffix indexes: all sources serve, wherever a session goes."""
     options = ("--speculative-config", json.dumps(HYBRID), "--tenant", "hybrid")
     one, other = (new_server(tmp_path, name, redis.url, *options) for name in ("one", "other"))
     with running(one, other):

@@ -141,7 +141,7 @@ def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
             again, figures = complete(server, code(904, 12), "redis-2")
             assert again == lost
             assert figures["accepted_by_source"]["session"] > 0
-            # The tenant's global tree was rebuilt too: another session draws from it.
+            # The tenant's corpus was restored too: another session draws from it.
             _, figures = complete(server, prompt, "redis-3")
             assert figures["accepted_by_source"]["global"] > 0
 

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: the trees live on one of them, the text is that of two ranks without the extension."""
+"""Two tensor-parallel ranks: the suffix indexes live on one, and the text is that of two ranks without agentspec."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def plain_texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_two_ranks_write_the_same_text_and_draft_on_one(plain_texts: list[str], tmp_path: Path) -> None:
     fast = run("agentspec", tmp_path / "fast.json")
     assert fast["texts"] == plain_texts
-    with_trees = [answer for answer in fast["stats"] if answer is not None]
+    drafting = [answer for answer in fast["stats"] if answer is not None]
     assert len(fast["stats"]) == 2
-    assert len(with_trees) == 1
-    assert with_trees[0]["counters"]["accepted"] > 100
+    assert len(drafting) == 1
+    assert drafting[0]["counters"]["accepted"] > 100
 
 
 def test_offline_with_a_speculator_the_text_is_the_same(plain_texts: list[str], tmp_path: Path) -> None:
-    """``vllm.LLM(speculative_config={"method": "arctic", …})``: trees on one rank, the speculator's head on both."""
+    """``vllm.LLM(speculative_config={"method": "arctic", …})``: indexes on one rank, the speculator's head on both."""
     fast = run("arctic", tmp_path / "fast.json")
     assert fast["texts"] == plain_texts
     (stats,) = [answer for answer in fast["stats"] if answer is not None]

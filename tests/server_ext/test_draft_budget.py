@@ -199,7 +199,7 @@ class TestProposer:
         assert not [name for name in proposer.stats()["counters"] if name.startswith("errors")]
         return steps, proposer
 
-    @pytest.mark.parametrize("model", [None, SureModel()], ids=["trees", "model"])
+    @pytest.mark.parametrize("model", [None, SureModel()], ids=["suffix", "model"])
     def test_no_step_holds_more_than_the_budget(self, model: SureModel | None) -> None:
         free, _ = self.run(model)
         assert max(sum(map(len, drafts)) for drafts in free) > 60

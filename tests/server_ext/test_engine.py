@@ -1,4 +1,4 @@
-"""The engine-side logic without vLLM: real trees, a real store, plain steps."""
+"""The engine-side logic without vLLM: a real suffix index, a real store, plain steps."""
 
 import json
 import threading
@@ -294,7 +294,7 @@ def test_a_restart_restores_what_was_shared_and_nothing_else(tmp_path: Path, sco
         again.proposer.close()
 
 
-def test_a_failing_tree_costs_drafts_and_is_counted_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_suffix_index_costs_drafts_and_is_counted_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
 
     def broken(*_: object, **__: object) -> None:
@@ -638,7 +638,7 @@ def test_steps_of_unknown_duration_are_not_measured() -> None:
     assert batch.proposer.stats()["verify_cost"]["steps"] == 0
 
 
-def test_a_group_reaches_the_trees_and_comes_back_from_the_store() -> None:
+def test_a_group_reaches_the_suffix_indexes_and_comes_back_from_the_store() -> None:
     engine = Engine(tenant="t")
     groups: list[str | None] = []
     start = engine.proposer.cache.start

@@ -297,7 +297,7 @@ def test_what_was_read_of_a_session_that_is_erased_here_is_dropped(
 
 
 def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> None:
-    a, b = start(), start(snapshot=tmp_path / "b.trees")
+    a, b = start(), start(snapshot=tmp_path / "b.snapshot")
     meet(a, b)
     a.say([1, 2, 3], text(100))
     b.wait(lambda: b.drafts(text(100, 5), "s"))
@@ -306,7 +306,7 @@ def test_an_erasure_reaches_the_others_at_once(start: Start, tmp_path: Path) -> 
     a.erase("s")
     wait_until(lambda: b.follower("erased"))  # without a step or a request
     assert not b.cache.has_session(TENANT, "s")
-    assert not (tmp_path / "b.trees").exists()
+    assert not (tmp_path / "b.snapshot").exists()
     assert b.drafts(text(100, 5)) == [] and a.drafts(text(100, 5)) == []
     b.end(running, text(300))  # it was running while its session was erased
     assert b.drafts(text(300, 5)) == []
@@ -450,17 +450,17 @@ def test_what_was_loaded_but_not_applied_is_erased_too(start: Start) -> None:
 
 
 def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Start, tmp_path: Path) -> None:
-    first = start(snapshot=tmp_path / "trees")
+    first = start(snapshot=tmp_path / "snapshot")
     first.say([1, 2, 3], text(100))
     first.say([1, 2, 3], text(200), "kept")
     first.stop()
-    assert (tmp_path / "trees").exists()
+    assert (tmp_path / "snapshot").exists()
     other = start()
     other.erase("s")
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.drafts(text(200, 5)) == text(205, 4)
     assert again.drafts(text(100, 5)) == []
-    assert not (tmp_path / "trees").exists()
+    assert not (tmp_path / "snapshot").exists()
     other.say([1, 2, 3], text(300), "more")
     again.wait(lambda: again.drafts(text(300, 5)) == text(305, 4))
 
@@ -473,7 +473,7 @@ from agentspec.cache import SuffixCache
 from tests.server_ext.test_following import NS, Replica, text
 
 folder = Path(sys.argv[1])
-replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "trees")
+replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "snapshot")
 replica.say([1, 2, 3], text(100))
 replica.say([1, 2, 3], text(200), "kept")
 replica.persistence._writer.flush(60)
@@ -497,11 +497,11 @@ replica.engine._keeper.save()
 def test_a_kill_between_a_snapshots_renaming_and_its_check_brings_nothing_back(start: Start, tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
     assert killed.returncode == -signal.SIGKILL
-    assert np.array(text(100), np.int32).tobytes() in (tmp_path / "trees").read_bytes()
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    assert np.array(text(100), np.int32).tobytes() in (tmp_path / "snapshot").read_bytes()
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.drafts(text(100, 5)) == [] and again.drafts(text(100, 5), "s") == []
     assert again.drafts(text(200, 5)) == text(205, 4)
-    assert not (tmp_path / "trees").exists()
+    assert not (tmp_path / "snapshot").exists()
 
 
 def test_what_is_said_after_an_erasure_is_kept_though_the_log_was_not_followed_before(start: Start) -> None:
@@ -521,7 +521,7 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
 ) -> None:
     """Whether or not a request had its log followed before the snapshot was checked."""
-    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
     here.stop()
@@ -536,7 +536,7 @@ def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_
         return check(persistence, cache, places)
 
     monkeypatch.setattr(Persistence, "catch_up_erasures", late)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
     again.begin([4, 5], "s")
     again.wait(lambda: not again.cache.needs_load(TENANT, "s"))
@@ -551,7 +551,7 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
     from agentspec.cache.store import SQLiteStore
     from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
-    first, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    first, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     first.say([1, 2, 3], text(100))
     first.say([1, 2, 3], text(300), "stays")
     first.stop()
@@ -566,7 +566,7 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
     monkeypatch.setattr(SQLiteStore, "tombstones", slow)
     monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
     monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.has_session(TENANT, "s")
     assert again.drafts(text(100, 5)) == again.drafts(text(300, 5)) == []
     answers.set()
@@ -576,16 +576,16 @@ def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
 
 def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp_path: Path) -> None:
     """By then the tombstones of sessions that were erased since may be gone, too."""
-    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     here.say([1, 2, 3], text(100))
     here.stop()
     elsewhere.erase("s")
     elsewhere.store.trim(Retention(days=1e-9))
     assert not elsewhere.store.tombstones(NS)
     month_ago = time.time() - 31 * 86_400
-    os.utime(tmp_path / "trees", (month_ago, month_ago))
-    again = start(snapshot=tmp_path / "trees", preload=0)
-    assert again.cache.tenants() == [] and not (tmp_path / "trees").exists()
+    os.utime(tmp_path / "snapshot", (month_ago, month_ago))
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.tenants() == [] and not (tmp_path / "snapshot").exists()
     assert again.drafts(text(100, 5), "s") == []
 
 
@@ -607,7 +607,7 @@ def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(s
 
 def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start: Start, tmp_path: Path) -> None:
     """Retention by size or number takes tombstones that are younger than the snapshot."""
-    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))
     here.stop()
@@ -616,18 +616,18 @@ def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start
     assert elsewhere.persistence._writer.flush(60)
     elsewhere.store.trim(Retention(records=1))
     assert not elsewhere.store.tombstones(NS)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert not again.cache.has_session(TENANT, "s")
     assert again.drafts(text(100, 5), "s") == again.drafts(text(100, 5)) == []
 
 
 def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start: Start, tmp_path: Path) -> None:
-    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100), "stays")
     here.stop()
     elsewhere.erase("s")
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
     assert again.drafts(text(100, 5), "stays") == text(105, 4)
 
@@ -638,7 +638,7 @@ def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
     """The start waits for the store for so long only; nothing is drafted until the snapshot's text is gone."""
     from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
 
-    first = start(snapshot=tmp_path / "trees")
+    first = start(snapshot=tmp_path / "snapshot")
     first.say([1, 2, 3], text(100))
     first.stop()
     asked, answers = threading.Event(), threading.Event()
@@ -651,7 +651,7 @@ def test_running_requests_make_way_where_their_tenant_has_to_be_forgotten(
     monkeypatch.setattr("agentspec.cache.store.SQLiteStore.history", unknown)
     monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
     monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     running = again.begin(text(100, 5), "other")
     assert again.step()[running] == [] and not again.engine._keeper.is_loaded()  # type: ignore[union-attr]
     answers.set()
@@ -668,7 +668,7 @@ def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
 ) -> None:
     from agentspec.cache.store import SQLiteStore
 
-    first = start(snapshot=tmp_path / "trees")
+    first = start(snapshot=tmp_path / "snapshot")
     first.say([1, 2, 3], text(100))
     first.stop()
 
@@ -676,7 +676,7 @@ def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
         raise StoreUnavailableError("away")
 
     monkeypatch.setattr(SQLiteStore, "tombstones", away)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.cache.tenants() == [] and again.drafts(text(100, 5)) == []
 
 
@@ -721,7 +721,7 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file system may have become read-only. Whoever erases is told, and a start on it is not held back."""
-    here, elsewhere = start(snapshot=tmp_path / "trees"), start()
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))
     here.say([1, 2, 3], text(300), "stays")
@@ -731,18 +731,18 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
     unlink = Path.unlink
 
     def read_only(path: Path, missing_ok: bool = False) -> None:
-        if path == tmp_path / "trees":
+        if path == tmp_path / "snapshot":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", read_only)
-    with pytest.raises(AssertionError, match="trees: cannot be deleted, and holds what was erased: Read-only"):
+    with pytest.raises(AssertionError, match="snapshot: cannot be deleted, and holds what was erased: Read-only"):
         here.erase("s")
     assert [record.session for record in stored(here)] == ["stays"]
     wait_until(lambda: not elsewhere.cache.has_session(TENANT, "s"))
     elsewhere.erase("other")
     wait_until(lambda: here.follower("erased") == 1)
-    again = start(snapshot=tmp_path / "trees", preload=0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
     assert again.engine._keeper is not None and again.engine._keeper.is_loaded()
     assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
 

@@ -66,7 +66,7 @@ class TestCalibrator:
         assert calibrator.own(5, 0, 0.5).probability < 0.15
 
     def test_both_opinions_are_weighed_by_what_they_were_worth(self) -> None:
-        """The model is right where they differ: the trees' tokens lose, the model's gain, agreement stays."""
+        """The model is right where they differ: the suffix indexes' tokens lose, the model's gain, agreement stays."""
         calibrator = AcceptanceCalibrator()
         before = calibrator.judged(SuffixToken(7, 0.8), 0, 0.1, 0.7), calibrator.rival(8, 0, 0.7, SuffixToken(1, 0.8))
         for _ in range(400):
@@ -79,13 +79,13 @@ class TestCalibrator:
 
     def test_stronger_evidence_gives_higher_chances(self) -> None:
         calibrator = AcceptanceCalibrator()
-        agreed = [calibrator.agreed(SuffixToken(1, tree), 0, 0.6).probability for tree in (0.2, 0.5, 0.9)]
+        agreed = [calibrator.agreed(SuffixToken(1, suffix), 0, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
         assert agreed == sorted(agreed)
-        judged = [calibrator.judged(SuffixToken(1, tree), 0, 0.1, 0.6).probability for tree in (0.2, 0.5, 0.9)]
+        judged = [calibrator.judged(SuffixToken(1, suffix), 0, 0.1, 0.6).probability for suffix in (0.2, 0.5, 0.9)]
         assert judged == sorted(judged)
 
-    def test_a_token_is_worth_what_it_was_where_the_trees_said_as_much(self) -> None:
-        """Tokens without probabilities: right where the trees are silent, wrong behind one that left their draft."""
+    def test_a_token_is_worth_what_it_was_where_the_suffix_indexes_said_as_much(self) -> None:
+        """Tokens without probabilities: right where the indexes are silent, wrong behind one that left their draft."""
         calibrator = AcceptanceCalibrator()
         for _ in range(200):
             calibrator.learn(calibrator.own(5, 1, UNKNOWN), accepted=True)
@@ -139,7 +139,7 @@ def tokens_of(offers: Sequence[Sequence[tuple[int, float]]]) -> list[list[int]]:
 
 
 class TestAlternatives:
-    def test_without_a_draft_of_the_trees_the_model_has_its_own(self) -> None:
+    def test_without_a_draft_of_the_suffix_indexes_the_model_has_its_own(self) -> None:
         alternatives = weigh(AcceptanceCalibrator(), 10, [], [], None, row([1, 2, 3], [1, 2, 3]), 8)
         assert tokens_of(alternatives.offers()) == [[1, 2, 3]]
 
@@ -155,7 +155,7 @@ class TestAlternatives:
         )
         assert tokens_of(alternatives.offers()) == [[1, 2, 3], [1, 7, 8]]
 
-    def test_a_token_the_model_prefers_later_takes_the_place_of_the_trees(self) -> None:
+    def test_a_token_the_model_prefers_later_takes_the_place_of_the_suffix_indexes(self) -> None:
         calibrator = AcceptanceCalibrator()
         for _ in range(300):  # where they differ the model is right
             calibrator.learn(calibrator.judged(SuffixToken(3, 0.5), 2, 0.01, 0.9), accepted=False)
@@ -260,7 +260,7 @@ class TestScheduler:
         assert self.taught(0.5).choose([request()], [0.0], [1], pace) == [0]
         assert self.taught(0.05).choose([request()], [0.0], [1], pace) == []
 
-    def test_only_rows_whose_trees_promise_little_are_chosen(self) -> None:
+    def test_only_rows_whose_suffix_indexes_promise_little_are_chosen(self) -> None:
         scheduler = self.taught(0.5)
         for _ in range(400):
             scheduler.learn(request(), 5.0, -0.1)
@@ -362,7 +362,7 @@ class TestPasses:
         assert self.choose(self.taught(1.8), worth=(0.8, 0.96, 0.98)) == 2
         assert self.choose(self.taught(1.8), worth=(0.8, 0.82, 0.83)) == 1
 
-    def test_it_stops_where_the_trees_are_sure(self) -> None:
+    def test_it_stops_where_the_suffix_indexes_are_sure(self) -> None:
         scheduler = self.taught(1.8)
         for _ in range(400):
             scheduler.learn(request(), 6.0, 0.0)
@@ -519,8 +519,8 @@ class TestFusion:
         decode(fusion, cache, [1, 2, 3], text, oracle)
         assert decode(fusion, cache, [1, 2, 3], text, oracle).steps < len(text) / 4
 
-    def test_a_model_that_only_knows_when_the_trees_are_wrong_saves_their_drafts(self) -> None:
-        """A third of the recorded text is followed by something new: the trees cannot tell where."""
+    def test_a_model_that_only_knows_when_the_suffix_indexes_are_wrong_saves_their_drafts(self) -> None:
+        """A third of the recorded text is followed by something new: the suffix indexes cannot tell where."""
 
         def throughput(scores: bool) -> float:
             cache = SuffixCache(policy=DraftPolicy(max_draft=16), vocab_size=VOCABULARY)
@@ -535,7 +535,7 @@ class TestFusion:
 
         assert throughput(scores=True) > 1.04 * throughput(scores=False)
 
-    def test_rows_are_the_engines_and_proposals_the_trees(self, cache: SuffixCache) -> None:
+    def test_rows_are_the_engines_and_proposals_the_suffix_indexes(self, cache: SuffixCache) -> None:
         text = TEXT[:60]
         fusion = DraftFusion(cache)
         decode(fusion, cache, [1, 2, 3], text, Oracle(text, 1.0))
@@ -543,7 +543,7 @@ class TestFusion:
         fusion = DraftFusion(cache)
         decode(fusion, cache, [1, 2, 3], text, oracle)
         asked = [proposals for _, proposals in oracle.launched if len(proposals) == 2]
-        assert asked, "the trees had drafts, and the model was asked about them"
+        assert asked, "the suffix indexes had drafts, and the model was asked about them"
         for proposals in asked:
             assert (proposals[1] == FREE).all()
             assert (proposals[0][0] != FREE).all()
@@ -585,8 +585,8 @@ class TestFusion:
         assert len(oracle.launched) == runs
         assert fusion.scheduler.passes.saved(1, 3, 0) == saved
 
-    def test_the_trees_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
-        """Its first token tells which of two texts goes on; the trees, which cannot tell, know the rest."""
+    def test_the_suffix_indexes_continue_a_drafters_tokens(self, cache: SuffixCache, clock: Clock) -> None:
+        """Its first token tells which of two texts goes on; the suffix indexes, which cannot tell, know the rest."""
         stem, one, other = TEXT[:20], TEXT[100:140], TEXT[200:240]
         fusion = DraftFusion(cache)
         for text in (one, other, one, other):

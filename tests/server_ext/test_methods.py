@@ -23,13 +23,13 @@ ARCTIC = {
 }
 
 
-def test_arctic_with_suffix_decoding_is_a_speculator_beside_the_trees() -> None:
+def test_arctic_with_suffix_decoding_is_a_speculator_beside_the_suffix_indexes() -> None:
     translation = translate(ARCTIC)
     assert translation.max_draft is None
     assert translation.settings == {"speculator": ARCTIC["model"], "speculator_tokens": 3}
 
 
-def test_arctic_alone_drafts_without_the_trees() -> None:
+def test_arctic_alone_drafts_without_the_suffix_indexes() -> None:
     translation = translate({**ARCTIC, "enable_suffix_decoding": False})
     assert translation.max_draft == 3
     settings = Settings(store="memory://", **translation.settings)

@@ -181,7 +181,7 @@ def test_a_model_that_fails_costs_its_drafts_and_is_given_up(folder: Path, caplo
     server.drafter.loop.positions = 3
     steps, _ = server.decode("a", text)
     again, _ = server.decode("b", text)
-    assert again < steps, "the trees go on drafting"
+    assert again < steps, "the suffix indexes go on drafting"
     stats = server.proposer.stats()
     assert stats["model"]["given_up"]
     assert stats["counters"]["errors_model"] == 5

@@ -75,7 +75,7 @@ def keep(path: Path, cache: SuffixCache, note: bytes = b"") -> SnapshotKeeper:
 
 def test_a_restart_goes_on_as_if_it_had_not_happened(tmp_path: Path) -> None:
     """With what was learned, the note, and the turns that were stored after the snapshot."""
-    path, never_stopped = tmp_path / "trees", make()
+    path, never_stopped = tmp_path / "snapshot", make()
     keeper = keep(path, never_stopped, note=b"prices")
     for record in range(1, 21):
         converse([never_stopped], record)
@@ -100,7 +100,7 @@ def test_a_restart_goes_on_as_if_it_had_not_happened(tmp_path: Path) -> None:
 
 def test_steps_run_while_it_is_saved(tmp_path: Path) -> None:
     cache = make()
-    keeper = keep(tmp_path / "trees", cache)
+    keeper = keep(tmp_path / "snapshot", cache)
     for record in range(1, 60):
         cache.restore(FinishedTurn("t", f"s{record % 5}", 0, text(500), text(4000), writer="w", number=record))
     stop = threading.Event()
@@ -119,7 +119,7 @@ def test_steps_run_while_it_is_saved(tmp_path: Path) -> None:
     thread.join()
     assert all(saved)
     loaded = make()
-    loaded.load_snapshot(tmp_path / "trees", identity=snapshot_identity("model", loaded))
+    loaded.load_snapshot(tmp_path / "snapshot", identity=snapshot_identity("model", loaded))
     loaded.catch_up()
     assert loaded._core.recount()[1] == loaded.stats().bytes
     assert len({str(draft) for draft in drafts(loaded)}) > 10
@@ -134,7 +134,7 @@ def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
     cache.start("q", text(50), tenant="t")
 
     def measure() -> dict[str, float]:
-        thread = threading.Thread(target=lambda: cache.save(tmp_path / "trees"))
+        thread = threading.Thread(target=lambda: cache.save(tmp_path / "snapshot"))
         steps = []
         begin = time.perf_counter()
         thread.start()
@@ -151,14 +151,14 @@ def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
 
 
 def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
-    keeper = keep(tmp_path / "new" / "trees", make())
+    keeper = keep(tmp_path / "new" / "snapshot", make())
     assert keeper.save()
-    assert stat.S_IMODE((tmp_path / "new" / "trees").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "new" / "snapshot").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 def test_what_does_not_fit_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, cache = tmp_path / "trees", make()
+    path, cache = tmp_path / "snapshot", make()
     keeper = keep(path, cache)
     converse([cache], 1)
     assert keeper.save()
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_ignored_and_said(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:
-    path, cache = tmp_path / "trees", SuffixCache(vocab_size=2**31)
+    path, cache = tmp_path / "snapshot", SuffixCache(vocab_size=2**31)
     keeper = keep(path, cache)
     secret = np.arange(0x5EC2E7, 0x5EC2E7 + 40, dtype=np.int32)
     cache.restore(FinishedTurn("t", "gone", 0, secret[:5], secret[5:], writer="w", number=1))
@@ -260,7 +260,7 @@ def test_an_erased_session_is_in_no_file_of_the_same_redis_by_another_address(
 
 def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
     """Whenever the erasure comes, the file that is left does not hold the session."""
-    path, cache = tmp_path / "trees", SuffixCache(vocab_size=2**31)
+    path, cache = tmp_path / "snapshot", SuffixCache(vocab_size=2**31)
     keeper = keep(path, cache)
     for record in range(1, 40):
         cache.restore(FinishedTurn("t", f"s{record}", 0, text(20), text(3000), writer="w", number=record))
@@ -278,7 +278,7 @@ def test_a_session_erased_while_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "trees"
+    path = tmp_path / "snapshot"
     code = f"""
 import numpy as np
 from agentspec.cache import FinishedTurn, SuffixCache
@@ -302,13 +302,13 @@ while True:
         assert cache.load_snapshot(path, identity="model") == b""
         assert cache.stats().tokens >= 19_000
     SnapshotKeeper(path, make(), "model").close()
-    assert [file.name for file in tmp_path.iterdir()] == ["trees"]  # what was left of the killed ones is gone
+    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]  # what was left of the killed ones is gone
 
 
 def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) -> None:
-    path = tmp_path / "trees"
+    path = tmp_path / "snapshot"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
-        partly = tmp_path / f"trees.tmp{another.pid}"
+        partly = tmp_path / f"snapshot.tmp{another.pid}"
         partly.write_bytes(b"half of a snapshot")
         SnapshotKeeper(path, make(), "model").close()
         assert partly.exists()
@@ -318,7 +318,7 @@ def test_a_server_that_starts_leaves_what_another_one_is_saving(tmp_path: Path) 
 
 
 def test_it_saves_now_and_then_and_at_the_end_and_within_its_limit(tmp_path: Path) -> None:
-    path, cache = tmp_path / "trees", make()
+    path, cache = tmp_path / "snapshot", make()
     keeper = SnapshotKeeper(path, cache, "model", interval=0.05)
     keeper.wait_loaded()
     converse([cache], 1)
@@ -346,11 +346,11 @@ def test_a_large_cache_is_loaded_in_a_fraction_of_the_time_that_indexing_it_take
             FinishedTurn("t", f"s{record % 50}", 0, text(200), text(9800), writer="w", number=record, scope="session")
         )
     indexing = cpu(cache.catch_up)
-    cache.save(tmp_path / "trees")
+    cache.save(tmp_path / "snapshot")
 
     def measure() -> dict[str, float]:
         loaded = make()
-        loading = cpu(lambda: loaded.load_snapshot(tmp_path / "trees"))
+        loading = cpu(lambda: loaded.load_snapshot(tmp_path / "snapshot"))
         assert loaded.stats().tokens >= 1_000_000 and loaded.stats().pending == 0
         return {"share": loading / indexing}
 
