@@ -1,4 +1,4 @@
-// Arguments of the one call that a decode step makes, read where Python has them and checked by name.
+// Reads the arguments of the one call that a decode step makes, where Python has them, and checks them by name.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -11,7 +11,7 @@
 
 namespace agentspec {
 
-// A budget; 0 means no limit.
+// Limits what is held; 0 means no limit.
 struct Budget {
   std::size_t tokens = 0, bytes = 0;
 };

@@ -1,4 +1,4 @@
-// A running request: its text, what it drafts from, and its present draft.
+// Defines a running request: its text, the texts that it drafts from, and its present draft.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// A draft copied from the places where a context occurred, which is what ArcticSuffixRule compares.
+// Copies drafts from the places where a context occurred. ArcticSuffixRule compares them.
 #pragma once
 
 #include <array>

@@ -56,7 +56,7 @@ struct Learned {
   std::size_t bytes() const { return heap_bytes(sizeof *this + 16) + table.bytes() + reranker.bytes(); }
 };
 
-// One possible next token.
+// Holds a possible next token.
 struct Candidate {
   Token token = 0;
   std::uint8_t source = 0;
@@ -72,7 +72,8 @@ struct ScoredCandidate : Candidate {
   FeatureSlots features;  // by which the reranker learns
 };
 
-// One position of a draft: its candidates, likeliest by the acceptance table first, and the token that the draft takes.
+// Holds one position of a draft: its candidates, likeliest by the acceptance table first, and the token that the draft
+// takes.
 struct ScoredPosition {
   struct Proposal {  // the table learns from every successor of every source
     Token token;

@@ -27,7 +27,7 @@ std::size_t set_bytes(const Set& set) {
                                heap_bytes(set.bucket_count() * sizeof(void*));
 }
 
-// A growing array of plain data whose new elements are uninitialised.
+// Holds a growing array of plain data, whose new elements are uninitialised.
 //
 // Large arrays live in address space of their own: growing moves page tables instead of bytes (Linux), pages that were
 // never touched cost nothing, and what shrinking or release_front leaves is really given back. Small arrays grow by an

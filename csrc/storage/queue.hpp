@@ -8,7 +8,7 @@
 
 namespace agentspec {
 
-// A queue of plain data in one array. Empty ones hold no memory, which matters where there are many thousands.
+// Holds a queue of plain data in one array. Empty queues hold no memory, which matters where there are many thousands.
 template <class T>
 class Queue {
  public:
