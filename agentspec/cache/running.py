@@ -16,7 +16,7 @@ class BatchHandle:
 
     `SuffixCache.batch` makes a handle, which is valid while all of its requests run. When any request of the cache
     ends, its slot may go to another. The cache notices this by one comparison, looks the ids up again, and raises
-    UnknownRequestError if one of them has ended. It does so for a handle of another cache too.
+    UnknownRequestError if one of them has ended. A handle of another cache is looked up again, too.
     """
 
     request_ids: tuple[str, ...]

@@ -174,4 +174,4 @@ def test_what_is_remembered_of_acknowledged_records_is_bounded(
     for number in range(80):
         store.append(f"{NS}.{number}", named("a", number))
     assert len(watch._acknowledged) == len(watch._batches) == 8
-    assert len(store._known) <= 8 and len(store._entered) <= 8
+    assert len(store._checked) <= 8 and len(store._entered) <= 8

@@ -153,7 +153,8 @@ class Store(Protocol):
 
         session, group: yield only the entries of this session or of this group (give at most one). A whole log also
         yields the tombstones of erased sessions (EraseRecord). after: yield only entries behind this cursor (an
-        ``Entry.sequence``). newest: yield only the last so many of them. Pages keep the memory for a long log small.
+        ``Entry.sequence``). newest: yield only this many of them, the last ones. Pages keep the memory for a long log
+        small.
         """
         ...
 

@@ -12,7 +12,7 @@ fields can be added. Any other change needs a new version. Readers skip versions
 ``data`` of a message is its JSON text. ``data`` of a turn is its token ids, prompt tail and response together: the low
 16 bits of each as little-endian numbers, then the third byte of each, then the fourth, all as one raw DEFLATE stream.
 That takes 1.2 to 1.7 bytes a token, measured on recorded agents. Where the stream would be longer than the token ids as
-little-endian int32, ``data`` holds the latter, and the field ``plain`` is true. No stream unpacks to more than
+little-endian int32, ``data`` is those numbers, and the field ``plain`` is true. No stream unpacks to more than
 _MOST_RATIO times its length, so decoding takes no more memory than a multiple of the payload, whatever its bytes say.
 
 Version 2 is still read: its keys are spelled out, digits are text, and a turn's data are plain.

@@ -99,7 +99,7 @@ class RedisStore:
         self._number = 0
         self._append_lock = threading.Lock()
         self._unsure: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by log: number and hash of a failed append
-        self._known: set[str] = set()  # namespaces that hold no log of an older release
+        self._checked: set[str] = set()  # namespaces that hold no log of an older release
         self._entered: set[str] = set()  # namespaces that are in the index
         self._shards_checked = False
 
@@ -127,11 +127,12 @@ class RedisStore:
                 if answer is None:
                     del self._unsure[namespace]
                     raise conflict(expected or "")
-                if parsed(answer.born) == answer.first:  # the log is new, or the server has lost all it had
+                is_new = parsed(answer.born) == answer.first  # or the server has lost all it had
+                if is_new:
                     self._entered.discard(namespace)
                     self._enter(namespace)
                 self._watch.note(namespace, shards[place], number, [entry.name for entry in part], answer)
-                self._index.note(shards[place].name, answer.state, new=parsed(answer.born) == answer.first)
+                self._index.note(shards[place].name, answer.state, new=is_new)
                 for offset, index in enumerate(indices):
                     sequences[index] = self._layout.name(place, (answer.first[0], answer.first[1] + offset))
             del self._unsure[namespace]
@@ -249,7 +250,7 @@ class RedisStore:
         return self._client.keys(pattern)
 
     def _number_of(self, namespace: str, batch: int) -> int:
-        """Return the number of an append, whose hash is ``batch``: the one it had if it is tried again.
+        """Return the number of an append, whose hash is ``batch``: its former number if it is tried again.
 
         A batch whose answer was lost keeps its number, so that the server recognises it.
         """
@@ -287,7 +288,7 @@ class RedisStore:
 
     def _check_log(self, namespace: str) -> None:
         """Raise StoreVersionError if an older release wrote the log, StoreError for another number of shards."""
-        if namespace in self._known:
+        if namespace in self._checked:
             return
         if not self._shards_checked:
             self._check_shards()
@@ -296,10 +297,10 @@ class RedisStore:
                 f"{self._client.shown}: an older release wrote the log {namespace} here;"
                 f" convert it with: agentspec sessions convert {self._client.shown} --model MODEL"
             )
-        _remember(self._known, namespace)
+        _remember(self._checked, namespace)
 
     def _enter(self, namespace: str) -> None:
-        """Enter a log in the list of all. While the list's node is away, that is tried again with each append."""
+        """Enter a log in the list of all logs. While the list's node is away, each append tries it again."""
         if namespace in self._entered:
             return
         with suppress(StoreUnavailableError):
