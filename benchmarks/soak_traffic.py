@@ -1,4 +1,4 @@
-"""The traffic of the soak run: six threads that make requests of every kind, and what they know of them."""
+"""Make the traffic of the soak run: six threads that send requests of every kind, and remember what they sent."""
 
 import random
 import threading

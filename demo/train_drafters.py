@@ -123,7 +123,7 @@ class DraftModel(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Eagle3(nn.Module):  # type: ignore[misc]
-    """An EAGLE-3 head as vLLM's Eagle3LlamaForCausalLM. Embedding and output layer are the target's."""
+    """Define an EAGLE-3 head as vLLM's Eagle3LlamaForCausalLM. Embedding and output layer are the target's."""
 
     title = "An EAGLE-3 head for the demo's model"
     what = f"One layer on the target's hidden states behind layers {', '.join(map(str, AUX_LAYERS))}"

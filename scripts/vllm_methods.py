@@ -151,7 +151,7 @@ def _find_imported(read: ReadFile, module: str, is_package: bool, tree: ast.AST,
 
 
 class _Bare(ast.NodeTransformer):
-    """Removes docstrings, and strings that stand for comments."""
+    """Remove docstrings, and strings that stand for comments."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

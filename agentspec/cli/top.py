@@ -35,7 +35,7 @@ class SessionRow(NamedTuple):
 class Sample:
     """Hold a server's figures at one moment, summed over its engines.
 
-    at: seconds of the monotonic clock. totals: counters since the server's start. gauges: what is so now.
+    at: seconds of the monotonic clock. totals: counters since the server's start. gauges: present values.
     sessions: the caller's, used last first; without_sessions says why there are none.
     """
 

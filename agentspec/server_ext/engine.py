@@ -191,7 +191,7 @@ class DraftingEngine:
     def stats(self) -> dict[str, Any]:
         """Return counters, sizes of the cache and the store's state, as JSON.
 
-        memory: its limit and its present size in bytes, and the parts of the latter.
+        memory: its limit and its present size in bytes, and the parts of that size.
         """
         held, stored = self.cache.stats(), self._persistence.stats()
         parts = {

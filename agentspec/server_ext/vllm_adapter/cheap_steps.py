@@ -131,8 +131,8 @@ def post_step(original: Callable[..., None], core: Any, model_executed: bool) ->
 def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Let a request begin with the tokens that it has.
 
-    vLLM does so where the number of draft tokens depends on the batch size. Give it a table of that kind, with the same
-    number for every size.
+    vLLM does that where the number of draft tokens depends on the batch size. Give it a table of that kind, with the
+    same number for every size.
     """
     original(scheduler, *args, **kwargs)
     if scheduler.dynamic_sd_lookup is None and uses_agentspec(scheduler.vllm_config):

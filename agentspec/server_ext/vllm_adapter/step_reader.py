@@ -275,7 +275,7 @@ def repetition_of(params: Any) -> Repetition | None:
 def is_told_later(state: Any) -> bool:
     """Return whether the API server will say how many tokens it returned (``frontend.process_outputs``).
 
-    That is so where stop texts may end a response. state: vLLM's CachedRequestState.
+    It will where stop texts may end a response. state: vLLM's CachedRequestState.
     """
     params = state.sampling_params
     return bool(params is not None and params.stop and (params.extra_args or {}).get(CALL_KEY))
