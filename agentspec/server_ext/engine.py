@@ -198,10 +198,7 @@ class DraftingEngine:
             "cache": held.bytes,
             "queues": stored["queued_bytes"],
             "store": stored["memory_bytes"],
-            "figures": self.metrics.bytes
-            + (self._recorder.bytes if self._recorder else 0)
-            + self._groups.bytes
-            + self._traces.bytes,
+            "figures": self._accounts.bytes + self._groups.bytes,
         }
         return {
             "memory": {"limit": self.settings.max_bytes, "bytes": sum(parts.values()), **parts},

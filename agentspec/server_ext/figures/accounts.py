@@ -22,6 +22,11 @@ class Accounts:
         self._traces = traces
         self._recorder = recorder
 
+    @property
+    def bytes(self) -> int:
+        """Return the memory that figures, traces and waiting lines of the step record take, about."""
+        return self._metrics.bytes + self._traces.bytes + (0 if self._recorder is None else self._recorder.bytes)
+
     def note(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         """Count a step. number: of the step. drafts: for the next one. ns: time that a row's draft took."""
         lookup.steps += 1
