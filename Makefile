@@ -46,6 +46,7 @@ dist:  ## the sdist and the wheels in dist/, each wheel tested where there is no
 	bash scripts/dist.sh
 
 test-vllm: $(VENV)/.built $(VENV)/.redis  ## end-to-end tests on another vLLM: VERSION=0.29.0 (20 minutes; some: TESTS=tests/end_to_end/test_x.py, MARKS=drafters)
+	@test -n "$(VERSION)" || { echo "name the version of vLLM: make test-vllm VERSION=0.29.0"; exit 2; }
 	bash scripts/setup.sh vllm $(VENV)-vllm-$(VERSION) $(VERSION)
 	$(VENV)-vllm-$(VERSION)/bin/python scripts/vllm_methods.py check
 	$(VENV)-vllm-$(VERSION)/bin/python -m pytest -m "$(MARKS)" $(TESTS)

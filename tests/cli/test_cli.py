@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from agentspec import __version__
 from agentspec.cli import main
 from agentspec.errors import StoreUnavailableError, first_line
 
@@ -237,3 +238,7 @@ def test_the_module_runs_as_a_program() -> None:
         [sys.executable, "-m", "agentspec.cli", "version"], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip()[0].isdigit()
+
+
+def test_the_version_is_an_option_too(agentspec: Program) -> None:
+    assert agentspec("--version") == agentspec("version") == (0, __version__ + "\n")

@@ -83,7 +83,8 @@ def store_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (sqlite3.OperationalError, OSError) as error:
-        raise StoreUnavailableError(f"{name}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and str(error.filename).endswith(name) else error
+        raise StoreUnavailableError(f"{name}: {reason}") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{name}: {error}; the file may be damaged: move it away to start an empty store") from error
     except sqlite3.Error as error:
