@@ -29,7 +29,8 @@ from drafters import ARCTIC_DEFAULTS, OtherDrafters, Setting, best_settings, ngr
 from report import names, positive, print_json, print_table, save, say
 from trace_files import VOCABULARY, WORKLOADS, Tokens, records
 
-from agentspec.cache import DraftPolicy, SuffixCache, _native
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache.core import without_clock
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
 from agentspec.server_ext.pricing import StepPricing
@@ -289,12 +290,12 @@ def verify(row: Row) -> int:
     return min(accepted + 1, len(row.turn.text) - row.done)
 
 
+@without_clock()
 def measure(traces: Path, workload: str, slots: int, tokens: int, best: Sequence[Setting]) -> list[dict[str, Any]]:
     """Return the rows of one workload and number of sessions: every method on every model.
 
     best: ArcticInference's best setting for each model.
     """
-    _native.watch_clock(False)  # calls that the clock ends early would make the counts depend on the machine
     recorded = list(records(traces, workload))
     width = max(len(record["prompt"]) + len(record["response"]) for record in recorded)
 

@@ -17,7 +17,8 @@ import engines
 from report import exit_status, positive, print_json, print_table, say
 from trace_files import samples_by_problem
 
-from agentspec.cache import DraftPolicy, SuffixCache, _native
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache.core import without_clock
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
@@ -34,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: run(options))
 
 
+@without_clock()
 def run(options: argparse.Namespace) -> None:
     """Count and print."""
-    _native.watch_clock(False)  # a late machine must not change the counts
     problems = list(islice(samples_by_problem(options.traces, options.workload), options.problems))
     found = PromptGroups(max_bytes=1 << 24)
     steps = {

@@ -23,7 +23,8 @@ from drafters import DEPTH, AgentSpecIndex, ArcticIndex, take
 from report import Row, add_options, at_most, less, pin, say, show
 from trace_files import Tokens, documents, records
 
-from agentspec.cache import DraftPolicy, SuffixCache, _native
+from agentspec.cache import DraftPolicy, SuffixCache
+from agentspec.cache.core import without_clock
 from agentspec.errors import AgentSpecError
 
 COST = 0.01
@@ -255,8 +256,7 @@ def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
     """
     runs = []
     freed = 0
-    _native.watch_clock(False)
-    try:
+    with without_clock():
         for turn in range(EVICTIONS):
             say(f"evicting half, {turn + 1} of {EVICTIONS}")
             ours = AgentSpecIndex(DraftPolicy.fixed())
@@ -264,8 +264,6 @@ def eviction_rows(held: Sequence[Tokens]) -> list[Row]:
             before = _resident()
             runs.append(_evicting_half(ours.cache))
             freed = before - _resident()
-    finally:
-        _native.watch_clock(True)
     longest = max(min(calls) for calls in zip(*runs, strict=True))
     total = median(sum(calls) for calls in runs)
     return [

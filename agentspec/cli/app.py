@@ -17,7 +17,7 @@ from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.cli.report import report
 from agentspec.cli.top import top
-from agentspec.errors import AgentSpecError, ConfigurationError, StoreUnavailableError
+from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.server_ext.settings import default_store, memory_instead
 
 app = typer.Typer(
@@ -116,11 +116,9 @@ rollout.add_to(app)
 @app.command()
 def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculator.md explains its fields.")]) -> None:
     """Train a speculator. Run the command again to resume a training that was cut off."""
-    try:
+    with speculator.needing_packages("training needs"):
         from agentspec.train.config import load_config
         from agentspec.train.run import train as run
-    except ImportError as error:
-        raise ConfigurationError(f"training needs more packages ({error}): pip install 'agentspec[train]'") from error
     settings = load_config(config)
     trained = run(settings, Console(stderr=True))
     held_out = trained["held_out"]

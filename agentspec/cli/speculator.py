@@ -37,7 +37,7 @@ def add_to(app: typer.Typer) -> None:
 @_commands.command()
 def show(speculator: SpeculatorArgument, as_json: JsonOption = False) -> None:
     """Show what a checkpoint holds, and what a draft reads from memory."""
-    with _packages():
+    with needing_packages("draft models need"):
         from agentspec.server_ext.speculator import load_speculator
 
     _print(speculator, _facts(load_speculator(speculator)), as_json)
@@ -57,7 +57,7 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Keep only the head's rows of the tokens that occur most in the tenant's stored sessions."""
-    with _packages():
+    with needing_packages("draft models need"):
         import torch
 
         from agentspec.server_ext.speculator import load_speculator, save_speculator
@@ -94,14 +94,15 @@ def prune(
 
 
 @contextmanager
-def _packages() -> Iterator[None]:
-    """Raise ConfigurationError, which says what to install, where torch cannot be imported."""
+def needing_packages(what: str) -> Iterator[None]:
+    """Raise ConfigurationError, which says what to install, where a package such as torch cannot be imported.
+
+    what: subject and verb of the error.
+    """
     try:
         yield
     except ImportError as error:
-        raise ConfigurationError(
-            f"draft models need more packages ({error}): pip install 'agentspec[train]'"
-        ) from error
+        raise ConfigurationError(f"{what} more packages ({error}): pip install 'agentspec[train]'") from error
 
 
 def _settings(given: dict[str, Any]) -> Settings:

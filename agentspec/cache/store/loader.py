@@ -334,7 +334,7 @@ class BackgroundLoader:
             if given_up:
                 self._counts.given_up += 1
                 self._end(job.wanted)
-            elif job.wanted.is_corpus or job.wanted not in self._waiting:
+            else:
                 self._queue(job)
         if not answers and self._breaker.failure():
             logger.warning("agentspec: stored turns cannot be read: %s", error)
