@@ -8,8 +8,8 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kGenerations = 16;  // generations of a family that are searched for its root
-constexpr std::size_t kDisposedAtOnce = std::size_t{64} << 10;  // bytes that are given back at once
-constexpr std::size_t kDisposedTogether = std::size_t{1} << 20;       // bytes that are given back in one go
+constexpr std::size_t kDisposedAtOnce = std::size_t{64} << 10;  // bytes below which an index is freed on the spot
+constexpr std::size_t kDisposedPerCall = std::size_t{1} << 20;  // bytes that a call of dispose_some() gives back
 
 // Bytes that the maps which find an entry take for it: a node by key and two by use, and the reference count.
 constexpr std::size_t kInMaps = heap_bytes(64) + 2 * heap_bytes(48) + 8 + 32;
@@ -321,7 +321,7 @@ void CacheEntries::dispose_later(SuffixIndex index) {
 bool CacheEntries::dispose_some() {
   if (to_dispose_.empty()) return false;
   const std::size_t before = to_dispose_.back().bytes();
-  const bool all = to_dispose_.back().dispose(kDisposedTogether);
+  const bool all = to_dispose_.back().dispose(kDisposedPerCall);
   const std::size_t gone = before - (all ? 0 : to_dispose_.back().bytes());
   if (all) to_dispose_.pop_back();
   held_.bytes -= gone;

@@ -142,7 +142,7 @@ class SuffixIndex {
   std::size_t pending_count_ = 0;
   Neighbours last_;         // of the position that was indexed last
   Position next_ = 0;       // the position behind that one; 0: unknown
-  mutable FoundEnd end_;    // written only by a look-up of this index's own end
+  mutable FoundEnd end_;    // const look-ups set it, but only those of this index's own end
   Position released_ = 0;   // everything before it was removed, and its memory given back
   std::uint64_t version_ = 0;
   bool frozen_ = false;
