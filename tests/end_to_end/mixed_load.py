@@ -142,12 +142,12 @@ def mixed_load() -> list[Case]:
         prompt = [300 + (k * 7 + i) % 40 for k in range(MAX_MODEL_LEN - 5 - 9 * i)]
         left = MAX_MODEL_LEN - len(prompt)  # vLLM 0.29 takes no number for 16
         cases.append(completion(f"end-{i}", prompt, max_tokens=left, extra_body=endless))
-    # Eight at once that outgrow the blocks of the cache: some are preempted and start again.
-    cases += [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body=endless) for i in range(8)]
     # vLLM refuses n > 1 at temperature 0; this takes the sampling path and still decides for the likeliest.
     cases += [completion(f"samples-{i}", code(30 + i, 8), n=3, temperature=1e-4) for i in range(2)]
     cases += [completion(f"stop-{i}", code(40 + i, 8), stop=["total", "count"]) for i in range(4)]
     cases += [completion(f"short-{i}", code(45 + i, 8), max_tokens=i + 1) for i in range(3)]
     cases += [structured(i) for i in range(3)]
     random.Random(0).shuffle(cases)
-    return cases
+    # Eight at once that outgrow the blocks of the cache, so that some are preempted. They come first, so none waits.
+    crowd = [completion(f"preempted-{i}", code(60 + i, 6), max_tokens=260, extra_body=endless) for i in range(8)]
+    return crowd + cases
