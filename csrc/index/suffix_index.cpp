@@ -81,12 +81,12 @@ std::size_t SuffixIndex::advance(std::size_t budget) {
     }
     next_ = range.begin + count;
     for (std::uint32_t i = 0; i < count; ++i) mark(range.begin + i, true);
+    ++version_;  // a place that was remembered before is out of date for the next round, too
     range.begin += count;
     done += count;
     if (range.begin == range.end) pending_.pop_front();
   }
   pending_count_ -= done;
-  version_ += done > 0;
   return done;
 }
 

@@ -8,6 +8,7 @@ import pytest
 
 from agentspec.cache import SOURCES, StepDrafts, SuffixCache
 from agentspec.errors import InvalidInputError, UnknownRequestError
+from tests.oracle.index import SuffixIndex
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
@@ -260,3 +261,25 @@ class TestBatchHandle:
     def test_only_of_running_requests(self) -> None:
         with pytest.raises(UnknownRequestError, match="'x'"):
             SuffixCache().batch(["x"])
+
+
+@pytest.mark.parametrize("prompt", [*range(1, 100, 7), 16, 48, 80, 112, 512])
+def test_text_that_is_indexed_over_several_steps_is_found(prompt: int) -> None:
+    """A step looks up the end of a text while the tokens before it wait, and a later one indexes them all."""
+    text = np.random.default_rng(prompt).integers(0, 3, prompt + 300, np.int32)
+    cache, expected = SuffixCache(vocab_size=10), SuffixIndex()
+    cache.start("r", text[:prompt])
+    expected.append(text[:prompt].tolist())
+    waited = compared = 0
+    for length in range(prompt + 1, len(text) + 1):
+        cache.step(["r"], text[None, :], [0], [length], [8], [0], work_seconds=0.0)
+        expected.append([int(text[length - 1])])
+        waited += cache.stats().pending > 0
+        found = [(one.match_length, one.count) for here in cache.candidates("r")[:1] for one in here if one.rank < 2]
+        if cache.stats().pending == 0 and found:  # there are none if all are improbable
+            expected.advance(length)
+            match = expected.look_up(text[:length].tolist())
+            assert max(found) == (match.length, match.count)
+            compared += 1
+    assert (waited > 0) == (prompt > 32)
+    assert compared > 200
