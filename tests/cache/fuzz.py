@@ -38,6 +38,7 @@ class Fuzzer:
         self.alphabet = self.rng.choice(ALPHABETS)
         self.policy = self.draw_policy()
         self.limits = self.draw_limits()
+        self.time_share = self.rng.choice([1.0, 1.0, 0.6, 0.1])  # of steps that have time beside drafting
         # Where the alphabet has more tokens, prompts hold placeholders that the model cannot say.
         self.vocab_size = {12: 10, 5000: 4000}.get(len(self.alphabet), MAX_VOCAB)
         window = self.rng.choice(WINDOWS)
@@ -169,7 +170,8 @@ class Fuzzer:
         max_draft = [rng.choice(ROOMS) for _ in batch]
         self.done["append"] += len(batch)
         self.done["propose"] += len(batch)
-        result = self.pair.step(batch, [self.texts[request] for request in batch], max_draft, num_verified)
+        texts = [self.texts[request] for request in batch]
+        result = self.pair.step(batch, texts, max_draft, num_verified, has_time=rng.random() < self.time_share)
         self.drafts.update(zip(batch, result.lists(), strict=True))
 
     def merge_drafts(self) -> None:

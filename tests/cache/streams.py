@@ -17,6 +17,7 @@ from agentspec.cache import (
     SuffixCache,
     _native,
 )
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.tokens import MAX_VOCAB, as_prompt
 from agentspec.cache.types import record_of
 from tests.oracle.cache import Drafted, Oracle
@@ -96,15 +97,21 @@ class Pair:
         texts: Sequence[Sequence[int]],
         max_draft: Sequence[int],
         num_verified: Sequence[int],
+        *,
+        has_time: bool = True,
     ) -> StepDrafts:
-        """A step whose engine array holds the texts in reverse order of rows, with rubbish behind them."""
+        """A step whose engine array holds the texts in reverse order of rows, with rubbish behind them.
+
+        has_time: False: it may do nothing beside its drafting, so text waits to be indexed.
+        """
         width = max(map(len, texts), default=0) + 2
         table = np.full((len(texts) + 1, width), -1, np.int32)
         rows = [len(texts) - 1 - i for i in range(len(texts))]
         for row, text in zip(rows, texts, strict=True):
             table[row, : len(text)] = text
-        ours = self.core.step(requests, table, rows, [len(text) for text in texts], max_draft, num_verified)
-        expected = self.oracle.step(requests, texts, max_draft, num_verified)
+        lengths, seconds = [len(text) for text in texts], DEFAULT_WORK_SECONDS if has_time else 0.0
+        ours = self.core.step(requests, table, rows, lengths, max_draft, num_verified, work_seconds=seconds)
+        expected = self.oracle.step(requests, texts, max_draft, num_verified, has_time=has_time)
         assert_same(ours, expected)
         assert ours.accepted.tolist() == [drafted.accepted for drafted in expected]
         assert ours.drafted.tolist() == [drafted.verified for drafted in expected]

@@ -195,9 +195,14 @@ class Oracle:
         max_draft: Sequence[int],
         num_verified: Sequence[int],
         cost: float | None = None,
+        *,
+        has_time: bool = True,
     ) -> list[Drafted]:
-        """Take in what each request's text has gained, and draft. num_verified: draft tokens that were verified."""
-        budget = WORK_PER_STEP
+        """Take in what each request's text has gained, and draft. num_verified: draft tokens that were verified.
+
+        has_time: False: what waits beside drafting goes on waiting.
+        """
+        budget = WORK_PER_STEP if has_time else 0
         requests, counts, sound = [], [], []
         for request_id, text, verified in zip(request_ids, texts, num_verified, strict=True):
             request = self._requests[request_id]
