@@ -33,6 +33,7 @@ from agentspec.cache.tokens import (
     as_offers,
     as_prompt,
     as_tokens,
+    check_kind,
     is_number,
     limit_numbers,
 )
@@ -71,7 +72,8 @@ class SuffixCache(KeptTurns):
     its older half. A session over its own budget keeps its newest part, and so does its family. vocab_size: token ids
     must be below it (None: below 2**31). history: how long groups and tenants draft from a response, at most; older
     ones go when a request names their group or tenant, up to 256 each time (None: they stay). A session's own text
-    stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range.
+    stays, and stored turns count as written when they are restored. Raises ConfigurationError for a value out of range
+    or of another kind.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class SuffixCache(KeptTurns):
         history: HistoryWindow | None = None,
     ) -> None:
         limits = limit_numbers(max_tokens, max_bytes, per_tenant, per_session)
+        check_kind("policy", policy, DraftPolicy)
+        check_kind("history", history, HistoryWindow)
         if vocab_size is not None and not (is_number(vocab_size) and 1 <= vocab_size <= MAX_VOCAB):
             raise ConfigurationError(f"vocab_size={vocab_size!r}: give a number from 1 to {MAX_VOCAB}, or None")
         policy, vocab_size = policy or DraftPolicy(), vocab_size or MAX_VOCAB

@@ -27,6 +27,12 @@ def is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise ConfigurationError, naming the argument, for a value other than None that is no ``kind``."""
+    if value is not None and not isinstance(value, kind):
+        raise ConfigurationError(f"{name}={value!r}: give a {kind.__name__}, or None")
+
+
 def limit_numbers(
     max_tokens: int | None, max_bytes: int | None, per_tenant: Budget | None, per_session: Budget | None
 ) -> LimitNumbers:
@@ -34,6 +40,8 @@ def limit_numbers(
 
     Raises ConfigurationError, naming the budget, for anything but a positive integer or None (no limit).
     """
+    check_kind("per_tenant", per_tenant, Budget)
+    check_kind("per_session", per_session, Budget)
     tenant, session = per_tenant or Budget(), per_session or Budget()
     names = (
         "max_tokens",

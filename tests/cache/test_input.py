@@ -155,6 +155,20 @@ def test_numbers_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("policy", "arctic", "DraftPolicy"),
+        ("history", "2 epochs", "HistoryWindow"),
+        ("per_tenant", 100, "Budget"),
+        ("per_session", {"tokens": 100}, "Budget"),
+    ],
+)
+def test_arguments_of_another_kind(name: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}=.*: give a {kind}, or None$"):
+        SuffixCache(**{name: value})
+
+
+@pytest.mark.parametrize(
     "options",
     [{"cost": -0.1}, {"cost": float("nan")}, {"max_draft": 129}, {"max_draft": 2.0}, {"min_match": 0}, {"memory": 1}],
 )
