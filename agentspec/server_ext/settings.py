@@ -36,6 +36,8 @@ LONGEST_STEP = 2.0
 the operator says otherwise."""
 ENVIRONMENT = {"store": "AGENTSPEC_STORE", "tenant": "AGENTSPEC_TENANT", "record": "AGENTSPEC_RECORD"}
 _SETTINGS = "AGENTSPEC_SETTINGS"
+_SECTION = "agentspec"
+"""Key of the settings in vLLM's ``additional_config``, which may hold those of other extensions, too."""
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -210,7 +212,11 @@ def load_settings(config: object, environ: Mapping[str, str] = os.environ) -> Se
 
     Raises ConfigurationError that names the field and its allowed values.
     """
-    section = config.get("agentspec", {}) if isinstance(config, Mapping) else {}
+    given = config if isinstance(config, Mapping) else {}
+    for key in given:
+        if key != _SECTION and str(key).lower() == _SECTION:  # or it would be dropped without a word
+            raise ConfigurationError(f"additional-config: {key!r} is not known; spell it {_SECTION!r}")
+    section = given.get(_SECTION, {})
     if not isinstance(section, Mapping):
         kind = type(section).__name__
         raise ConfigurationError(f"additional-config: 'agentspec' must be an object of settings, got {kind}")

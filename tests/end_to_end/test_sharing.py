@@ -278,6 +278,10 @@ def test_stats_and_log_name_no_session_and_no_key(shared_by: dict[str, ModelServ
     caller = Caller(server, 907)
     caller.ask(ADA, "a-session-of-ada")
     stats = httpx.get(f"{server.base_url}/agentspec/stats", headers={"Authorization": f"Bearer {BOB}"}).text
+    one = f"{server.base_url}/agentspec/sessions/{caller.named('a-session-of-ada')}"
+    for method in ("GET", "DELETE"):
+        assert httpx.request(method, one, headers={"Authorization": f"Bearer {ADA}"}, timeout=60).is_success
+    assert "DELETE /v1/agentspec/sessions/" in server.log.read_text()
     unkeyed = hashlib.sha256(ADA.encode()).hexdigest()
     for text in (stats, server.log.read_text()):
         for secret in (

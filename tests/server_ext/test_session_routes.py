@@ -1,6 +1,7 @@
 """Sessions over HTTP, on real engines and stores behind vLLM's key check: who sees, exports, imports, erases what."""
 
 import json
+import logging
 import sqlite3
 import time
 import tracemalloc
@@ -680,3 +681,20 @@ def test_an_id_that_no_session_can_have_is_refused(start: Start, bad: str) -> No
     for method in ("GET", "PUT", "DELETE"):
         answer = start(ADA, engines=1).call(ADA, method, bad, content=b"{}")
         assert answer.status_code == 400 and answer.json()["detail"].startswith("id")
+
+
+@pytest.mark.parametrize("before", ["", "/behind/a/proxy"])
+@pytest.mark.parametrize("rest", ["a-session-of-ada", "a%20b?only_new=true", "a/b", ""])
+def test_the_access_log_names_no_session(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, rest: str
+) -> None:
+    log = logging.getLogger("uvicorn.access")
+    monkeypatch.setattr(log, "filters", [])  # another test's server may have changed it
+    start(engines=1)
+    with caplog.at_level(logging.INFO, log.name):
+        for path in (f"{before}/v1/agentspec/sessions/{rest}", "/v1/agentspec/sessions?limit=5", "/v1/models"):
+            log.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:9", "DELETE", path, "1.1", 200)  # as uvicorn does
+        log.info("a line of another form: %s", rest)
+    lines = caplog.messages
+    assert lines[0] == f'127.0.0.1:9 - "DELETE {before}/v1/agentspec/sessions/… HTTP/1.1" 200'
+    assert "sessions?limit=5 " in lines[1] and "/v1/models" in lines[2] and lines[3].endswith(rest)

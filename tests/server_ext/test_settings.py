@@ -55,6 +55,14 @@ def test_settings_in_the_environment_apply_where_the_engine_has_none() -> None:
             load_settings({}, {"AGENTSPEC_SETTINGS": wrong})
 
 
+@pytest.mark.parametrize("key", ["Agentspec", "agentSpec", "AGENTSPEC"])
+def test_settings_under_another_spelling_are_refused_instead_of_dropped(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"additional-config: '{key}' is not known; spell it 'agentspec'"):
+        load_settings({key: {"scope": "session"}}, {})
+    others = {"ascend_scheduler_config": {"enabled": True}, "agentspec": {"scope": "session"}}
+    assert load_settings(others, {}).scope == "session"
+
+
 @pytest.mark.parametrize(
     ("section", "field"),
     [

@@ -18,6 +18,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
+from agentspec.server_ext.api.access_log import hide_sessions
 from agentspec.server_ext.api.predictions import PredictionMiddleware
 from agentspec.server_ext.api.prometheus import MetricsMiddleware
 from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
@@ -44,13 +45,17 @@ class AgentSpecEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's app, the figures to its ``/metrics``, and what remembers the sender of a request."""
+        """Add the routes to vLLM's app, the figures to its ``/metrics``, and what remembers the sender of a request.
+
+        Its access log names no session from then on.
+        """
         app.include_router(router)
         app.include_router(session_router)
         app.add_middleware(MetricsMiddleware)
         app.add_middleware(FiguresMiddleware)
         app.add_middleware(PredictionMiddleware)
         app.add_middleware(CallerMiddleware)
+        hide_sessions()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Store the engine client for the routes, and log what drafts, and for whom."""
