@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,21 @@ class TestLaunch:
         assert json.loads(result[result.index("--speculative-config") + 1]) == method
         own = serve_arguments([f"--config={file}", "--additional-config", "{}"], {}, None)
         assert json.loads(own[-1]) == {"agentspec": {}}
+
+    @pytest.mark.parametrize("name", ["tenant", "principal_header", "principal-header", "max_bytes", "store"])
+    def test_a_setting_among_vllms_own_options_is_refused_with_its_place(self, tmp_path: Path, name: str) -> None:
+        """vLLM calls it an unrecognized argument and quotes it, password included."""
+        file = tmp_path / "vllm.yaml"
+        file.write_text(f"port: 1\n{name}: 'redis://:hunter2@host'")
+        setting = name.replace("-", "_")
+        with pytest.raises(ConfigurationError, match=rf"additional-config: {{agentspec: {{{setting}: …}}}}") as error:
+            serve_arguments(["--config", str(file)], {}, None)
+        assert "hunter2" not in str(error.value)
+
+    def test_no_option_of_vllms_is_named_like_a_setting(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        assert {field.name for field in fields(AsyncEngineArgs)}.isdisjoint(Settings.model_fields)
 
     def test_vllms_file_may_be_refused_or_unreadable(self, tmp_path: Path) -> None:
         file = tmp_path / "vllm.yml"

@@ -26,7 +26,12 @@ class CommandLine:
     def value(self, *names: str) -> Any:
         """Return an option's value, the last one as for vLLM, else the file's; None where it is missing."""
         values = [value for _, _, value in self._places(names)]
-        return values[-1] if values else self._in_file(names)
+        return values[-1] if values else self.in_file(*names)
+
+    def in_file(self, *names: str) -> Any:
+        """Return what the file says of an option; None where it says nothing."""
+        found = (self._file.get(name.lstrip("-")) for name in names)
+        return next((value for value in found if value is not None), None)
 
     def begins_with(self, prefix: str) -> str | None:
         """Return an option of the arguments or the file whose name begins so, None if there is none."""
@@ -64,10 +69,6 @@ class CommandLine:
                 end = i + (1 if equals else 2)
                 places.append((i, end, value if equals else "".join(self.rest[i + 1 : end])))
         return places
-
-    def _in_file(self, names: Sequence[str]) -> Any:
-        found = (self._file.get(name.lstrip("-")) for name in names)
-        return next((value for value in found if value is not None), None)
 
 
 def _plain(name: str) -> str:

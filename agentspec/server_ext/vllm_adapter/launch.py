@@ -65,6 +65,12 @@ def serve_arguments(
     _check_given_limit(max_draft)
     if (argument := line.begins_with("--spec-")) is not None:
         raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
+    for name in Settings.model_fields:
+        if line.in_file(f"--{name.replace('_', '-')}") is not None:
+            raise ConfigurationError(
+                f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
+                f"additional-config: {{agentspec: {{{name}: …}}}}"
+            )
     translated: dict[str, Any] = {}
     method = line.take_object(*_SPECULATIVE_FLAGS)
     config = None if method is None else _with_underscores(method)
