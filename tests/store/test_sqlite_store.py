@@ -297,3 +297,13 @@ def test_a_full_memory_store_drops_its_oldest_entries() -> None:
     store.append(NS, [NewEntry("s", bytes(2 << 20))])  # larger than all of it
     store.append(NS, [NewEntry("s", b"small")])
     assert [entry.payload for entry in store.read(NS)] == [b"small"]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for below in ("file/a.db", "file/folder/a.db"):
+        path = tmp_path / below
+        with pytest.raises(StoreUnavailableError) as error:
+            SQLiteStore(path)
+        why = f"{path}: the folder {path.parent} cannot be made: "
+        assert str(error.value).startswith(why) and str(error.value).endswith("; name another file")

@@ -132,7 +132,11 @@ def prepare_file(path: Path) -> None:
     if path.is_dir():
         raise StoreError(f"{path}: a folder, not a file; name a file in it, such as sqlite:///{path}/agentspec.db")
     if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"the folder {path.parent} cannot be made: {error.strerror}"
+            raise StoreUnavailableError(f"{path}: {why}; name another file") from error
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     with path.open("rb") as file:
         header = file.read(100)
