@@ -318,6 +318,30 @@ def test_what_a_reward_writes_into_a_sample_stays_with_it(tmp_path: Path) -> Non
     assert all(sample.fields["note"] == sample.sample for sample in samples)
 
 
+def test_a_reward_that_extends_what_it_was_given_changes_no_sample(tmp_path: Path) -> None:
+    """`ids = sample.prompt_ids; ids += ...` extended the prompt of all later samples of the problem."""
+
+    def reward(problem: Problem, sample: Sample) -> float:
+        said = sample.completion_ids
+        said.pop()
+        sample.logprobs.clear()
+        whole = sample.prompt_ids
+        whole += said
+        if isinstance(problem.prompt, list):
+            problem.prompt.append({"role": "user", "content": "y"})  # type: ignore[arg-type]
+            return float(len(problem.prompt))
+        return 0.0
+
+    _, samples = run(tmp_path / "r.jsonl", Plan(samples=2, epochs=2), reward=reward)
+    assert {(sample.id, tuple(sample.prompt_ids), sample.reward) for sample in samples} == {
+        ("a", (3, 3), 0.0),
+        ("b", (1,), 2.0),
+        ("c", (7, 8), 3.0),
+    }
+    assert {tuple(sample.completion_ids) for sample in samples} == {(5, 6)}
+    assert {tuple(sample.logprobs) for sample in samples} == {(-0.5, -1.0)}
+
+
 def test_what_has_no_reward_is_scored_by_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
 
