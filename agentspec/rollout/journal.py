@@ -75,8 +75,8 @@ class Journal:
     """Write samples to a file, and know which ones it holds.
 
     Opening a file that exists removes a last line that was cut off. Raises InvalidInputError that names a line which is
-    no sample, and for a file that another process writes; then the file is as it was. Processes that are forked off
-    have it closed.
+    no sample, for a file that another process writes, and for a pipe or a device, which cannot be read again (but
+    /dev/null keeps nothing); then the file is as it was. Processes that are forked off have it closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,6 +88,8 @@ class Journal:
         self._open()
         self._close_in_forked_processes()
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode) and not path.samefile(os.devnull):
+                raise InvalidInputError(f"{path}: is a pipe or a device, which cannot be read again; give a file")
             end = self._end_of_whole_lines()
             for sample in self._read(end):
                 self._note(sample)
@@ -117,11 +119,14 @@ class Journal:
         if sample.key in self._rewards:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
         line = _line(sample)
-        written = os.write(self._file, line)
+        lost = f"the sample {tuple(sample.key)} was not written"
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:  # which names no file
+            raise OSError(error.errno, f"{error.strerror}; {lost}", str(self.path)) from error
         if written != len(line):  # the disk is full: leave no half of a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            why = f"the disk is full; the sample {tuple(sample.key)} was not written"
-            raise OSError(errno.ENOSPC, why, str(self.path))
+            raise OSError(errno.ENOSPC, f"the disk is full; {lost}", str(self.path))
         self._note(sample)
 
     def replace(self, samples: Mapping[Key, Sample]) -> None:

@@ -33,7 +33,7 @@ def read_problems(path: Path) -> list[Problem]:
 
     Raises InvalidInputError that names the line and the field.
     """
-    if not path.is_file():
+    if not (path.is_file() or path.is_fifo()):  # a pipe, as of a shell's <(head problems.jsonl)
         raise InvalidInputError(f"{path}: no such file; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
     for place, row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):

@@ -297,3 +297,29 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         assert path.read_bytes() == whole
         journal.write(sample(1))
         assert len(list(journal.samples())) == 2
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a quota that is used up, or a disk that was full before this line. The program printed a traceback."""
+    path = tmp_path / "rollouts.jsonl"
+
+    def write(*_: object) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with Journal(path) as journal:
+        monkeypatch.setattr(os, "write", write)
+        with pytest.raises(OSError, match=r"Disk quota exceeded; the sample \('p', 0, 1\) was not written") as error:
+            journal.write(sample(1))
+        assert (error.value.filename, error.value.errno) == (str(path), errno.EDQUOT)
+        assert path.read_bytes() == b"" and len(journal) == 0
+
+
+def test_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
+    """Reading what they hold would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(AgentSpecError, match=r"a pipe or a device.*give a file"):
+            Journal(path)
+    with Journal(Path(os.devnull)) as journal:  # of a rollout that is only timed
+        journal.write(sample(0))
+        assert list(journal.samples()) == []

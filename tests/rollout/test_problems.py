@@ -1,6 +1,8 @@
 """Problem files: what is read, and which line and field an error names."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,16 @@ def test_an_error_names_the_line(tmp_path: Path, row: Any, message: str) -> None
     path = written(tmp_path, {"id": "first", "prompt": "x"}, row)
     with pytest.raises(AgentSpecError, match=r"problems\.jsonl, line 2.*" + message):
         read_problems(path)
+
+
+def test_problems_may_come_from_a_pipe(tmp_path: Path) -> None:
+    """As `agentspec rollout <(head -100 problems.jsonl)` gives them."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"id": 1, "prompt": "x"}\n{"id": 2, "prompt": "y"}\n',))
+    writer.start()
+    assert [problem.id for problem in read_problems(pipe)] == ["1", "2"]
+    writer.join()
 
 
 def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
