@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from agentspec.cache.policy import MAX_DRAFT
+from agentspec.errors import AgentSpecError
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter import engine_arguments
 from agentspec.server_ext.vllm_adapter.engine_arguments import (
@@ -41,6 +42,23 @@ def test_attention_alone_drafts_what_the_sampler_verifies(tmp_path: Path) -> Non
     from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
 
     assert draft_limit(tmp_path, DENSE)[0] == MAX_DRAFT == MAX_SPEC_LEN
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"record": "{file}/steps.jsonl"}, r"record .*steps.jsonl: cannot be written: .*; name another file"),
+        ({"store": "sqlite:///{file}/s.db"}, r"store .*s.db: .*; name another with --store or AGENTSPEC_STORE"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
+    tmp_path: Path, setting: dict[str, str], message: str
+) -> None:
+    """A worker's error comes a minute later, and a trainer hears that the engine did not start."""
+    (tmp_path / "file").write_text("")
+    options: dict[str, Any] = {name: value.format(file=tmp_path / "file") for name, value in setting.items()}
+    with pytest.raises(AgentSpecError, match=message):
+        draft_limit(tmp_path, DENSE, engine_options(**{"store": "memory://"} | options))
 
 
 @pytest.mark.parametrize("longest", [8192, 16384, 20480, 65536])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentspec.cache.store import mac, open_store
-from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError
+from agentspec.errors import ConfigurationError, InvalidSessionError, StoreError, StoreUnavailableError
 from agentspec.identifiers import check_session_id
 from agentspec.server_ext.settings import Settings
 
@@ -265,7 +265,10 @@ def _checked_secret(variable: str, value: str) -> str:
 
 
 def _secret_of_store(url: str) -> str:
-    store = open_store(url)
+    try:
+        store = open_store(url)
+    except StoreUnavailableError as error:  # the first that a trainer hears of it
+        raise StoreUnavailableError(f"store {error}; name another with --store or AGENTSPEC_STORE") from error
     try:
         return store.secret().hex()
     except StoreError as error:

@@ -262,6 +262,8 @@ def create_speculative_config(
         schedule_synchronously(engine_args, target_model_config)
         settings = load_settings(engine_args.additional_config)
         server_secret(settings)  # for the processes that vLLM starts
+        if settings.record is not None:
+            make_record(settings.record)  # an error of the worker's comes later, and stands in its log alone
         if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
             logger.info("agentspec: %s", what_drafts(spec, settings))
     return spec
