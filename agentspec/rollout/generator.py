@@ -260,6 +260,9 @@ class RolloutGenerator:
                 if running:
                     self._engine.abort(list(running))
             finally:
+                if rewards:
+                    waiting = "agentspec: %d finished samples wait for their rewards; Ctrl-C gives these samples up"
+                    logger.warning(waiting, len(rewards))
                 while rewards:  # a second Ctrl-C ends the wait for them
                     for sample in rewards.take(wait=True):
                         self._write(sample, figures)

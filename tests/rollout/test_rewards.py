@@ -76,7 +76,9 @@ def test_a_slow_reward_does_not_hold_up_what_others_write(tmp_path: Path) -> Non
     assert figures.finished == 3
 
 
-def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(tmp_path: Path) -> None:
+def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "r.jsonl"
 
     def reward(problem: Problem, sample: Sample) -> float:
@@ -87,6 +89,8 @@ def test_samples_whose_rewards_were_not_known_are_written_when_the_engine_dies(t
         run(path, Plan(samples=4), Engine(fail_after=6), reward=reward)
     with Journal(path) as journal:
         assert len(journal) == 6
+    said = "6 finished samples wait for their rewards; Ctrl-C gives these samples up"
+    assert said in caplog.text  # or who pressed Ctrl-C sees a program that hangs
 
 
 def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
