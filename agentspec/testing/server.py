@@ -158,8 +158,8 @@ class ModelServer:
 
     def _command(self) -> list[str]:
         served = ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
-        program = ["agentspec.cli"] if self.agentspec else ["agentspec.testing.server"]
-        return [sys.executable, "-m", *program, "serve", self.model, *served, *CPU_OPTIONS, *self.options]
+        program = "agentspec" if self.agentspec else "agentspec.testing.server"
+        return [sys.executable, "-m", program, "serve", self.model, *served, *CPU_OPTIONS, *self.options]
 
     def __enter__(self) -> "ModelServer":
         self.start()

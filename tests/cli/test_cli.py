@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(agentspec: Progr
 def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path) -> None:
     record = tmp_path / "calls.jsonl"
     record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
-    command = [sys.executable, "-m", "agentspec.cli", "simulate", str(record)]
+    command = [sys.executable, "-m", "agentspec", "simulate", str(record)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.strip() == "agentspec: No space left on device"
@@ -114,7 +114,7 @@ def test_a_name_that_cannot_be_shown_is_no_error(tmp_path: Path) -> None:
     record = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
     record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
     for encoding in ("utf-8", "ascii"):
-        command = [sys.executable, "-m", "agentspec.cli", "simulate", str(record)]
+        command = [sys.executable, "-m", "agentspec", "simulate", str(record)]
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
         assert done.returncode == 0 and "tokens a step" in done.stdout, done.stderr
@@ -235,7 +235,7 @@ def test_help_lists_the_commands(agentspec: Program) -> None:
 
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "agentspec.cli", "version"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "agentspec", "version"], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip()[0].isdigit()
 

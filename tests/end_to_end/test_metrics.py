@@ -91,16 +91,14 @@ def test_the_dashboard_asks_for_what_a_real_server_has(fast: ModelServer) -> Non
 
 def test_top_shows_a_real_server(fast: ModelServer) -> None:
     say(fast, 1)
-    command = [sys.executable, "-m", "agentspec.cli", "top", "--once", "--interval", "0.1", "--url", fast.base_url]
+    command = [sys.executable, "-m", "agentspec", "top", "--once", "--interval", "0.1", "--url", fast.base_url]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "metrics-session" in printed and "tokens a second" in printed
 
 
 def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_path: Path) -> None:
     arguments = ("sessions", "export", "never-named", str(tmp_path / "session.json"), "--url", fast.base_url)
-    ran = subprocess.run(
-        [sys.executable, "-m", "agentspec.cli", *arguments], capture_output=True, text=True, timeout=60
-    )
+    ran = subprocess.run([sys.executable, "-m", "agentspec", *arguments], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and "no session 'never-named'" in ran.stderr, ran.stdout + ran.stderr
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentspec.cli", "rollout", "problems.jsonl", "--model", str(MODEL), "--out", out]
+    command = [sys.executable, "-m", "agentspec", "rollout", "problems.jsonl", "--model", str(MODEL), "--out", out]
     command += ["--store", f"sqlite:///{folder / 'rollouts.db'}", "--samples", str(SAMPLES), "--max-tokens", "100"]
     # A measured cost would make the counts depend on the machine.
     command += ["--max-model-len", "512", "--max-num-seqs", "4", "--verify-cost", "0.02"]

@@ -41,7 +41,7 @@ def train(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
     """Run `agentspec train`; the report."""
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(settings(folder, source)))
-    command = [sys.executable, "-m", "agentspec.cli", "train", str(file)]
+    command = [sys.executable, "-m", "agentspec", "train", str(file)]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

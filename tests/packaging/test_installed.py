@@ -136,5 +136,5 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(command: str,
 
 
 def test_the_command_prints_its_help() -> None:
-    ran = subprocess.run([sys.executable, "-m", "agentspec.cli", "--help"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-m", "agentspec", "--help"], capture_output=True, text=True, check=True)
     assert "serve" in ran.stdout

@@ -48,7 +48,7 @@ def test_attention_alone_drafts_what_the_sampler_verifies(tmp_path: Path) -> Non
     ("setting", "message"),
     [
         ({"record": "{file}/steps.jsonl"}, r"record .*steps.jsonl: cannot be written: .*; name another file"),
-        ({"store": "sqlite:///{file}/s.db"}, r"store .*s.db: .*; name another with --store or AGENTSPEC_STORE"),
+        ({"store": "sqlite:///{file}/s.db"}, r"store .*s.db: .*; name another file \(--store or AGENTSPEC_STORE\)"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(

@@ -18,7 +18,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from agentspec import __version__
-from agentspec.server_ext.api.access_log import hide_sessions
 from agentspec.server_ext.api.predictions import PredictionMiddleware
 from agentspec.server_ext.api.prometheus import MetricsMiddleware
 from agentspec.server_ext.api.response_figures import FiguresMiddleware, figures_of
@@ -36,6 +35,11 @@ from agentspec.server_ext.vllm_adapter.launch import what_drafts
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)
+
+_ACCESS_LOGGER = logging.getLogger("uvicorn.access")
+_PATH = 2
+"""Place of the path among the arguments of a line of uvicorn's: client, method, path, version, status."""
+_SESSION = f"{ROUTES}/sessions/"
 
 
 class AgentSpecEndpoints:
@@ -55,7 +59,7 @@ class AgentSpecEndpoints:
         app.add_middleware(FiguresMiddleware)
         app.add_middleware(PredictionMiddleware)
         app.add_middleware(CallerMiddleware)
-        hide_sessions()
+        _ACCESS_LOGGER.addFilter(_without_session)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Store the engine client for the routes, and log what drafts, and for whom."""
@@ -67,6 +71,15 @@ class AgentSpecEndpoints:
             settings = load_settings(config.additional_config)
             has_keys = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
             logger.info("agentspec: %s", what_drafts(config.speculative_config, settings, has_keys=has_keys))
+
+
+def _without_session(record: logging.LogRecord) -> bool:
+    """Cut a session's id and the query off the path of a call on a session. They name whose text it is."""
+    if isinstance(record.args, tuple) and len(record.args) > _PATH:
+        before, route, _ = str(record.args[_PATH]).partition(_SESSION)
+        if route:
+            record.args = (*record.args[:_PATH], f"{before}{route}…", *record.args[_PATH + 1 :])
+    return True
 
 
 def is_loopback(host: str | None) -> bool:

@@ -268,7 +268,7 @@ def _secret_of_store(url: str) -> str:
     try:
         store = open_store(url)
     except StoreUnavailableError as error:  # the first that a trainer hears of it
-        raise StoreUnavailableError(f"store {error}; name another with --store or AGENTSPEC_STORE") from error
+        raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
     try:
         return store.secret().hex()
     except StoreError as error:

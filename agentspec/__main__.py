@@ -1,4 +1,4 @@
-"""Run the ``agentspec`` program as ``python -m agentspec.cli``."""
+"""Run the ``agentspec`` program as ``python -m agentspec``."""
 
 from agentspec.cli.app import main
 
