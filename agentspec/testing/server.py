@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,9 @@ from agentspec.server_ext.vllm_adapter.launch import name_cpu_build
 CPU_OPTIONS = ("--dtype", "float32", "--enforce-eager")
 """Options that suit vLLM's CPU build: speculation pays in float32 only, and small models need no compilation."""
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+_PORTS = range(15_000, 30_000)
+_given = set[int]()  # ports that this process has got
 
 
 class ServerFailedError(AgentSpecError):
@@ -170,10 +174,19 @@ class ModelServer:
 
 
 def free_port() -> int:
-    """Return a TCP port on the loopback interface that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on the loopback interface that no process listens on now, another one at each call.
+
+    It is none of the ports from which connections go out (32768 and up on Linux). One of those could be taken before
+    the server binds it, or while the server is down.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if port in _given:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
+    raise OSError("no port is free on the loopback interface")
 
 
 def main() -> None:
