@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -255,8 +256,9 @@ def make_task(seed: int) -> Task:
 
 # Run the model's code in its own interpreter: it may loop, exit or print.
 _RUNNER = """
-import contextlib, io, json, sys
+import contextlib, io, json, resource, sys
 job = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (job["seconds"], job["seconds"] + 1))
 outcomes, scope, broken = [], {}, None
 with contextlib.redirect_stdout(io.StringIO()):
     try:
@@ -272,16 +274,20 @@ print(json.dumps(outcomes))
 """
 
 
-def run_tests(task: Task, code: str, timeout: float = 5.0) -> list[TestResult]:
-    """Run the task's tests on the code in a separate, isolated Python process."""
-    job = json.dumps({"code": code, "calls": [test.call for test in task.tests]})
+def run_tests(task: Task, code: str, seconds: int = 5) -> list[TestResult]:
+    """Run the task's tests on the code in a separate, isolated Python process.
+
+    seconds: of CPU time, so that a busy machine does not change the results. Code that waits for ever gets more.
+    """
+    job = json.dumps({"code": code, "calls": [test.call for test in task.tests], "seconds": seconds})
+    command = [sys.executable, "-I", "-c", _RUNNER]
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _RUNNER], input=job, capture_output=True, text=True, timeout=timeout
-        )
-        outcomes = json.loads(done.stdout)
+        done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=20 * seconds)
+        timed_out = done.returncode == -signal.SIGXCPU
     except subprocess.TimeoutExpired:
-        outcomes = ["timed out"] * len(task.tests)
+        timed_out = True
+    try:
+        outcomes = ["timed out"] * len(task.tests) if timed_out else json.loads(done.stdout)
     except json.JSONDecodeError:
         outcomes = ["ended early"] * len(task.tests)
     return [_result(test, outcome) for test, outcome in zip(task.tests, outcomes, strict=True)]
