@@ -84,7 +84,7 @@ class ModelServer:
                 start_new_session=True,  # so that a signal reaches the engine's processes too
             )
 
-    def wait(self, timeout: float = 300.0, tick: Callable[[float], None] | None = None) -> None:
+    def wait(self, timeout: float = 900.0, tick: Callable[[float], None] | None = None) -> None:
         """Wait until the server answers; ``tick`` is called with the seconds waited. Raises ServerFailedError."""
         start = time.monotonic()
         while time.monotonic() - start < timeout:
@@ -101,12 +101,12 @@ class ModelServer:
         self.stop()
         raise ServerFailedError(f"the {self.name} server did not answer in {timeout:.0f} s\n{self.tail()}")
 
-    def start(self, timeout: float = 300.0) -> None:
+    def start(self, timeout: float = 900.0) -> None:
         """Launch the server and wait until it answers."""
         self.launch()
         self.wait(timeout)
 
-    def stop(self, timeout: float = 20.0) -> None:
+    def stop(self, timeout: float = 60.0) -> None:
         """Interrupt the server, and kill it if it has not ended after ``timeout`` seconds."""
         if self._process is None:
             return
@@ -133,12 +133,22 @@ class ModelServer:
         self._process.wait()
         self._process = None
 
-    def text(self, path: str, timeout: float = 10.0) -> str:
-        """GET a path of the server and return its text. Raises OSError for no answer and for an HTTP error."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
-            return str(response.read().decode())
+    def text(self, path: str, timeout: float = 60.0) -> str:
+        """GET a path of the server and return its text. Raises OSError for no answer and for an HTTP error.
 
-    def get(self, path: str, timeout: float = 10.0) -> Any:
+        A server whose engine is busy says 503 and is asked again, for ``timeout`` seconds.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as response:
+                    return str(response.read().decode())
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
+
+    def get(self, path: str, timeout: float = 60.0) -> Any:
         """GET a path of the server and return its parsed JSON, or None for an empty answer."""
         body = self.text(path, timeout)
         return json.loads(body) if body else None

@@ -63,7 +63,7 @@ class CodingAgent:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=600,
         )
         assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout}\n{ran.stderr}"
         events = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
 
 
 def ask(server: ModelServer, path: str, key: str) -> Any:
-    answer = httpx.get(f"{server.base_url}/agentspec/{path}", headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    answer = httpx.get(f"{server.base_url}/agentspec/{path}", headers={"Authorization": f"Bearer {key}"}, timeout=600)
     answer.raise_for_status()
     return answer.json()
 
@@ -141,7 +141,7 @@ def test_a_child_agent_drafts_from_the_session_that_started_it(name: str, server
             f"{server.base_url}/{family.route}",
             json={"model": "demo", **family.body},
             headers={"Authorization": f"Bearer {key}", **headers},
-            timeout=120,
+            timeout=600,
         )
         assert answer.status_code == 200 and SENTENCE in answer.text, answer.text
 

@@ -21,7 +21,7 @@ TIE = 2e-3
 
 def run_all(server: ModelServer, cases: list[Case]) -> dict[str, list[Answer]]:
     """All cases, eight at a time."""
-    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=300) as client, ThreadPoolExecutor(8) as pool:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client, ThreadPoolExecutor(8) as pool:
         return dict(zip((case.name for case in cases), pool.map(lambda case: case.run(client), cases), strict=True))
 
 

@@ -35,7 +35,7 @@ def run(name: str, server: ModelServer, folder: Path, *arguments: str) -> subpro
     """Start an example as its first lines say."""
     command = [sys.executable, str(FOLDER / name), "--base-url", server.base_url, "--model", "demo", *arguments]
     environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -55,7 +55,7 @@ def test_greedy_text_is_identical_and_both_draft(
 
 def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
     """Nothing that was said before may be copied: each request drafts from its own text and the model."""
-    with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=300) as client:
+    with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=600) as client:
         accepted = 0
         for seed in range(4):
             reply = client.chat.completions.create(

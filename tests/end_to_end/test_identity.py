@@ -57,7 +57,7 @@ def test_a_prompt_found_in_the_prefix_cache_is_not_filled_up_with_placeholders(f
 
     theirs, ours = drafted()
     prompt = [300 + k % 40 for k in range(BLOCK + 1)]
-    with openai.OpenAI(base_url=fast.base_url, api_key="none", timeout=30, max_retries=0) as client:
+    with openai.OpenAI(base_url=fast.base_url, api_key="none", timeout=600, max_retries=0) as client:
         for turn in range(3):
             reply = client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0)
             assert reply.usage is not None and reply.usage.prompt_tokens_details is not None

@@ -239,7 +239,7 @@ def test_an_erased_session_is_gone_everywhere_within_a_moment(pair: tuple[ModelS
     assert said_before(figures) > 20
     wait_for(lambda: all_stored(other))
     before = followed(other, "erased")
-    answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", headers={"X-Cache-Salt": salt}, timeout=30)
+    answer = httpx.delete(f"{one.base_url}/agentspec/sessions/erased", headers={"X-Cache-Salt": salt}, timeout=600)
     assert answer.status_code in (200, 202), answer.text
     wait_for(lambda: followed(other, "erased") > before, SOON)
     for session, scope in (("erased", "session"), ("another", "tenant")):
@@ -273,7 +273,7 @@ def test_failures_change_no_text_and_the_loss_is_named(
     assert frozen.texts == expected[TASKS[2]]
     assert took < 300
     for server in pair:
-        wait_for(lambda server=server: all_stored(server), seconds=200)  # type: ignore[misc]
+        wait_for(lambda server=server: all_stored(server), seconds=600)  # type: ignore[misc]
 
     held = {server: persisted(server) for server in pair}
     redis.kill()
@@ -281,7 +281,7 @@ def test_failures_change_no_text_and_the_loss_is_named(
     after = work(TASKS[3], *pair)
     assert after.texts == expected[TASKS[3]]
     for server in pair:
-        wait_for(lambda server=server: server.stats()["store"]["lost"] > 0, seconds=60)  # type: ignore[misc]
+        wait_for(lambda server=server: server.stats()["store"]["lost"] > 0)  # type: ignore[misc]
         assert server.stats()["store"]["lost"] <= held[server]
         wait_for(lambda server=server: "records that it had acknowledged" in server.log.read_text())  # type: ignore[misc]
         assert "agentspec_store_lost_records_total" in server.text("/metrics")

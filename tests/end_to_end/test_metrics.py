@@ -32,8 +32,20 @@ def two_api_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelS
         yield server
 
 
+def metrics(server: ModelServer) -> str:
+    """Return a scrape. Where an engine does not answer in two seconds agentspec's figures are not in it: try again."""
+    found: list[str] = []
+
+    def is_whole() -> bool:
+        found.append(server.text("/metrics"))
+        return not server.agentspec or "agentspec_" in found[-1]
+
+    wait_for(is_whole)
+    return found[-1]
+
+
 def scrape(server: ModelServer) -> Samples:
-    samples = read(server.text("/metrics").encode())
+    samples = read(metrics(server).encode())
     assert any(name.startswith("vllm:") for name, _ in samples)
     return samples
 
@@ -66,7 +78,7 @@ def test_figures_of_a_real_server(fast: ModelServer, plain: ModelServer) -> None
     time.sleep(1.1)  # the figures of a scrape are up to a second old
     before = scrape(fast)
     say(fast, 3)
-    text, stats = fast.text("/metrics"), fast.stats()
+    text, stats = metrics(fast), fast.stats()
     samples = read(text.encode())
     assert of(samples, "agentspec_drafted_tokens_total") == stats["counters"]["drafted"]
     assert of(samples, "agentspec_accepted_tokens_total") == stats["counters"]["accepted"] > 0
@@ -92,13 +104,15 @@ def test_the_dashboard_asks_for_what_a_real_server_has(fast: ModelServer) -> Non
 def test_top_shows_a_real_server(fast: ModelServer) -> None:
     say(fast, 1)
     command = [sys.executable, "-m", "agentspec", "top", "--once", "--interval", "0.1", "--url", fast.base_url]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "metrics-session" in printed and "tokens a second" in printed
 
 
 def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_path: Path) -> None:
     arguments = ("sessions", "export", "never-named", str(tmp_path / "session.json"), "--url", fast.base_url)
-    ran = subprocess.run([sys.executable, "-m", "agentspec", *arguments], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-m", "agentspec", *arguments], capture_output=True, text=True, timeout=600
+    )
     assert ran.returncode == 2 and "no session 'never-named'" in ran.stderr, ran.stdout + ran.stderr
 
 

@@ -51,7 +51,7 @@ def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
 
 def finish(run: subprocess.Popen[str]) -> list[list[str]]:
     """Wait for a run; the rows of the table that it printed."""
-    out, errors = run.communicate(timeout=400)
+    out, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors[-3000:]
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
@@ -148,7 +148,7 @@ def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     (core,) = (pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(core), signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == 2 and "the engine's process died" in errors and "Traceback" not in errors
 
 
@@ -164,5 +164,5 @@ def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
 )
 def test_a_wrong_option_is_named_before_vllm_starts(folder: Path, options: list[str], message: str) -> None:
     run = start(folder, "rollouts.jsonl", *options)
-    _, errors = run.communicate(timeout=100)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == 2 and message in errors

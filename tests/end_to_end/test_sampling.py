@@ -17,7 +17,7 @@ CALLS, SAMPLES, POSITIONS = 60, 10, 4
 def sample(server: ModelServer, temperature: float = 1.3, top_p: float = 0.9) -> list[Counter[int]]:
     """600 continuations: how often each token was sampled at each position. Later ones draft from earlier ones."""
     counts: list[Counter[int]] = [Counter() for _ in range(POSITIONS)]
-    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=300) as client:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=600) as client:
         for _ in range(CALLS):
             reply = client.completions.create(
                 model="demo",

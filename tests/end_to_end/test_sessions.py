@@ -133,7 +133,9 @@ UNUSABLE: dict[str, dict[str, Any]] = {
 def test_what_vllm_answers_is_answered_with_an_unusable_id(fast: ModelServer, plain: ModelServer, way: str) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 2, "temperature": 0, **UNUSABLE[way]}
     before = fast.stats()["counters"].get("ignored_ids", 0)
-    with_it, without = (httpx.post(f"{server.base_url}/completions", json=body, timeout=60) for server in (fast, plain))
+    with_it, without = (
+        httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (fast, plain)
+    )
     assert with_it.status_code == without.status_code == 200, with_it.text
     assert with_it.json()["choices"][0]["text"] == without.json()["choices"][0]["text"]
     assert fast.stats()["counters"]["ignored_ids"] == before + 1
@@ -145,7 +147,7 @@ def test_what_vllm_refuses_with_any_speculation_is_what_the_documents_say(
     fast: ModelServer, plain: ModelServer, option: dict[str, Any]
 ) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 2, **option}
-    replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=60) for server in (plain, fast)]
+    replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (plain, fast)]
     assert [reply.status_code for reply in replies] == [200, 400]
     assert "not yet supported with speculative decoding" in replies[1].text
 
@@ -158,7 +160,7 @@ def test_named_tokens_have_their_log_probabilities_beside_drafts(fast: ModelServ
 
     def answers(server: ModelServer, count: int) -> list[Any]:
         def post(one: dict[str, Any]) -> Any:
-            reply = httpx.post(f"{server.base_url}/completions", json=one, timeout=60)
+            reply = httpx.post(f"{server.base_url}/completions", json=one, timeout=600)
             assert reply.status_code == 200, reply.text
             return reply.json()["choices"][0]
 
@@ -175,9 +177,9 @@ def test_named_tokens_have_their_log_probabilities_beside_drafts(fast: ModelServ
 
 
 def test_unknown_requests_are_404(fast: ModelServer) -> None:
-    assert httpx.get(f"{fast.base_url}/agentspec/requests/none").status_code == 404
+    assert httpx.get(f"{fast.base_url}/agentspec/requests/none", timeout=600).status_code == 404
 
 
 def test_the_extension_introduces_itself(fast: ModelServer, plain: ModelServer) -> None:
     assert fast.get("/v1/agentspec")["drafting"] is True
-    assert httpx.get(f"{plain.base_url}/agentspec").status_code == 404
+    assert httpx.get(f"{plain.base_url}/agentspec", timeout=600).status_code == 404

@@ -26,7 +26,7 @@ def run(drafter: str, tokens: int, mode: str, job: dict[str, Any], folder: Path)
     arguments = (str(MODEL), json.dumps(method), mode, json.dumps(job), str(out))
     command = [sys.executable, "-m", "tests.end_to_end.skipped_passes_run", *arguments]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answer: dict[str, Any] = json.loads(out.read_text())
     return answer

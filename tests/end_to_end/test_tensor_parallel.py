@@ -21,7 +21,7 @@ def run(method: str, out: Path) -> dict[str, Any]:
     """One engine on two ranks."""
     command = [sys.executable, "-m", "tests.end_to_end.tensor_parallel_run", str(MODEL), method, str(out)]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     answer: dict[str, Any] = json.loads(out.read_text())
     return answer | {"log": done.stdout + done.stderr}

@@ -43,7 +43,7 @@ def train(folder: Path, source: dict[str, Any]) -> dict[str, Any]:
     file.write_text(yaml.safe_dump(settings(folder, source)))
     command = [sys.executable, "-m", "agentspec", "train", str(file)]
     environment = {**os.environ, **CPU_ENVIRONMENT, **ENVIRONMENT}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report: dict[str, Any] = json.loads((folder / "speculator" / "report.json").read_text())
     return report
