@@ -275,7 +275,10 @@ def test_kill_9_loses_no_finished_sample_and_repeats_none(tmp_path: Path) -> Non
         resumed = int(writer.stdout.readline())
         assert resumed >= before
         before = resumed
-        time.sleep(0.02 + 0.1 * random_.random())
+        size = path.stat().st_size
+        while path.stat().st_size < size + 10_000:  # a few samples more, however busy the machine
+            time.sleep(0.001)
+        time.sleep(0.1 * random_.random())
         writer.kill()
         writer.wait()
         writer.stdout.close()

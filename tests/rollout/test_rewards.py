@@ -98,7 +98,7 @@ def test_a_second_interrupt_begins_no_more_rewards(tmp_path: Path, monkeypatch: 
 
     def reward(problem: Problem, sample: Sample) -> float:
         calls.append(sample.key)
-        time.sleep(0.05)
+        time.sleep(0.3)
         return 1.0
 
     def interrupt(*_: Any) -> None:
@@ -120,10 +120,10 @@ def test_a_hung_reward_holds_up_nothing_but_its_sample(tmp_path: Path) -> None:
         return 1.0
 
     plan = Plan(samples=6)  # so more hang than run at a time
-    figures, samples = run(tmp_path / "r.jsonl", plan, reward=reward, reward_seconds=0.2)
+    figures, samples = run(tmp_path / "r.jsonl", plan, reward=reward, reward_seconds=2.0)
     hung.set()
     errors = {(sample.id, sample.reward, sample.reward_error) for sample in samples}
-    assert errors == {("a", None, "TimeoutError: took over 0.2 s"), ("b", 1.0, None), ("c", 1.0, None)}
+    assert errors == {("a", None, "TimeoutError: took over 2 s"), ("b", 1.0, None), ("c", 1.0, None)}
     assert (len(samples), figures[0].rewarded, figures[0].reward_errors) == (18, 12, 6)
 
 
@@ -144,7 +144,7 @@ def test_hung_rewards_take_so_many_threads_at_most(tmp_path: Path, monkeypatch: 
                 time.sleep(0.01)
 
     with Journal(tmp_path / "r.jsonl") as journal:
-        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward, reward_seconds=0.1)
+        generator = RolloutGenerator(OfflineEngine(LLM(Engine())), journal, reward=reward, reward_seconds=1.0)
         figures = list(generator.run(PROBLEMS, Plan(samples=2, epochs=4), progress))
         errors = {sample.reward_error for sample in generator.samples(1)}
     assert [each.reward_errors for each in figures[:2]] == [6, 6] and figures[3].rewarded == 6
@@ -180,7 +180,7 @@ def test_an_asynchronous_reward_that_hangs_is_cancelled(tmp_path: Path) -> None:
 
     _, samples = run(tmp_path / "r.jsonl", Plan(samples=1), reward=reward, reward_seconds=0.1)
     assert {sample.reward_error for sample in samples} == {"TimeoutError: took over 0.1 s"}
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(cancelled) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     assert sorted(cancelled) == ["a", "b", "c"]
