@@ -30,6 +30,15 @@ TENANT = "t"
 NS = LOGS.of(TENANT)
 
 
+LIFE_SECONDS = "agentspec.cache.store.follower.LIFE_SECONDS"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may hold up a follower for a second, and the steps would get no drafts."""
+    monkeypatch.setattr(LIFE_SECONDS, 30.0)
+
+
 class Replica:
     """An engine on a store that others share; it takes steps as vLLM's worker makes it."""
 
@@ -750,6 +759,7 @@ def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
 def test_what_retention_took_while_a_process_could_not_read_it_may_have_been_an_erasure(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LIFE_SECONDS, 1.0)
     here, elsewhere = start(), start()
     meet(here, elsewhere)
     here.say([1, 2, 3], text(100))
