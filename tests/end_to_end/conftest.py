@@ -27,6 +27,8 @@ OPTIONS = (
     *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
     *("--block-size", "32", "--num-gpu-blocks-override", "50", "--enable-prompt-tokens-details"),
 )
+PRICED = ("--verify-cost", str(DEFAULT_COST))
+"""Tells the price of a draft token, so that what a server drafts does not depend on how busy the machine is."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -96,10 +98,10 @@ def fast(servers: tuple[ModelServer, ModelServer]) -> ModelServer:
 
 @pytest.fixture(scope="session")
 def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """A server that is told the price of a draft token: what it drafts does not depend on how busy the machine is."""
+    """vLLM with the extension and a price, nothing stored."""
     server = ModelServer(
         MODEL,
-        options=(*OPTIONS, "--verify-cost", str(DEFAULT_COST)),
+        options=(*OPTIONS, *PRICED),
         name="demo",
         log=tmp_path_factory.mktemp("logs") / "priced.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},

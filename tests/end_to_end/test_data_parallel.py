@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.mixed_load import code
 from tests.end_to_end.test_restart import wait_for
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     parallel = ("--data-parallel-size", str(ENGINES), "--distributed-executor-backend", "mp")
     with ModelServer(
         MODEL,
-        options=(*OPTIONS, *parallel, "--additional-config", store),
+        options=(*OPTIONS, *PRICED, *parallel, "--additional-config", store),
         name="demo",
         log=tmp_path_factory.mktemp("parallel") / "server.log",
         environment=ENVIRONMENT,
@@ -100,7 +100,7 @@ def test_ranks_on_one_sqlite_file_share(tmp_path: Path) -> None:
     parallel = ("--data-parallel-size", str(ENGINES), "--distributed-executor-backend", "mp")
     with ModelServer(
         MODEL,
-        options=(*OPTIONS, *parallel),
+        options=(*OPTIONS, *PRICED, *parallel),
         name="demo",
         log=tmp_path / "server.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path / 'log.db'}"},

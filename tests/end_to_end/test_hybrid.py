@@ -57,7 +57,9 @@ def test_new_text_is_drafted_by_the_model(hybrid: ModelServer) -> None:
     """Nothing that was said before may be copied: each request drafts from its own text and the model."""
     with openai.OpenAI(base_url=hybrid.base_url, api_key="none", timeout=600) as client:
         accepted = 0
-        for seed in range(4):
+        for seed in range(24):  # a busy machine decides how often the model runs
+            if accepted > 10:
+                break
             reply = client.chat.completions.create(
                 model="demo",
                 messages=[{"role": "user", "content": make_task(FIRST_HELD_OUT_SEED + 500 + seed).request}],

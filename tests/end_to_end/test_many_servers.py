@@ -17,20 +17,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentspec import AgentClient
-from agentspec.cache.policy import DEFAULT_COST
 from agentspec.client.reply import Reply
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
 from demo.agent import Agent
 from demo.tasks import FIRST_HELD_OUT_SEED, make_task
-from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL
+from tests.end_to_end.conftest import DRAFTER, ENVIRONMENT, MODEL, PRICED
 from tests.end_to_end.test_restart import all_stored, complete, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.store]
 
 OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "4")
-PRICED = ("--verify-cost", str(DEFAULT_COST))
-"""Of servers with suffix indexes alone: what they draft then does not depend on how busy the machine is."""
 FIRST_STEPS = 6
 """Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
 SOON = 60.0

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.test_restart import wait_for
 from tests.server_ext.test_dashboard import selectors
 from tests.server_ext.test_metrics import Samples, of, read
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 def two_api_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     server = ModelServer(
         MODEL,
-        options=(*OPTIONS, "--api-server-count", "2"),
+        options=(*OPTIONS, *PRICED, "--api-server-count", "2"),
         name="demo",
         log=tmp_path_factory.mktemp("logs") / "two.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": "memory://"},

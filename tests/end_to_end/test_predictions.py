@@ -14,10 +14,10 @@ pytestmark = pytest.mark.engine
 TOKENS = 400
 
 
-def test_a_predicted_edit_needs_a_third_of_the_steps(fast: ModelServer) -> None:
+def test_a_predicted_edit_needs_a_third_of_the_steps(priced: ModelServer) -> None:
     """The penalty keeps the small model from repeating itself, which the request would draft from its own text."""
     task = make_task(FIRST_HELD_OUT_SEED).request
-    with AgentClient(base_url=fast.base_url, model="demo", api_key="none", store=None) as client:
+    with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store=None) as client:
 
         def ask(salt: str, **options: Any) -> Reply:
             body = {"ignore_eos": True, "cache_salt": f"prediction-{salt}"}  # nothing is drafted from another call

@@ -18,7 +18,7 @@ import pytest
 from agentspec.server_ext.vllm_adapter.shutdown import SAVE_SECONDS
 from agentspec.testing.redis_server import RedisServer
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.mixed_load import code
 
 pytestmark = pytest.mark.engine
@@ -88,7 +88,7 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
     """In the middle of a request, whose caller hears of its end. By itself vLLM kills its engines at once."""
     server = ModelServer(
         MODEL,
-        options=OPTIONS,
+        options=(*OPTIONS, *PRICED),
         name="demo",
         log=tmp_path / "server.log",
         environment={**ENVIRONMENT, "AGENTSPEC_STORE": f"sqlite:///{tmp_path}/server.db"},
@@ -114,7 +114,7 @@ def test_redis_dies_and_returns_and_serves_the_next_process() -> None:
     with RedisServer() as redis:
         server = ModelServer(
             MODEL,
-            options=(*OPTIONS, "--tenant", "team"),
+            options=(*OPTIONS, *PRICED, "--tenant", "team"),
             name="demo",
             environment={**ENVIRONMENT, "AGENTSPEC_STORE": redis.url},
         )

@@ -31,16 +31,16 @@ TAGS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", TAGS)
-def test_a_second_turn_drafts_from_the_first_of_its_session(fast: ModelServer, way: str) -> None:
+def test_a_second_turn_drafts_from_the_first_of_its_session(priced: ModelServer, way: str) -> None:
     tagged, other = TAGS[way](f"three-ways-{way}"), TAGS[way](f"three-ways-{way}-other")
-    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+    client = openai.OpenAI(base_url=priced.base_url, api_key="none")
     text = code(len(way) + 200, 12)
     ask: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 48}
 
     def complete(prompt: str, tag: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         body = {**ask, **tag, "extra_body": {"ignore_eos": True, **tag.get("extra_body", {})}}
         reply = client.completions.create(prompt=prompt, **body)
-        return reply.choices[0].text, figures(fast, reply.id)
+        return reply.choices[0].text, figures(priced, reply.id)
 
     first, _ = complete(text, tagged)
     again, mine = complete(text, tagged)
@@ -52,11 +52,11 @@ def test_a_second_turn_drafts_from_the_first_of_its_session(fast: ModelServer, w
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_behind_a_stop_text_counts_or_is_kept(fast: ModelServer, stream: bool) -> None:
+def test_nothing_behind_a_stop_text_counts_or_is_kept(priced: ModelServer, stream: bool) -> None:
     """vLLM finds the stop text in the API server, when the engine has accepted a draft that goes far beyond it."""
     if tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 32):
         pytest.skip("this vLLM counts itself what it verified behind a stop text")
-    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+    client = openai.OpenAI(base_url=priced.base_url, api_key="none")
     name, tokens = f"stopped-{stream}", 100
     ask: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": tokens, "prompt": code(270, 12)}
     whole = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
@@ -76,14 +76,14 @@ def test_nothing_behind_a_stop_text_counts_or_is_kept(fast: ModelServer, stream:
         text, said, found = reply.choices[0].text, reply.usage.completion_tokens, reply.model_extra["agentspec"]
     assert whole.startswith(text) and text == whole[: whole.index(stop)]
     assert 0 < said < tokens / 2 and found["drafted"] > said
-    assert figures(fast, found["request_id"])["tokens"] == found["tokens"] == said >= found["accepted"]
-    wait_for(lambda: all_stored(fast))
-    (turn,) = fast.get(f"/v1/agentspec/sessions/{name}")["turns"]
+    assert figures(priced, found["request_id"])["tokens"] == found["tokens"] == said >= found["accepted"]
+    wait_for(lambda: all_stored(priced))
+    (turn,) = priced.get(f"/v1/agentspec/sessions/{name}")["turns"]
     assert len(turn["response"]) == said
 
 
-def test_a_child_agent_drafts_from_its_parent_and_ends(fast: ModelServer) -> None:
-    client = openai.OpenAI(base_url=fast.base_url, api_key="none")
+def test_a_child_agent_drafts_from_its_parent_and_ends(priced: ModelServer) -> None:
+    client = openai.OpenAI(base_url=priced.base_url, api_key="none")
     extra = {"ignore_eos": True, "vllm_xargs": {"agentspec_scope": "session"}}
 
     def accepted(**headers: str) -> dict[str, int]:
@@ -91,20 +91,20 @@ def test_a_child_agent_drafts_from_its_parent_and_ends(fast: ModelServer) -> Non
         reply = client.completions.create(
             model="demo", prompt=code(260, 12), temperature=0, max_tokens=48, extra_headers=named, extra_body=extra
         )
-        found: dict[str, int] = figures(fast, reply.id)["accepted_by_source"]
+        found: dict[str, int] = figures(priced, reply.id)["accepted_by_source"]
         return found
 
     accepted(x_session_id="the-root")
     assert accepted(x_session_id="a-stranger", x_parent_session_id="another")["group"] == 0
     assert accepted(x_session_id="the-child", x_parent_session_id="the-root")["group"] > 0
-    held = fast.stats()["cache"]["sessions"]
+    held = priced.stats()["cache"]["sessions"]
     assert accepted(x_session_id="the-root", x_session_final="true")["session"] > 0
     accepted(x_session_id="a-stranger")  # by now the worker knows that the one before has ended
-    assert fast.stats()["cache"]["sessions"] == held - 1
+    wait_for(lambda: priced.stats()["cache"]["sessions"] == held - 1)
 
 
-def test_the_client_sees_where_its_drafts_came_from(fast: ModelServer) -> None:
-    with AgentClient(base_url=fast.base_url, model="demo", api_key="none", store="memory://") as client:
+def test_the_client_sees_where_its_drafts_came_from(priced: ModelServer) -> None:
+    with AgentClient(base_url=priced.base_url, model="demo", api_key="none", store="memory://") as client:
         session = client.session("client-figures")
         session.chat("Write a Python function total_count(items).", temperature=0, max_tokens=60)
         reply = session.chat("Write it again.", temperature=0, max_tokens=60)
@@ -130,29 +130,29 @@ UNUSABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", UNUSABLE)
-def test_what_vllm_answers_is_answered_with_an_unusable_id(fast: ModelServer, plain: ModelServer, way: str) -> None:
+def test_what_vllm_answers_is_answered_with_an_unusable_id(priced: ModelServer, plain: ModelServer, way: str) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 2, "temperature": 0, **UNUSABLE[way]}
-    before = fast.stats()["counters"].get("ignored_ids", 0)
+    before = priced.stats()["counters"].get("ignored_ids", 0)
     with_it, without = (
-        httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (fast, plain)
+        httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (priced, plain)
     )
     assert with_it.status_code == without.status_code == 200, with_it.text
     assert with_it.json()["choices"][0]["text"] == without.json()["choices"][0]["text"]
-    assert fast.stats()["counters"]["ignored_ids"] == before + 1
-    assert fast.log.read_text().count("of a request cannot be used and is ignored") == 1
+    assert priced.stats()["counters"]["ignored_ids"] == before + 1
+    assert priced.log.read_text().count("of a request cannot be used and is ignored") == 1
 
 
 @pytest.mark.parametrize("option", [{"min_p": 0.1}, {"logit_bias": {"5": 1}}])
 def test_what_vllm_refuses_with_any_speculation_is_what_the_documents_say(
-    fast: ModelServer, plain: ModelServer, option: dict[str, Any]
+    priced: ModelServer, plain: ModelServer, option: dict[str, Any]
 ) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 2, **option}
-    replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (plain, fast)]
+    replies = [httpx.post(f"{server.base_url}/completions", json=body, timeout=600) for server in (plain, priced)]
     assert [reply.status_code for reply in replies] == [200, 400]
     assert "not yet supported with speculative decoding" in replies[1].text
 
 
-def test_named_tokens_have_their_log_probabilities_beside_drafts(fast: ModelServer, plain: ModelServer) -> None:
+def test_named_tokens_have_their_log_probabilities_beside_drafts(priced: ModelServer, plain: ModelServer) -> None:
     """vLLM's own speculation returns none, and ends the engine where another request wants log probabilities too."""
     body: dict[str, Any] = {"model": "demo", "prompt": [300 + k % 20 for k in range(100)], "max_tokens": 40}
     body |= {"temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
@@ -168,18 +168,18 @@ def test_named_tokens_have_their_log_probabilities_beside_drafts(fast: ModelServ
             return list(pool.map(post, asked * (count // 2)))
 
     expected = answers(plain, 2)[0]
-    accepted = fast.stats()["counters"]["accepted"]
-    for found in answers(fast, 2)[:1] + answers(fast, 4)[::2]:
+    accepted = priced.stats()["counters"]["accepted"]
+    for found in answers(priced, 2)[:1] + answers(priced, 4)[::2]:
         assert found["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
         for ours, theirs in zip(found["logprobs"]["top_logprobs"], expected["logprobs"]["top_logprobs"], strict=True):
             assert ours == pytest.approx(theirs, abs=1e-3) and "token_id:310" in ours
-    assert fast.stats()["counters"]["accepted"] > accepted
+    assert priced.stats()["counters"]["accepted"] > accepted
 
 
-def test_unknown_requests_are_404(fast: ModelServer) -> None:
-    assert httpx.get(f"{fast.base_url}/agentspec/requests/none", timeout=600).status_code == 404
+def test_unknown_requests_are_404(priced: ModelServer) -> None:
+    assert httpx.get(f"{priced.base_url}/agentspec/requests/none", timeout=600).status_code == 404
 
 
-def test_the_extension_introduces_itself(fast: ModelServer, plain: ModelServer) -> None:
-    assert fast.get("/v1/agentspec")["drafting"] is True
+def test_the_extension_introduces_itself(priced: ModelServer, plain: ModelServer) -> None:
+    assert priced.get("/v1/agentspec")["drafting"] is True
     assert httpx.get(f"{plain.base_url}/agentspec", timeout=600).status_code == 404

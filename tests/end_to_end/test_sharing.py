@@ -22,7 +22,7 @@ from agentspec.server_ext.identity import IDENTITY_KEY, Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 from agentspec.testing.server import ModelServer
-from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS
+from tests.end_to_end.conftest import ENVIRONMENT, MODEL, OPTIONS, PRICED
 from tests.end_to_end.mixed_load import code
 
 pytestmark = pytest.mark.engine
@@ -82,7 +82,7 @@ def shared_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mo
     found = {
         name: ModelServer(
             MODEL,
-            options=(*OPTIONS, *own),
+            options=(*OPTIONS, *PRICED, *own),
             name="demo",
             log=folder / f"{name}.log",
             environment={
