@@ -165,7 +165,7 @@ def said(number: int) -> FinishedTurn:
 
 
 def wait_until_indexed(cache: SuffixCache) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while cache.stats().pending:
         assert time.monotonic() < deadline, "nothing indexes"
         time.sleep(0.001)

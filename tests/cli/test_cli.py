@@ -105,7 +105,7 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path) -> None:
     record.write_text('{"session": "s", "turn": 0, "prompt_token_ids": [1], "response_token_ids": [2, 3]}')
     command = [sys.executable, "-m", "agentspec", "simulate", str(record)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.strip() == "agentspec: No space left on device"
 
 
@@ -116,7 +116,7 @@ def test_a_name_that_cannot_be_shown_is_no_error(tmp_path: Path) -> None:
     for encoding in ("utf-8", "ascii"):
         command = [sys.executable, "-m", "agentspec", "simulate", str(record)]
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0 and "tokens a step" in done.stdout, done.stderr
 
 
@@ -235,7 +235,7 @@ def test_help_lists_the_commands(agentspec: Program) -> None:
 
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "agentspec", "version"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "agentspec", "version"], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout.strip()[0].isdigit()
 

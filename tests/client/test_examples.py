@@ -20,7 +20,7 @@ GOOD = '```python\nimport re\ndef slugify(text):\n    return "-".join(re.findall
 def run_example(name: str, server: FakeServer, folder: Path, *options: str) -> str:
     command = [sys.executable, str(EXAMPLES / name), "--base-url", server.url, "--model", "small", *options]
     environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -54,7 +54,7 @@ def test_the_pipeline_ends_with_a_report(server: FakeServer, tmp_path: Path) -> 
 def test_the_pipeline_without_a_server_says_why(server: FakeServer, tmp_path: Path) -> None:
     server.failures = [400]
     command = [sys.executable, str(EXAMPLES / "pipeline.py"), "--base-url", server.url, "--model", "small"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert result.returncode == 1 and "told to answer 400" in result.stdout and "Traceback" not in result.stderr
     assert not (tmp_path / "report.html").exists()
 

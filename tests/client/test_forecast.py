@@ -202,7 +202,7 @@ def test_a_call_waits_for_no_forecast_and_makes_none() -> None:
 
     def tokenize(text: str) -> list[int]:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(180)
         return [ord(c) for c in text]
 
     forecaster = Forecaster(tokenize)
@@ -212,7 +212,7 @@ def test_a_call_waits_for_no_forecast_and_makes_none() -> None:
     assert not begun.is_set()
     with ThreadPoolExecutor(1) as pool:
         forecast = pool.submit(forecaster.forecast, "other", None, [{"role": "assistant", "content": "yes"}])
-        assert begun.wait(30)
+        assert begun.wait(180)
         forecaster.note("s", None, [{"role": "user", "content": "go"}], reply)
         assert not forecast.done()
         go_on.set()

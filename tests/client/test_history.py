@@ -53,7 +53,7 @@ def stored(store: Store, session: str = "s") -> list[tuple[int, str]]:
 
 
 def wait_until_stored(store: Store, count: int, session: str = "s") -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(read_session(store, session).history) < count:
         assert time.monotonic() < deadline, stored(store, session)
         time.sleep(0.01)
@@ -392,7 +392,7 @@ def test_two_processes_on_one_session(
         subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), who], stdout=subprocess.PIPE, text=True)
         for who in "ab"
     ]
-    conflicts = [int(process.communicate(timeout=300)[0]) for process in processes]
+    conflicts = [int(process.communicate(timeout=600)[0]) for process in processes]
     assert sum(conflicts) > 0
     store = open_store(url)
     history = stored(store, name)

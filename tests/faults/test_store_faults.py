@@ -255,5 +255,5 @@ def test_queued_records_are_written_when_the_program_ends_without_close(tmp_path
         "for number in range(100):\n"
         "    writer.put(NS, turn('s', number))\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
     assert stored(SQLiteStore(path)) == list(range(100))

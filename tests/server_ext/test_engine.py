@@ -109,7 +109,7 @@ def test_a_long_turn_is_indexed_without_further_steps() -> None:
     engine = Engine()
     prompt = np.random.default_rng(1).integers(0, 1000, 20_000).tolist()
     engine.run("a", prompt, TEXT[:4], session="s")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while engine.proposer.stats()["cache"]["pending"]:
         assert time.monotonic() < deadline, "nothing indexes"
         time.sleep(0.01)
@@ -671,7 +671,7 @@ def test_sessions_persist_while_the_store_is_slow(tmp_path: Path) -> None:
     append, decoded, held = engine.store.append, threading.Event(), []
 
     def slow(*args: object) -> list[str]:
-        held.append(decoded.wait(30))
+        held.append(decoded.wait(180))
         return append(*args)  # type: ignore[arg-type]
 
     engine.store.append = slow  # type: ignore[method-assign,assignment]

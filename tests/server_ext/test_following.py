@@ -425,7 +425,7 @@ def test_a_turn_that_was_on_its_way_is_erased_again_also_when_the_store_fails_th
     b.say([1, 2, 3], text(100))
     wait_until(lambda: b.follower("erased"))
     wait_until(lambda: failures[0])
-    wait_until(lambda: not [record for record in stored(a) if record.session == "s"], 10)
+    wait_until(lambda: not [record for record in stored(a) if record.session == "s"])
 
 
 def test_an_erasure_is_known_to_the_others_also_where_the_store_holds_nothing_of_the_session_but_its_tombstone(
@@ -437,7 +437,7 @@ def test_an_erasure_is_known_to_the_others_also_where_the_store_holds_nothing_of
     wait_until(lambda: b.follower("erased"))
     running = b.begin([1, 2, 3], "s")
     a.erase("s")
-    wait_until(lambda: b.follower("erased") == 2, 10)
+    wait_until(lambda: b.follower("erased") == 2)
     b.end(running, text(100))
     assert b.persistence._writer.flush(60)
     assert stored(a) == [] and b.drafts(text(100, 5)) == []

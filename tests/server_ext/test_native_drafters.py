@@ -411,5 +411,5 @@ assert torch.get_num_threads() == 1, torch.get_num_threads()
 def test_ngram_leaves_the_workers_threads_alone() -> None:
     command, environment = [sys.executable, "-c", THREADS], {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("NUMBA_NUM_THREADS", None)  # the tests before have set it in this process
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

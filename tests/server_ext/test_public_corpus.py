@@ -37,7 +37,7 @@ def load(path: Path, content: str | bytes, **options: Any) -> tuple[SuffixCache,
     cache = SuffixCache(vocab_size=1000)
     corpus = PublicCorpus(path, cache, options.get("max_bytes", 1 << 20), options.get("tokenize", tokenize))
     corpus.start()
-    assert corpus.wait(30)
+    assert corpus.wait(180)
     return cache, corpus.stats()
 
 
@@ -143,7 +143,7 @@ def test_an_engine_shows_it_as_a_source(tmp_path: Path) -> None:
     engine = DraftingEngine(settings, Persistence(open_store("memory://"), LOGS, 10), 1000, 16)
     assert engine.stats()["public"]["state"] == "waiting"
     engine.warm_up()
-    assert engine._public is not None and engine._public.wait(30)
+    assert engine._public is not None and engine._public.wait(180)
     tokens = np.array([WORDS], np.int32)
     for tenant in ("a", "b"):
         batch, length = Batch((tenant,), np.zeros(1, np.int32)), 9

@@ -23,7 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def _run(*options: str) -> str:
     command = [sys.executable, "-c", _BARE, str(SCRIPT), "--device", "cpu", "--repeats", "1", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

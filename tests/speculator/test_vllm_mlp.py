@@ -26,7 +26,7 @@ def test_logits_are_those_of_vllms_layers(tmp_path: Path) -> None:
     torch.save(inputs, tmp_path / "inputs.pt")
     command = [sys.executable, "-m", "tests.speculator.vllm_mlp"]
     files = [tmp_path / "saved", tmp_path / "inputs.pt", tmp_path / "outputs.pt"]
-    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = torch.load(tmp_path / "outputs.pt", weights_only=True)
     ours = torch.stack(speculator(inputs["hidden"], inputs["tokens"]))

@@ -77,7 +77,7 @@ def entry_of(record: TurnRecord) -> NewEntry:
     return NewEntry(record.session, encode(record), record.group)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 180.0) -> None:
     """Wait for ``condition``; an AssertionError if it does not come true in time."""
     deadline = time.monotonic() + timeout
     while not condition():
