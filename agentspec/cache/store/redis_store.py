@@ -25,9 +25,9 @@ and tells which batch of this writer it had before: if acknowledged ones are mis
 counted and logged. Redis 7.0, killed while it writes a batch to its append-only file, may bring back the first records
 of that batch at its second start from then on, beside those that were sent again. Readers ignore a record that they
 already have.
-The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9) and whether it evicts
-keys. It should not (``maxmemory-policy noeviction``): sizes are wrong then. Only sessions, groups and writers expire,
-so that the volatile policies spare logs and tombstones.
+The server's settings decide how durable a record is (``appendonly yes`` survives its kill -9, with ``appendfsync
+everysec`` only while the disk syncs fast) and whether it evicts keys. It should not (``maxmemory-policy noeviction``):
+sizes are wrong then. Only sessions, groups and writers expire, so that the volatile policies spare logs and tombstones.
 """
 
 import heapq
