@@ -16,7 +16,7 @@ from tests.end_to_end.mixed_load import code
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "agentspec": engine_options(store="memory://", tenant="tp"),
+    "agentspec": engine_options(store="memory://", tenant="tp", verify_cost=0.02),
     "arctic": {
         "speculative_config": {
             "method": "arctic",
