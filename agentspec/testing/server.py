@@ -91,7 +91,7 @@ class ModelServer:
             if self._process is None or self._process.poll() is not None:
                 raise ServerFailedError(f"the {self.name} server died while starting\n{self.tail()}")
             try:
-                self.get("/health", timeout=2.0)
+                self.get("/health", timeout=10.0)
                 return
             except (OSError, ValueError):
                 pass
