@@ -110,9 +110,7 @@ def test_top_shows_a_real_server(fast: ModelServer) -> None:
 
 def test_the_commands_tell_errors_in_the_servers_words(fast: ModelServer, tmp_path: Path) -> None:
     arguments = ("sessions", "export", "never-named", str(tmp_path / "session.json"), "--url", fast.base_url)
-    ran = subprocess.run(
-        [sys.executable, "-m", "agentspec", *arguments], capture_output=True, text=True, timeout=600
-    )
+    ran = subprocess.run([sys.executable, "-m", "agentspec", *arguments], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 2 and "no session 'never-named'" in ran.stderr, ran.stdout + ran.stderr
 
 
