@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -236,7 +237,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(payload)))
         self.send_header(*self.state.retry_after)
         self.end_headers()
-        self.wfile.write(payload)
+        with suppress(BrokenPipeError, ConnectionResetError):  # a client that no longer waits
+            self.wfile.write(payload)
 
     def _stream(self, chunks: list[dict[str, Any]]) -> None:
         self.send_response(200)
