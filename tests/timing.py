@@ -1,5 +1,6 @@
 """Bounds on how long code takes, which neither a busy machine nor a slow one breaks."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,6 +12,35 @@ def cpu(call: Callable[[], object]) -> float:
     begin = time.thread_time_ns()
     call()
     return (time.thread_time_ns() - begin) / 1e6
+
+
+def beside(work: Callable[[], object], call: Callable[[], object], pause: float) -> tuple[list[float], float]:
+    """Do the work in a thread, and meanwhile call again and again, with pauses of so many seconds in between.
+
+    Return the CPU time that the thread took during each call, and for all of the work, in milliseconds. A call that
+    waits for a lock of the thread lets it work for as long.
+    """
+    done, measured, took = threading.Event(), threading.Event(), list[float]()
+
+    def run() -> None:
+        try:
+            took.append(cpu(work))
+        finally:
+            done.set()
+            measured.wait()  # the clock of a thread ends with it
+
+    thread, calls = threading.Thread(target=run), list[float]()
+    thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    while not done.is_set():
+        begin = time.clock_gettime_ns(clock)
+        call()
+        calls.append((time.clock_gettime_ns(clock) - begin) / 1e6)
+        time.sleep(pause)
+    measured.set()
+    thread.join()
+    return calls, took[0]
 
 
 def assert_fast(measure: Callable[[], Mapping[str, float]], **most: float) -> None:

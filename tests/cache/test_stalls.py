@@ -6,13 +6,14 @@ before the work was shared, each case took ten times as long or more.
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from agentspec.cache import FinishedTurn, SuffixCache
 from agentspec.cache.types import Int32Array
-from tests.timing import assert_fast, cpu
+from tests.timing import assert_fast, beside, cpu
 
 pytestmark = pytest.mark.usefixtures("clock_on")
 
@@ -144,30 +145,14 @@ def test_steps_wait_for_no_erasure_in_another_thread() -> None:
     """They wait for a lock while the erasure works, for most of a second in all: the CPU time of its thread tells."""
 
     def measure() -> dict[str, float]:
-        rng, cache, times = np.random.default_rng(3), SuffixCache(vocab_size=60_000, max_bytes=None), list[float]()
+        rng, cache = np.random.default_rng(3), SuffixCache(vocab_size=60_000, max_bytes=None)
         for number in range(600):
             text, session = rng.integers(0, 3000, 2000, np.int32), "s" if number % 2 else None
             cache.restore(FinishedTurn("t", session, 0, text[:0], text, writer="w", number=number))
         cache.catch_up()
         cache.start("r", [1, 2, 3])
-        erased, measured = threading.Event(), threading.Event()
-
-        def erase() -> None:
-            cache.remove_session("t", "s")
-            erased.set()
-            measured.wait()  # the clock of a thread ends with it
-
-        erasing = threading.Thread(target=erase)
-        erasing.start()
-        assert erasing.ident is not None
-        clock = time.pthread_getcpuclockid(erasing.ident)
-        while not erased.is_set():
-            begin = time.clock_gettime_ns(clock)
-            cache.propose(["r"], 8)
-            times.append((time.clock_gettime_ns(clock) - begin) / 1e6)
-            time.sleep(0.001)
-        measured.set()
-        erasing.join()
+        erasing = partial(cache.remove_session, "t", "s")
+        times, _ = beside(erasing, lambda: cache.propose(["r"], 8), pause=0.001)
         return {"step": max(times) if len(times) > 5 else float("inf")}  # a busy machine may have let few steps run
 
     assert_fast(measure, step=5 * STALL)  # 1.5 ms; where it takes the lock again at once, 20 to 400 ms

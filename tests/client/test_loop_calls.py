@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import openai
@@ -83,9 +84,11 @@ class TestABudgetOfSeconds:
         with AgentClient(
             base_url=server.url, model="small", store=None, max_retries=0, **(where if of_client else {})
         ) as client:
+            begin = time.monotonic()
             options: dict[str, Any] = {} if of_client else where
             result = client.session().refine("go", lambda reply: None, budget=Budget(seconds=60), **options)
-            server.hold.set()  # the server would have answered after ten seconds
+            assert time.monotonic() - begin < 5
+            server.hold.set()
             assert result.stopped == "error"
             assert isinstance(result.attempts[0].error, openai.APITimeoutError)
 

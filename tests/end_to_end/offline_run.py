@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 COUNTERS = ("drafted", "accepted", "weight_updates", "finished")
-SOON = 60.0
+SOON = 10.0
 """Seconds in which a finished turn must be in the store."""
 
 

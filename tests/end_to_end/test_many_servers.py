@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.store]
 OPTIONS = ("--max-model-len", "2048", "--max-num-seqs", "4")
 FIRST_STEPS = 6
 """Decode steps within which a session must be drafted from on a server that it came to: some 10 ms each here."""
-SOON = 60.0
+SOON = 10.0
 """Seconds within which servers hear of each other's turns and erasures. It takes some 20 ms on an idle machine."""
 TASKS = (700, 701, 702, 703)
 """What the agents work on: numbers of held-out tasks."""

@@ -102,7 +102,7 @@ def test_a_server_that_is_stopped_saves_turns_and_indexes(tmp_path: Path) -> Non
         wait(requests, return_when=FIRST_COMPLETED)
         assert server.process_id is not None
         os.kill(server.process_id, signal.SIGTERM)
-        assert not wait(requests, timeout=SAVE_SECONDS + 60).not_done
+        assert not wait(requests, timeout=SAVE_SECONDS + 15).not_done
     assert list(tmp_path.glob("server.db-*.snapshot"))
     with sqlite3.connect(tmp_path / "server.db") as database:
         assert database.execute("SELECT count(*) FROM entries").fetchone()[0] >= 1

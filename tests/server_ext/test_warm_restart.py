@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from agentspec.cache import DraftPolicy, FinishedTurn, SuffixCache
 from agentspec.cache.store import snapshot_path
 from agentspec.cache.types import Int32Array
 from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper, snapshot_identity
-from tests.timing import assert_fast, cpu
+from tests.timing import assert_fast, beside, cpu
 
 NUMBERS = np.random.default_rng(7)
 PHRASES = NUMBERS.integers(0, 900, (40, 12), np.int32)
@@ -134,27 +135,10 @@ def test_no_step_waits_long_for_a_save(tmp_path: Path, clock_on: None) -> None:
     cache.start("q", text(50), tenant="t")
 
     def measure() -> dict[str, float]:
-        saved, measured, took = threading.Event(), threading.Event(), list[float]()
-
-        def save() -> None:
-            took.append(cpu(lambda: cache.save(tmp_path / "snapshot")))
-            saved.set()
-            measured.wait()  # the clock of a thread ends with it
-
-        thread = threading.Thread(target=save)
-        steps = []
-        thread.start()
-        assert thread.ident is not None
-        clock = time.pthread_getcpuclockid(thread.ident)
-        while not saved.is_set():
-            before = time.clock_gettime_ns(clock)
-            cache.propose(["q"], 8)
-            steps.append((time.clock_gettime_ns(clock) - before) / 1e6)
-            time.sleep(0.0005)
-        measured.set()
-        thread.join()
+        saving = partial(cache.save, tmp_path / "snapshot")
+        steps, took = beside(saving, lambda: cache.propose(["q"], 8), pause=0.0005)
         enough = len(steps) > 20  # a busy machine may have let few steps run
-        return {"share": float(np.percentile(steps, 90)) / took[0] if enough else float("inf")}
+        return {"share": float(np.percentile(steps, 90)) / took if enough else float("inf")}
 
     assert_fast(measure, share=0.05)
 
