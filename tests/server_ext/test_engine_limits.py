@@ -1,6 +1,7 @@
 """What vLLM leaves for drafts, and what it allocates for them."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from agentspec.server_ext import vllm_adapter
+from agentspec.server_ext.vllm_adapter import cheap_steps
 from agentspec.server_ext.vllm_adapter.launch import engine_options
 from agentspec.server_ext.vllm_adapter.runner import engine_limits
 from tests.server_ext.vllm_configs import DENSE, engine_args
@@ -95,5 +97,41 @@ def test_the_bitmask_grows_with_the_drafts_that_there_are(config: Any) -> None:
         bitmask = manager.grammar_bitmask(requests, ["a", "b"], drafts)
         assert bitmask.shape == (rows, 4)
         assert bitmask[:, 0].tolist() == list(range(rows))
+        assert manager.vllm_config is config
     assert allocated[0] < seqs * 129 / 8
     assert len(allocated) == len(set(allocated)) <= 2
+
+
+def test_the_bitmask_is_laid_out_for_the_longest_draft_of_the_step(config: Any) -> None:
+    """From vLLM 0.33 on, each request has a block of as many rows as vLLM's configuration has draft tokens."""
+    manager, allocated = manager_of(config)
+
+    def fill(manager: Any, requests: Any, ids: list[str], drafts: Any) -> torch.Tensor:
+        assert manager.vllm_config.model_config is config.model_config
+        rows = len(ids) * (1 + manager.vllm_config.num_speculative_tokens)
+        assert len(manager._grammar_bitmask) >= rows
+        bitmask: torch.Tensor = manager._grammar_bitmask[:rows]
+        return bitmask
+
+    for drafts, rows in (({}, 2), ({"a": [1, 2, 3]}, 8), ({"b": [1] * 128, "c": [1]}, 258)):
+        assert len(cheap_steps.grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
+        assert manager.vllm_config is config
+    with pytest.raises(KeyError):
+        cheap_steps.grammar_bitmask(lambda *_: {}["missing"], manager, {}, ["a"], {})
+    assert manager.vllm_config is config
+    assert max(allocated) == 512
+
+
+def test_a_step_without_drafts_fills_a_large_bitmask_in_parallel(config: Any) -> None:
+    """As without speculation, which vLLM takes for a reason to fill it row by row."""
+    vllm_adapter.register()
+    manager, _ = manager_of(config)
+    manager.fill_bitmask_parallel_threshold, manager.fill_bitmask_parallel_batch_size = 1, 2
+    requests = {
+        name: SimpleNamespace(structured_output_request=SimpleNamespace(grammar=Grammar(), reasoning_ended=True))
+        for name in ("a", "b", "c")
+    }
+    with ThreadPoolExecutor(1) as threads:
+        manager.executor_for_fillmask = threads
+        assert manager.grammar_bitmask(requests, list(requests), {})[:, 0].tolist() == [0, 1, 2]
+        assert threads._work_queue.empty() and threads._threads

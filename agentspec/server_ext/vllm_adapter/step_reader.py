@@ -17,6 +17,10 @@ from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, 
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
 
+_MASK_ROWS = 1024
+"""Rows of the bitmask of allowed tokens that requests with structured output share in a step. From vLLM 0.33 on each
+of them takes as many as the one with the longest draft."""
+
 
 @dataclass(slots=True)
 class ForwardPass:
@@ -56,6 +60,16 @@ class ForwardPass:
         return [begins[row] + len(self.sampled[row]) - 1 for row in rows]
 
 
+@dataclass(frozen=True, slots=True)
+class _RequestLimits:
+    """Hold what limits the drafts of one request."""
+
+    longest: int
+    """length, in tokens, at which it has no room for a draft: one more token is always sampled"""
+    masked: bool
+    """whether a grammar says which tokens are allowed"""
+
+
 @dataclass(slots=True)
 class _ReadBatch:
     """Hold what stays the same while the engine's batch holds the same requests in the same order."""
@@ -71,11 +85,12 @@ class _ReadBatch:
     step: Step
     """the ``n`` rows that were given tokens; filled anew in every step"""
     longest: Int32
-    """[n] length, in tokens, at which a row has no room for a draft: one more token is always sampled"""
+    """[n] length, in tokens, at which each row has no room for a draft"""
     zeros: Int32
     """[n] zeros, for a step in which no draft tokens were verified"""
     full_room: Int32
-    """[n] longest draft of each row, in tokens, where no row is near its end"""
+    """[n] longest draft of each row, in tokens, where no row is near its end: max_draft, or less where the rows of
+    a bitmask are shared"""
     room: Int32
     """[n] longest draft of each row where some are near their end; filled anew in every step"""
     least_room: int = 0
@@ -94,7 +109,7 @@ class StepReader:
         self._max_model_len = max_model_len
         self._knows = knows
         self._kept: _ReadBatch | None = None
-        self._longest: dict[str, int | None] = {}  # of each request that the last step gave tokens
+        self._limits: dict[str, _RequestLimits | None] = {}  # of each request that the last step gave tokens
         self._last = 0.0
 
     def read(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> Step:
@@ -139,20 +154,21 @@ class StepReader:
         """Read a batch whose rows may have changed since the last step. new: vLLM's NewRequestData."""
         batch = runner.input_batch
         ids = batch.req_ids[: len(sampled)]
-        known, self._longest = self._longest, {}
+        known, self._limits = self._limits, {}
         for request in new:  # also one whose prompt has grown by streamed input
             known.pop(request.req_id, None)
-        fresh, picked = [], []
+        fresh, picked, of_rows = [], [], []
         for row, request_id in enumerate(ids):
             if sampled[row]:
                 if request_id in known:
-                    longest = known[request_id]
+                    limits = known[request_id]
                 else:
-                    longest = self._longest_of(runner.requests[request_id])
+                    limits = self._limits_of(runner.requests[request_id])
                     fresh.append(row)
-                self._longest[request_id] = longest
-                if longest is not None:
+                self._limits[request_id] = limits
+                if limits is not None:
                     picked.append(row)
+                    of_rows.append(limits)
         whole = len(picked) == len(batch.req_ids)
         zeros = np.zeros(len(picked), dtype=np.int32)
         rows = np.array(picked, dtype=np.int32)
@@ -174,9 +190,9 @@ class StepReader:
             blank=blank,
             whole=whole,
             step=step,
-            longest=np.array([self._longest[request_id] for request_id in request_ids], dtype=np.int32),
+            longest=np.array([limits.longest for limits in of_rows], dtype=np.int32),
             zeros=zeros,
-            full_room=np.full(len(picked), self._max_draft, dtype=np.int32),
+            full_room=self._full_room(of_rows),
             room=np.empty(len(picked), dtype=np.int32),
         )
 
@@ -210,21 +226,25 @@ class StepReader:
         kept.least_room = min(room.tolist(), default=0)
         if kept.least_room < 0:
             np.maximum(room, 0, out=room)
-        np.minimum(room, kept.full_room if self._max_draft <= limit else limit, out=room)
+        np.minimum(room, kept.full_room, out=room)
+        return room if self._max_draft <= limit else np.minimum(room, limit, out=room)
+
+    def _full_room(self, limits: Sequence[_RequestLimits]) -> Int32:
+        """Return the longest draft of each of [n] rows, in tokens, where none is near its end."""
+        room = np.full(len(limits), self._max_draft, dtype=np.int32)
+        masked = [row for row, of_row in enumerate(limits) if of_row.masked]
+        if masked:
+            room[masked] = min(self._max_draft, max(_MASK_ROWS // len(masked) - 1, 0))
         return room
 
-    def _longest_of(self, state: Any) -> int | None:
-        """Return the length, in tokens, at which a request has one more token to come and no room for a draft.
-
-        None for a prompt of embeddings, which has no tokens to match.
-        """
+    def _limits_of(self, state: Any) -> _RequestLimits | None:
+        """Return what limits a request's drafts; None for a prompt of embeddings, which has no tokens to match."""
         if state.prompt_token_ids is None:
             return None
-        most = self._max_model_len
-        max_tokens = state.sampling_params.max_tokens if state.sampling_params else None
-        if max_tokens is not None:
-            most = min(most, len(state.prompt_token_ids) + max_tokens)
-        return most - 1
+        params, most = state.sampling_params, self._max_model_len
+        if params is not None and params.max_tokens is not None:
+            most = min(most, len(state.prompt_token_ids) + params.max_tokens)
+        return _RequestLimits(most - 1, params is not None and params.structured_outputs is not None)
 
 
 def end_tokens(params: Any) -> set[int]:
