@@ -1,7 +1,6 @@
 """What vLLM leaves for drafts, and what it allocates for them."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,24 +113,18 @@ def test_the_bitmask_is_laid_out_for_the_longest_draft_of_the_step(config: Any) 
         return bitmask
 
     for drafts, rows in (({}, 2), ({"a": [1, 2, 3]}, 8), ({"b": [1] * 128, "c": [1]}, 258)):
-        assert len(cheap_steps.grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
+        assert len(cheap_steps.even_grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
         assert manager.vllm_config is config
     with pytest.raises(KeyError):
-        cheap_steps.grammar_bitmask(lambda *_: {}["missing"], manager, {}, ["a"], {})
+        cheap_steps.even_grammar_bitmask(lambda *_: {}["missing"], manager, {}, ["a"], {})
     assert manager.vllm_config is config
     assert max(allocated) == 512
 
 
-def test_a_step_without_drafts_fills_a_large_bitmask_in_parallel(config: Any) -> None:
-    """As without speculation, which vLLM takes for a reason to fill it row by row."""
-    vllm_adapter.register()
-    manager, _ = manager_of(config)
-    manager.fill_bitmask_parallel_threshold, manager.fill_bitmask_parallel_batch_size = 1, 2
-    requests = {
-        name: SimpleNamespace(structured_output_request=SimpleNamespace(grammar=Grammar(), reasoning_ended=True))
-        for name in ("a", "b", "c")
-    }
-    with ThreadPoolExecutor(1) as threads:
-        manager.executor_for_fillmask = threads
-        assert manager.grammar_bitmask(requests, list(requests), {})[:, 0].tolist() == [0, 1, 2]
-        assert threads._work_queue.empty() and threads._threads
+def test_a_bitmask_that_was_large_for_one_step_is_given_back(config: Any) -> None:
+    manager, allocated = manager_of(config)
+    seqs = 1 << (config.scheduler_config.max_num_seqs - 1).bit_length()
+    many = [str(i) for i in range(seqs)]
+    for ids, drafts in ((["0"], {}), (many, {"0": [1] * 15}), (many, {"0": [1]}), (["0"], {})):
+        cheap_steps.even_grammar_bitmask(lambda *_: None, manager, {}, ids, drafts)
+    assert allocated == [seqs, 16 * seqs, seqs]

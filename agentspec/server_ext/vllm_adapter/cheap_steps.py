@@ -142,19 +142,8 @@ def init_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **
 
 # --- The bitmask of allowed tokens for structured output: a row for each position, of a bit for each token. vLLM
 # --- allocates it when the first such request comes, as if every sequence had the longest draft: 627 MB for 256
-# --- sequences, 128 draft tokens and 152 k tokens. From 0.33 on every request has so many rows in every step, and all
-# --- of them go to the worker. Drafts are bounded, and often missing, so the longest of the step is what counts.
-
-
-class _StepConfig:
-    """Stand in for vLLM's configuration while the bitmask is filled: no draft of the step is longer than so many."""
-
-    def __init__(self, vllm_config: Any, num_speculative_tokens: int) -> None:
-        self._vllm_config = vllm_config
-        self.num_speculative_tokens = num_speculative_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._vllm_config, name)
+# --- sequences, 128 draft tokens and 152 k tokens. From 0.33 on each request has so many rows in every step, and all
+# --- of them go to the worker. Drafts of a step are bounded for all rows together, so a small part is ever used.
 
 
 def grammar_bitmask(
@@ -164,21 +153,53 @@ def grammar_bitmask(
     structured_output_request_ids: Sequence[str],
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
 ) -> Any:
-    """Allocate a bitmask for the drafts of this step, and let vLLM lay it out for the longest of them."""
+    """Allocate a bitmask for the drafts of this step before vLLM fills it: a row for each position to verify."""
+    ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
+    if ids and manager.backend is not None and uses_agentspec(manager.vllm_config):
+        _make_room(manager, len(ids) + sum(len(drafts.get(request_id, ())) for request_id in ids))
+    return original(manager, requests, ids, drafts)
+
+
+def even_grammar_bitmask(
+    original: Callable[..., Any],
+    manager: Any,
+    requests: Any,
+    structured_output_request_ids: Sequence[str],
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]],
+) -> Any:
+    """Allocate a bitmask with as many rows for each request as the longest draft of the step needs, and tell vLLM so.
+
+    The worker divides the rows among the requests, however many there are.
+    """
     ids, drafts, config = structured_output_request_ids, scheduled_spec_decode_tokens, manager.vllm_config
     if not ids or manager.backend is None or not uses_agentspec(config):
         return original(manager, requests, ids, drafts)
     longest = max(len(drafts.get(request_id, ())) for request_id in ids)
-    rows = len(ids) * (1 + longest)
-    present = manager._grammar_bitmask
-    if present is None or present.shape[0] < rows:
-        least = max(rows, config.scheduler_config.max_num_seqs)
-        manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1 << (least - 1).bit_length())
+    _make_room(manager, len(ids) * (1 + longest))
     manager.vllm_config = _StepConfig(config, longest)
     try:
         return original(manager, requests, ids, drafts)
     finally:
         manager.vllm_config = config
+
+
+class _StepConfig:
+    """Stand in for vLLM's configuration in a step: no draft is longer than ``num_speculative_tokens``."""
+
+    def __init__(self, vllm_config: Any, num_speculative_tokens: int) -> None:
+        self._vllm_config = vllm_config
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vllm_config, name)
+
+
+def _make_room(manager: Any, rows: int) -> None:
+    """Let the bitmask have so many rows, and not many more: one that was large for a single step is given back."""
+    size = 1 << (max(rows, manager.vllm_config.scheduler_config.max_num_seqs) - 1).bit_length()
+    present = manager._grammar_bitmask
+    if present is None or not size <= present.shape[0] <= 8 * size:
+        manager._grammar_bitmask = manager.backend.allocate_token_bitmask(size)
 
 
 # --- CUDA graphs. vLLM expects every row of a decode step to have 1 + num_speculative_tokens tokens. It rounds all
