@@ -18,13 +18,14 @@ _MOST_RATIO times its length, so decoding takes no more memory than a multiple o
 Version 2 is still read: its keys are spelled out, digits are text, and a turn's data are plain.
 """
 
+import dataclasses
 import json
 import re
 import struct
 import threading
 import zlib
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import msgpack
 import numpy as np
@@ -46,8 +47,6 @@ _PLACES = {name: place for place, name in enumerate(_FIELDS)}
 _DEFAULTS: dict[str, Any] = {"session": "", "kept": 0, "parent": 0, "block": 0, "scope": "tenant"}
 _DEFAULTS |= {"plain": False, "imported": False}
 _MOST_RATIO = 32
-# meta omits these fields of a turn if they are None
-_NAMES = ("tenant", "principal", "parent_session", "group", "session_name", "group_name", "weights", "family")
 _TURN_BYTES, _MESSAGE_BYTES = 512, 256  # approximate memory of a record without its tokens or message
 _LIMITS = {"max_array_len": 64, "max_map_len": 64, "max_ext_len": 0}
 _WRITER = re.compile(r"[0-9a-f]{16}")
@@ -113,6 +112,10 @@ class TurnRecord:
         return _TURN_BYTES + self.prompt_tail.nbytes + self.response.nbytes
 
 
+# texts of a turn, which meta leaves out where they are None
+_NAMES = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.default is None)
+
+
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
     """Hold one message of a session as the client saw it.
@@ -141,11 +144,7 @@ class CutRecord:
 
     session: str
     position: int
-
-    @property
-    def size(self) -> int:
-        """Return roughly how many bytes the record takes in memory."""
-        return _MESSAGE_BYTES
+    size: ClassVar[int] = _MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +152,7 @@ class EraseRecord:
     """Mark that a session was erased. session: its key in the store; its name is not stored."""
 
     session: str
-
-    @property
-    def size(self) -> int:
-        """Return roughly how many bytes the record takes in memory."""
-        return _MESSAGE_BYTES
+    size: ClassVar[int] = _MESSAGE_BYTES
 
 
 Record = TurnRecord | MessageRecord | CutRecord | EraseRecord
@@ -288,8 +283,7 @@ def _message(fields: dict[str, Any], data: bytes) -> MessageRecord:
 
 
 def _seal(kind: str, meta: dict[str, Any], data: bytes) -> bytes:
-    kept = {_PLACES[name]: value for name, value in meta.items() if value != _DEFAULTS.get(name)}
-    packed = _pack({place: _shortened(value) for place, value in kept.items()})
+    packed = _pack({_PLACES[name]: _shortened(value) for name, value in meta.items() if value != _DEFAULTS.get(name)})
     crc = _checksum(kind, packed, data, VERSION)
     return _pack({"v": VERSION, **dict(zip(_KEYS[VERSION], (kind, crc, packed, data), strict=True))})
 
@@ -344,7 +338,7 @@ def _message_bytes(message: object) -> bytes:
     if not isinstance(message, dict):
         raise InvalidInputError(f"message: an object expected, got {type(message).__name__}")
     try:
-        _json_size(message)
+        _json_size(message)  # refuses keys that JSON would turn into text
         return json.dumps(message, separators=(",", ":")).encode()  # ASCII: lone surrogates are escaped
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"message: not a JSON object: {error}") from error
