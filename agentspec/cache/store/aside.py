@@ -20,17 +20,17 @@ class QueuedRecord:
 
 @dataclass(slots=True)
 class _Part:
-    """Hold what waits for one part: groups of records of one log, and the logs that they belong to or did."""
+    """Hold what waits for one part: appends, each of records of one log, and the logs that they belong to or did."""
 
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(threshold=1, first_pause=1.0))
-    groups: deque[list[QueuedRecord]] = field(default_factory=deque)
+    appends: deque[list[QueuedRecord]] = field(default_factory=deque)
     logs: set[str] = field(default_factory=set)
 
 
 class SetAside:
-    """Hold groups of records by the part of the store that they wait for. Not thread-safe.
+    """Hold appends by the part of the store that they wait for. Not thread-safe.
 
-    A group is sent as it is, so that a store can recognise it if only its answer was lost. Each log keeps its order.
+    An append is sent as it is, so that a store can recognise it if only its answer was lost. Each log keeps its order.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class SetAside:
         return name if name in self._parts else None
 
     def add(self, part: str, items: Sequence[QueuedRecord], *, first: bool = False) -> CircuitBreaker:
-        """Let a group wait, behind the others or before them. Return the breaker of its part."""
+        """Let an append wait, behind the others or before them. Return the breaker of its part."""
         held = self._parts.setdefault(part, _Part())
         if items:
             held.logs.add(items[0].namespace)
-            (held.groups.appendleft if first else held.groups.append)(list(items))
+            (held.appends.appendleft if first else held.appends.append)(list(items))
             self._count += len(items)
         return held.breaker
 
@@ -77,36 +77,37 @@ class SetAside:
         return min((part.breaker.wait() for part in self._parts.values()), default=None)
 
     def take(self, part: str) -> list[QueuedRecord]:
-        """Take the first group that waits for a part. If there is none, the part is not away any more."""
+        """Take the first append that waits for a part. If there is none, the part is not away any more."""
         held = self._parts[part]
-        if not held.groups:
+        if not held.appends:
             del self._parts[part]
             return []
-        items = held.groups.popleft()
+        items = held.appends.popleft()
         self._count -= len(items)
         return items
 
     def oldest(self) -> int | None:
         """Return the lowest number of a record that waits."""
-        return min((part.groups[0][0].number for part in self._parts.values() if part.groups), default=None)
+        return min((part.appends[0][0].number for part in self._parts.values() if part.appends), default=None)
 
     def drop_oldest(self) -> QueuedRecord:
         """Remove the record with the lowest number."""
-        groups = min((part.groups for part in self._parts.values() if part.groups), key=lambda one: one[0][0].number)
-        item = groups[0].pop(0)
+        waiting = [part.appends for part in self._parts.values() if part.appends]
+        appends = min(waiting, key=lambda appends: appends[0][0].number)
+        item = appends[0].pop(0)
         self._count -= 1
-        if not groups[0]:
-            groups.popleft()
+        if not appends[0]:
+            appends.popleft()
         return item
 
     def forget(self, session: str) -> list[QueuedRecord]:
         """Remove the records of a session, and return them."""
         gone: list[QueuedRecord] = []
         for part in self._parts.values():
-            groups, part.groups = part.groups, deque()
-            for group in groups:
-                gone += [item for item in group if item.record.session == session]
-                if kept := [item for item in group if item.record.session != session]:
-                    part.groups.append(kept)
+            appends, part.appends = part.appends, deque()
+            for append in appends:
+                gone += [item for item in append if item.record.session == session]
+                if kept := [item for item in append if item.record.session != session]:
+                    part.appends.append(kept)
         self._count -= len(gone)
         return gone

@@ -14,18 +14,18 @@ _SHARE = 0.02  # or when so much of its limit in bytes was appended
 class Trimmer:
     """Remove what exceeds the limits of a store, a slice at a time. Use it from one thread; any may read its counts.
 
-    removed: entries that were removed. failed: attempts that failed.
+    retention: the limits; None: there are none. removed: entries that were removed. failed: attempts that failed.
     """
 
-    def __init__(self, store: Store, retention: Retention) -> None:
+    def __init__(self, store: Store, retention: Retention | None) -> None:
         self.removed = self.failed = 0
         self._store, self._retention = store, retention
         self._at = time.monotonic()  # when to look next
         self._written = 0  # bytes appended since the last look
 
-    def wait(self) -> float:
-        """Return in how many seconds to look at the store next."""
-        return max(0.0, self._at - time.monotonic())
+    def wait(self) -> float | None:
+        """Return in how many seconds to look at the store next; None: never."""
+        return None if self._retention is None else max(0.0, self._at - time.monotonic())
 
     def note_written(self, size: int) -> None:
         """Note that so many bytes were appended."""
@@ -33,8 +33,10 @@ class Trimmer:
 
     def trim_if_due(self) -> None:
         """Remove one slice if it is time to. Never raises."""
+        if self._retention is None:
+            return
         limit = self._retention.bytes
-        if (limit is None or self._written <= _SHARE * limit) and self.wait() > 0:
+        if (limit is None or self._written <= _SHARE * limit) and self._at > time.monotonic():
             return
         self._at = time.monotonic() + _SECONDS
         self._written = 0

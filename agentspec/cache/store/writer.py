@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 
 from agentspec.cache.store.aside import QueuedRecord, SetAside
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 20  # small enough that a batch is sent well within a socket timeout
 _CLOSING_DELAY = 0.05  # seconds between the attempts while closing
-_GROUPS = 64  # most groups of records set aside that are written before the queue has its turn again
+_APPENDS = 64  # most appends set aside that are tried before the queue has its turn again
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class BackgroundWriter:
         breaker: CircuitBreaker | None = None,
     ) -> None:
         self._store = store
-        self._trimmer = None if retention is None else Trimmer(store, retention)
+        self._trimmer = Trimmer(store, retention)
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._batch_entries, self._batch_seconds = batch_entries, batch_seconds
         self._breaker = breaker or CircuitBreaker()
@@ -108,14 +109,11 @@ class BackgroundWriter:
         Waits for at most ``timeout`` seconds until none of them is on its way to the store. Returns whether none is.
         """
         with self._work:
-            kept = [item for item in self._queue if item.record.session != session]
-            self._count_erased([item for item in self._queue if item.record.session == session])
-            self._queue = deque(kept)
+            self._queue = deque(self._without({session}, self._queue))
             self._count_erased(self._aside.forget(session))
-            if not self._is_in_flight(session):
-                self._settled.notify_all()
-                return True
-            self._forgotten.add(session)  # if its batch fails, it is sent again without these records
+            self._settled.notify_all()
+            if self._is_in_flight(session):
+                self._forgotten.add(session)  # if its batch fails, it is sent again without these records
             return self._settled.wait_for(lambda: not self._is_in_flight(session), timeout)
 
     def flush(self, timeout: float) -> bool:
@@ -141,14 +139,12 @@ class BackgroundWriter:
         """Return the current counts."""
         with self._work:
             state: State = "open" if self._aside else self._breaker.state
-            trimmed, failed = (0, 0) if self._trimmer is None else (self._trimmer.removed, self._trimmer.failed)
-            waiting = self._waiting()
             return replace(
                 self._counts,
-                queued=waiting,
+                queued=self._waiting(),
                 queued_bytes=self._bytes,
-                trimmed=trimmed,
-                trim_failed=failed,
+                trimmed=self._trimmer.removed,
+                trim_failed=self._trimmer.failed,
                 state=state,
             )
 
@@ -157,7 +153,7 @@ class BackgroundWriter:
             if batch:
                 self._write(batch)
             self._write_aside()
-            if self._trimmer is not None and not self._closing():
+            if not self._closing():
                 self._trimmer.trim_if_due()  # while appends fail, too: a full store has room again after it
         self._write_aside(closing=True)
         with self._work:
@@ -171,8 +167,7 @@ class BackgroundWriter:
     def _next_batch(self) -> list[QueuedRecord] | None:
         """Wait for a batch of records and for the breaker, or until it is time to trim. Returns None to end."""
         with self._work:
-            trim_in = None if self._trimmer is None else self._trimmer.wait()
-            pause = min((one for one in (trim_in, self._aside.wait()) if one is not None), default=None)
+            pause = _shortest(self._trimmer.wait(), self._aside.wait())
             self._work.wait_for(lambda: self._queue or self._closing(), pause)
             if not (self._queue or self._closing()):
                 return []
@@ -181,10 +176,10 @@ class BackgroundWriter:
             )
             # Half-open: it let a call through that was not made, because the whole batch waits for parts that are away.
             while not (self._closing() or self._breaker.state == "half-open" or self._breaker.allow()):
-                trim_in = None if self._trimmer is None else self._trimmer.wait()
+                trim_in = self._trimmer.wait()
                 if trim_in == 0.0:
                     return []
-                self._work.wait(min(one for one in (trim_in, self._breaker.wait()) if one is not None))
+                self._work.wait(_shortest(trim_in, self._breaker.wait()))
             self._work.wait_for(self._closing, self._breaker.wait())
             if self._closing() and (not self._queue or self._deadline_is_over()):
                 return None
@@ -200,16 +195,14 @@ class BackgroundWriter:
         for item in batch:
             logs.setdefault(item.namespace, []).append(item)
         for namespace, items in logs.items():
-            away = self._aside.part_of(namespace, self._store.part)
-            if away is not None:
+            if (away := self._aside.part_of(namespace, self._store.part)) is not None:
                 self._set_aside(away, items)
                 continue
-            error = self._append(namespace, items)
-            if error is None:
+            if (error := self._append(namespace, items)) is None:
                 continue
             part = self._store.part(namespace) if isinstance(error, StoreUnavailableError) else ""
             if not part:
-                self._keep(items, error)
+                self._requeue(items, error)
                 return
             if self._set_aside(part, items, failed=True).failure():
                 logger.warning("agentspec: a part of the store is lost (%s); the others are written to", error)
@@ -232,7 +225,7 @@ class BackgroundWriter:
         with self._work:
             self._counts.failed += failed
             self._take_from_batch(items)
-            breaker = self._aside.add(part, self._not_forgotten(items))
+            breaker = self._aside.add(part, self._without(self._forgotten, items))
             self._end_flight()
             self._shorten()
         return breaker
@@ -240,7 +233,7 @@ class BackgroundWriter:
     def _write_aside(self, *, closing: bool = False) -> None:
         """Write some of what waits for parts of the store that were away, where it is time to try again."""
         for part, breaker in self._aside.parts() if closing else self._aside.due():
-            for _ in range(self._max_entries if closing else _GROUPS):
+            for _ in range(self._max_entries if closing else _APPENDS):
                 if closing and self._deadline_is_over():
                     break
                 with self._work:
@@ -259,38 +252,37 @@ class BackgroundWriter:
                     logger.warning("agentspec: a part of the store is back; %d records wait for it", len(self._aside))
 
     def _put_back(self, part: str, items: list[QueuedRecord], error: Exception) -> None:
-        """Let a group wait again: in halves, if the store will never accept it, until the bad record is alone."""
+        """Let an append wait again: in halves, if the store will never accept it, until the bad record is alone."""
+        passing = isinstance(error, StoreUnavailableError)
         with self._work:
             self._counts.failed += 1
             self._in_flight.clear()
-            middle = 0 if isinstance(error, StoreUnavailableError) else len(items) // 2
-            if middle or isinstance(error, StoreUnavailableError):
-                self._aside.add(part, self._not_forgotten(items[middle:]), first=True)
-                self._aside.add(part, self._not_forgotten(items[:middle]), first=True)
-            else:
+            if len(items) == 1 and not passing:
                 self._counts.refused += 1
                 self._bytes -= items[0].size
+            else:
+                middle = 0 if passing else len(items) // 2
+                self._aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
+                self._aside.add(part, self._without(self._forgotten, items[:middle]), first=True)
             self._end_flight()
             self._shorten()
 
-    def _not_forgotten(self, items: list[QueuedRecord]) -> list[QueuedRecord]:
-        """Count the records of sessions that were erased while these were in flight, and return the others."""
-        self._count_erased([item for item in items if item.record.session in self._forgotten])
-        return [item for item in items if item.record.session not in self._forgotten]
+    def _without(self, erased: set[str], items: Collection[QueuedRecord]) -> list[QueuedRecord]:
+        """Count the records of erased sessions, and return the others."""
+        self._count_erased([item for item in items if item.record.session in erased])
+        return [item for item in items if item.record.session not in erased]
 
     def _encode_all(self, items: list[QueuedRecord]) -> list[NewEntry]:
         entries, courtesy = [], Courtesy()
         for item in items:
-            entry = self._encode(item.record)
-            if entry is not None:
+            if (entry := self._encode(item.record)) is not None:
                 entries.append(entry)
             courtesy.pause()
         return entries
 
     def _note_written(self, items: list[QueuedRecord], entries: list[NewEntry]) -> None:
         recovered = self._breaker.success()
-        if self._trimmer is not None:
-            self._trimmer.note_written(sum(len(entry.payload) for entry in entries))
+        self._trimmer.note_written(sum(len(entry.payload) for entry in entries))
         with self._work:
             self._counts.persisted += len(entries)
             self._counts.refused += len(items) - len(entries)
@@ -314,7 +306,7 @@ class BackgroundWriter:
                 logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
             return None
 
-    def _keep(self, items: list[QueuedRecord], error: Exception) -> None:
+    def _requeue(self, items: list[QueuedRecord], error: Exception) -> None:
         """Queue the rest of a batch again, because the append of ``items``, its next records of one log, failed.
 
         If the store will never accept them, try half of them, until the bad record is alone.
@@ -328,7 +320,7 @@ class BackgroundWriter:
             else:
                 # The retry sends the same records, so that a store can recognise an append that it already has.
                 self._limit = len(self._in_flight) if passing else len(items) // 2
-            self._queue.extendleft(reversed(self._not_forgotten(self._in_flight)))
+            self._queue.extendleft(reversed(self._without(self._forgotten, self._in_flight)))
             self._in_flight.clear()
             self._end_flight()
             self._shorten()
@@ -401,3 +393,8 @@ class BackgroundWriter:
         waiting, aside = self._in_flight or self._queue, self._aside.oldest()
         oldest = waiting[0].number if waiting else self._number + 1
         return oldest if aside is None else min(oldest, aside)
+
+
+def _shortest(*waits: float | None) -> float | None:
+    """Return the shortest of these times; None stands for no end."""
+    return min((wait for wait in waits if wait is not None), default=None)
