@@ -154,10 +154,4 @@ class Reranker {
   Buffer<Weight> all_;     // empty while only some are held
 };
 
-// Hashes two numbers.
-inline std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t z = (a ^ b * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
-  return z ^ z >> 32;
-}
-
 }  // namespace agentspec

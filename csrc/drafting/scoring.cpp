@@ -120,6 +120,12 @@ std::uint64_t share_bucket(std::uint64_t count, std::uint64_t winner) {
   return 5 * winner >= 4 * count ? 2 : 2 * winner >= count ? 3 : 4 * winner >= count ? 4 : 10 * winner >= count ? 5 : 6;
 }
 
+// Hashes two numbers.
+std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
+  const std::uint64_t z = (a ^ b * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
+  return z ^ z >> 32;
+}
+
 // Computes the reranker's features of candidates at one position, hashing their common context once.
 class Features {
  public:

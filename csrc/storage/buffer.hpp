@@ -52,7 +52,7 @@ class Buffer {
   T& operator[](std::size_t i) { return data_[i]; }
   const T& operator[](std::size_t i) const { return data_[i]; }
 
-  // Returns the bytes in memory, at most: pages of a mapped file all count, also those not read yet.
+  // Returns the bytes that it takes in memory, at most.
   std::size_t bytes() const {
     if (!mapped_) return heap_bytes(capacity_ * sizeof(T));
     const std::size_t end = std::max(size_, touched_) * sizeof(T);
@@ -99,17 +99,6 @@ class Buffer {
 
   // Returns how many elements in front have given their memory back.
   std::size_t released() const { return released_ / sizeof(T); }
-
-  // Takes over `capacity` elements of a private mapping. The first `size` are in use, of which the first `released` are
-  // not in memory.
-  void adopt(T* data, std::size_t size, std::size_t capacity, std::size_t released) {
-    release();
-    data_ = data;
-    size_ = touched_ = size;
-    capacity_ = capacity;
-    released_ = released * sizeof(T);
-    mapped_ = true;
-  }
 
   static constexpr std::size_t kMapped = 256 * 1024;  // bytes from which on an array has address space of its own
 
