@@ -47,7 +47,7 @@ std::shared_ptr<Learned> Cache::learned_of(const Request& request) {
 void Cache::count(Request& request) {
   const Size now = request.size();
   if (now.bytes != request.counted.bytes || now.pending != request.counted.pending) {
-    entries_.count_request(std::exchange(request.counted, now), now);
+    entries_.count_unevictable(std::exchange(request.counted, now), now);
   }
   CacheEntry* const teacher = request.teacher();
   if (!teacher || teacher->gone) return;
@@ -63,7 +63,8 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->session = entries_.session(names, fresh->tenant);
   fresh->group = entries_.group(names, fresh->tenant);
   fresh->shared = fresh->tenant && names.shared;
-  fresh->own_group = fresh->group && names.session && fresh->group->key == "o" + *names.session;
+  const auto is_own = [&](const Group& group) { return group.key == entry_key(EntryKind::kFamily, *names.session); };
+  fresh->own_group = names.session && fresh->group && is_own(*fresh->group);
   if (fresh->session) fresh->session->final = false;
   if (fresh->group) entries_.drop_outdated(*fresh->group);
   if (fresh->tenant) entries_.drop_outdated(*fresh->tenant);
@@ -73,10 +74,10 @@ std::string Cache::start(std::size_t slot, std::span<const Token> prompt, Names 
   fresh->begin(*drafter_, prompt);
   fresh->predict(*drafter_, prompt, prediction);
   if (slot >= requests_.size()) requests_.resize(slot + 1);
-  requests_[slot] = std::move(fresh);
-  requests_[slot]->join();
-  if (requests_[slot]->group) entries_.count(*requests_[slot]->group);
-  count(*requests_[slot]);
+  Request& started = *(requests_[slot] = std::move(fresh));
+  started.join();
+  if (started.group) entries_.count(*started.group);
+  count(started);
   return names.session ? entries_.root_of(names) : std::string();
 }
 
@@ -123,7 +124,7 @@ void Cache::let_go_of_entries(const Request& request) {
 
 void Cache::release(std::size_t slot) {
   const auto ended = std::move(requests_.at(slot));
-  entries_.count_request(ended->counted, {});
+  entries_.count_unevictable(ended->counted, {});
   ended->leave();
   if (ended->group && !ended->group->gone) entries_.count(*ended->group);
   let_go_of_entries(*ended);
@@ -176,11 +177,12 @@ void Cache::count_public(std::size_t bytes) {
   Size before, now;
   before.bytes = std::exchange(public_bytes_, bytes);
   now.bytes = bytes;
-  entries_.count_request(before, now);
+  entries_.count_unevictable(before, now);
   entries_.evict(nullptr);
 }
 
 void Cache::remove_session(const std::string& session, const std::string* tenant) {
+  const std::string key = entry_key(EntryKind::kSession, session);
   std::vector<std::shared_ptr<Group>> sharing;
   {
     std::lock_guard lock(mutex_);
@@ -197,7 +199,7 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
       std::lock_guard lock(mutex_);
       ++entries_.erasures;  // what a snapshot copied since the last slice may hold some of it
       if (group->gone) break;
-      if (!std::exchange(dropped, true)) group->corpus.drop_session("s" + session);
+      if (!std::exchange(dropped, true)) group->corpus.drop_session(key);
       group->corpus.sweep(kSweepPerSlice);
       entries_.count(*group);
       more = group->has_work() && !group->corpus.swept();

@@ -31,7 +31,7 @@ Size CacheEntry::size() const {
   if (learned) size.bytes += learned->bytes();
   size.leaving = leaving();
   size.pending = index().pending();
-  size.sessions = is_session() && size.tokens > 0;
+  size.sessions = is(EntryKind::kSession) && size.tokens > 0;
   return size;
 }
 
@@ -72,7 +72,7 @@ std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::sh
     found = std::make_shared<Entry>();
     found->key = key;
     found->tenant = tenant;
-    if (key.front() == 'g') tenant->groups.insert(static_cast<Group*>(found.get()));
+    if (found->is(EntryKind::kGroup)) tenant->groups.insert(static_cast<Group*>(found.get()));
     entries_.add(found);
     set_owner(*found, names.owner ? *names.owner : tenant->key);
     count(*found);
@@ -85,7 +85,7 @@ std::shared_ptr<Entry> CacheEntries::entry(const std::string& key, const std::sh
 
 std::shared_ptr<Session> CacheEntries::session(Names names, const std::shared_ptr<Tenant>& tenant) {
   if (!names.session) return nullptr;
-  const auto found = entry<Session>("s" + *names.session, tenant, names);
+  const auto found = entry<Session>(entry_key(EntryKind::kSession, *names.session), tenant, names);
   if (std::string root = root_of(names); root != *names.session && root != found->family) {
     found->family = std::move(root);
     count(*found);
@@ -96,7 +96,7 @@ std::shared_ptr<Session> CacheEntries::session(Names names, const std::shared_pt
 // Returns the named group or the session's family: the responses alone, without what prompts quote, draft better.
 std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Tenant>& tenant) {
   if (!tenant) return nullptr;
-  if (names.shared && names.group) return entry<Group>("g" + *names.group, tenant, names);
+  if (names.shared && names.group) return entry<Group>(entry_key(EntryKind::kGroup, *names.group), tenant, names);
   if (!names.session) return nullptr;
   const std::string root = root_of(names);
   const auto found = family(root, tenant, names);
@@ -106,7 +106,7 @@ std::shared_ptr<Group> CacheEntries::group(Names names, const std::shared_ptr<Te
 
 std::shared_ptr<Group> CacheEntries::family(const std::string& root, const std::shared_ptr<Tenant>& tenant,
                                             Names names) {
-  return entry<Group>("o" + root, tenant, names);
+  return entry<Group>(entry_key(EntryKind::kFamily, root), tenant, names);
 }
 
 std::string CacheEntries::root_of(Names names) const {
@@ -125,15 +125,15 @@ std::string CacheEntries::root_of(Names names) const {
 }
 
 std::shared_ptr<Session> CacheEntries::find_session(const std::string& key) const {
-  return std::static_pointer_cast<Session>(entries_.find("s" + key));
+  return std::static_pointer_cast<Session>(entries_.find(entry_key(EntryKind::kSession, key)));
 }
 
 std::shared_ptr<Group> CacheEntries::find_group(const std::string& key) const {
-  return std::static_pointer_cast<Group>(entries_.find("g" + key));
+  return std::static_pointer_cast<Group>(entries_.find(entry_key(EntryKind::kGroup, key)));
 }
 
 std::shared_ptr<Group> CacheEntries::find_family(const std::string& root) const {
-  return std::static_pointer_cast<Group>(entries_.find("o" + root));
+  return std::static_pointer_cast<Group>(entries_.find(entry_key(EntryKind::kFamily, root)));
 }
 
 std::shared_ptr<Group> CacheEntries::find_family_of(Names names) const {
@@ -335,7 +335,7 @@ void CacheEntries::drop(CacheEntry& entry) {
   leave_owner(entry);
   held_ -= entry.counted;
   entry.tenant->held -= entry.counted;
-  if (!entry.is_session()) entry.tenant->groups.erase(static_cast<Group*>(&entry));
+  if (!entry.is(EntryKind::kSession)) entry.tenant->groups.erase(static_cast<Group*>(&entry));
   entry.counted = {};
   entry.gone = true;
   dispose_later(entry.take_index());

@@ -131,8 +131,8 @@ class CacheEntries {
   void trim(Session& session);
   // Drops the oldest responses of a family that holds more than a session may. Does nothing to other groups.
   void trim(Group& group);
-  // Counts what running requests hold of their own, which nothing but their end gives back.
-  void count_request(const Size& before, const Size& now) { (held_ += now) -= before; }
+  // Counts what running requests hold of their own, and the public corpus: eviction gives back nothing of it.
+  void count_unevictable(const Size& before, const Size& now) { (held_ += now) -= before; }
   // Evicts until the tenant, if not null, and the process are within budget, at most kEvictPerCall. Returns how many.
   std::size_t evict(Tenant* tenant);
   // Evicts, gives back memory, indexes and sweeps as far as the budget allows: what was used last comes first.
@@ -212,7 +212,7 @@ class CacheEntries {
   Size corpora_;            // the tenants themselves together
   std::size_t beside_ = 0;  // sum of the tenants' `beside`
   EntryMap<Tenant> tenants_;
-  EntryMap<CacheEntry> entries_;  // sessions (keys begin with s), named groups (g) and families (o)
+  EntryMap<CacheEntry> entries_;  // sessions, named groups and families
   std::map<std::string_view, std::shared_ptr<Owner>> owners_;
   FairOrder<CacheEntry> texts_;
   FairOrder<Tenant> tenant_order_, corpus_order_;

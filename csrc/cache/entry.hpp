@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "drafting/draft.hpp"
 #include "index/suffix_index.hpp"
@@ -55,9 +56,17 @@ struct Names {
 struct Tenant;
 struct Owner;
 
+// Says what an entry is that belongs to a tenant. A family is the group of a root session, under that session's name.
+enum class EntryKind : char { kSession = 's', kGroup = 'g', kFamily = 'o' };
+
+// Returns the key of an entry: the letter of its kind, and its name.
+inline std::string entry_key(EntryKind kind, std::string_view name) {
+  return std::string(1, static_cast<char>(kind)).append(name);
+}
+
 // The base of sessions, groups and tenants.
 struct CacheEntry {
-  std::string key;
+  std::string key;                    // see entry_key(); a tenant's is its name
   std::shared_ptr<Tenant> tenant;     // of the session or group; null for a tenant
   std::shared_ptr<Owner> owner;       // who it counts for when memory is scarce
   std::uint64_t used = 0;             // tick of its last use
@@ -79,7 +88,8 @@ struct CacheEntry {
   // Indexes pending positions and removes dropped ones, for at most about `budget`. Returns how much of it was used.
   virtual std::size_t advance(std::size_t budget) = 0;
 
-  bool is_session() const { return tenant && key.front() == 's'; }
+  bool is(EntryKind kind) const { return tenant && key.front() == static_cast<char>(kind); }
+  std::string name() const { return key.substr(1); }  // of a session, group or family
   // Returns all that budgets count: what it holds and learned, its key, and its places in the maps.
   Size size() const;
 };

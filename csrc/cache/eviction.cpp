@@ -27,7 +27,7 @@ bool CacheEntries::over_budget(const CacheEntry& entry) const {
 }
 
 void CacheEntries::trim(Group& group) {
-  if (group.key.front() != 'o') return;
+  if (!group.is(EntryKind::kFamily)) return;
   while (!group.corpus.empty() && over_budget(group)) group.corpus.drop_oldest();
 }
 
@@ -70,8 +70,8 @@ bool CacheEntries::evict_text(Tenant* only) {
   if (shared == 0 || 2 * shared <= all) {
     const auto idle = [](const CacheEntry& entry) { return entry.running == 0 && entry.counted.tokens > 0; };
     if (CacheEntry* const entry = oldest_text(only, idle)) {
-      if (entry->key.front() == 'o') {  // it comes back with its root, and with the other sessions of the family
-        if (const auto root = entries_.find("s" + entry->key.substr(1))) root->loaded = false;
+      if (entry->is(EntryKind::kFamily)) {  // it comes back with its root, and with the other sessions of the family
+        if (const auto root = find_session(entry->name())) root->loaded = false;
       }
       drop(*entry);
       return true;
@@ -89,7 +89,7 @@ bool CacheEntries::evict_text(Tenant* only) {
 bool CacheEntries::evict_running(Tenant* only) {
   CacheEntry* const entry = oldest_text(only, [](const CacheEntry& entry) { return entry.counted.tokens > 0; });
   if (!entry) return false;
-  if (entry->is_session()) {
+  if (entry->is(EntryKind::kSession)) {
     dispose_later(static_cast<Session&>(*entry).trim(entry->counted.tokens / 2));
   } else {
     static_cast<Group&>(*entry).corpus.drop_older_half();
@@ -121,7 +121,7 @@ void CacheEntries::free_session(const std::string& key) {
 
 void CacheEntries::free_if_final(Session& session) {
   if (!session.final || session.gone || session.running > 0) return;
-  if (const auto family = find_family(session.key.substr(1)); family && family->running == 0) drop(*family);
+  if (const auto family = find_family(session.name()); family && family->running == 0) drop(*family);
   drop(session);
 }
 

@@ -18,7 +18,7 @@ void PreparedSession::add(Turn turn, bool own) {
   bool wanted = true;  // see Cache::keep
   if (!session_.holds(turn.record)) wanted = session_.append(turn) || turn.record != 0;
   if (!own || !wanted || turn.response().empty() || responses_.holds(turn.record)) return;
-  const std::string key = "s" + key_;
+  const std::string key = entry_key(EntryKind::kSession, key_);
   responses_.add(&key, turn.record, context_of_response(std::move(context), turn, kept_context_), turn.response());
 }
 

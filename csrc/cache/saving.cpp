@@ -25,7 +25,7 @@ void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicyS
 
 template <class Archive>
 void describe(Archive& archive, CacheEntry& entry) {
-  if (entry.is_session()) {
+  if (entry.is(EntryKind::kSession)) {
     auto& session = static_cast<Session&>(entry);
     if constexpr (Archive::kLoading) {
       session.family = archive.string();
@@ -106,23 +106,24 @@ void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size, bool sa
       const auto tenant = this->tenant(&of_tenant, nullptr);
       const std::string name = key.substr(1);
       const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
-      switch (key.front()) {
-        case 's': loaded = session(of_session, tenant); break;
-        case 'o': loaded = family(name, tenant, of_session); break;
-        case 'g': loaded = group(of_group, tenant); break;
+      switch (static_cast<EntryKind>(key.front())) {
+        case EntryKind::kSession: loaded = session(of_session, tenant); break;
+        case EntryKind::kFamily: loaded = family(name, tenant, of_session); break;
+        case EntryKind::kGroup: loaded = group(of_group, tenant); break;
         default: reader.damaged("neither a session nor a group");
       }
     }
     const std::uint64_t used = reader.number();
     describe(reader, loaded->learned, settings_, learned_bits(*loaded));
     describe(reader, *loaded);
-    if (!same_window && !loaded->is_session()) {
+    if (!same_window && !loaded->is(EntryKind::kSession)) {
       auto& group = static_cast<Group&>(*loaded);
       group.corpus.set_written(now(group.tenant ? *group.tenant : static_cast<Tenant&>(group)));
     }
-    if (const bool is_family = key.starts_with('o') && kind == kOfEntry; is_family) {
+    if (loaded->is(EntryKind::kFamily)) {
       auto& family = static_cast<Group&>(*loaded);
-      if (family.corpus.holds_other_than("s" + key.substr(1))) family.tenant->groups.insert(&family);
+      const std::string root = entry_key(EntryKind::kSession, family.name());
+      if (family.corpus.holds_other_than(root)) family.tenant->groups.insert(&family);
     }
     const auto text = loaded->index().text();
     const bool legal = std::ranges::none_of(text.subspan(loaded->index().released()),

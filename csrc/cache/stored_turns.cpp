@@ -76,7 +76,7 @@ void Cache::restore(Names names, Turn turn, bool held_only) {
   }
   to.shared = to.tenant && names.shared;
   if (to.session) to.session->find_parent(turn);
-  const std::string session = names.session ? "s" + *names.session : std::string();
+  const std::string session = names.session ? entry_key(EntryKind::kSession, *names.session) : std::string();
   keep(to, names.session ? &session : nullptr, turn, held_only ? Origin::kFollowed : Origin::kStored);
   if (to.session) entries_.forget_if_empty(*to.session);
   if (to.group) entries_.forget_if_empty(*to.group);
