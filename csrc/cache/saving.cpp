@@ -26,13 +26,7 @@ void describe(Archive& archive, std::shared_ptr<Learned>& learned, const PolicyS
 template <class Archive>
 void describe(Archive& archive, CacheEntry& entry) {
   if (entry.is(EntryKind::kSession)) {
-    auto& session = static_cast<Session&>(entry);
-    if constexpr (Archive::kLoading) {
-      session.family = archive.string();
-    } else {
-      archive.string(session.family);
-    }
-    session.describe(archive);
+    static_cast<Session&>(entry).describe(archive);
   } else {
     static_cast<Group&>(entry).describe(archive);
   }

@@ -74,6 +74,7 @@ class Session final : public CacheEntry {
 
   template <class Archive>
   void describe(Archive& archive) {
+    archive.string(family);
     text_.describe(archive);
     archive.vector(documents_);
     archive.number(newest_.value);

@@ -151,9 +151,14 @@ class SnapshotReader {
     value = static_cast<T>(read);
     if (value != read) damaged("number");
   }
-  std::string string() {
+  void string(std::string& value) {
     const auto read = values<char>();
-    return {read.begin(), read.end()};
+    value.assign(read.begin(), read.end());
+  }
+  std::string string() {
+    std::string value;
+    string(value);
+    return value;
   }
   template <class T>
   void vector(std::vector<T>& value) {
