@@ -72,8 +72,8 @@ nb::object step(Cache& cache, nb::handle slots_, nb::handle tokens_, nb::handle 
   rows.check("rows", height - 1);
   lengths.check("lengths", width);
   Drafts drafts = without_gil([&] {
-    return cache.step({slots.data(), count}, {tokens.data(), height, width}, rows.get(), lengths.get(), max_draft.get(),
-                      num_verified.get(), cost, work_seconds, most);
+    return cache.step({{slots.data(), count}, rows.get(), lengths.get(), max_draft.get(), num_verified.get()},
+                      {tokens.data(), height, width}, cost, work_seconds, most);
   });
   const auto idle = [](const BySource& drafted) { return drafted == BySource{}; };
   if (drafts.tokens.empty() && std::all_of(drafts.drafted.begin(), drafts.drafted.end(), idle)) return nb::none();

@@ -308,13 +308,20 @@ std::vector<ScoredPosition> Cache::candidates(std::size_t slot) {
 
 Drafts Cache::propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
                       double seconds) {
-  return step(slots, {nullptr, 0, 0}, {}, {}, max_draft, {}, cost, seconds);
+  return step({.slots = slots, .max_draft = max_draft}, {nullptr, 0, 0}, cost, seconds);
 }
 
-Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
-                   std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
-                   std::span<const std::int32_t> num_verified, double cost, double seconds, std::int32_t most) {
+// Takes in the tokens that the engine's row has beyond what is known of it, up to the first illegal one.
+Verified Cache::take_in(Request& request, std::span<const Token> row, std::size_t num_verified) {
+  if (!request.goes_on_in(row)) request.rewind(*drafter_, row);
+  const auto fresh = row.subspan(request.index.size());
+  const auto illegal = std::ranges::find_if_not(fresh, [&](Token token) { return legal(token); });
+  return request.take(*drafter_, public_.get(), {fresh.begin(), illegal}, num_verified);
+}
+
+Drafts Cache::step(const StepRequests& requests, TokenTable table, double cost, double seconds, std::int32_t most) {
   const EngineCall call(*this);
+  const auto slots = requests.slots;
   Drafts drafts;
   drafts.offsets.reserve(slots.size() + 1);
   drafts.match_lengths.reserve(slots.size());
@@ -326,14 +333,9 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
     Request& current = request(static_cast<std::size_t>(slots[i]));
     Verified verified;
     if (table.data) {
-      const auto length = static_cast<std::size_t>(lengths[i]);
-      const Token* row = table.data + static_cast<std::size_t>(rows[i]) * table.columns;
-      if (!current.goes_on_in({row, length})) current.rewind(*drafter_, {row, length});
-      const std::size_t known = current.index.size();
-      std::size_t end = std::min(known, length);
-      while (end < length && legal(row[end])) ++end;
-      const std::size_t begin = std::min(known, end);
-      verified = current.take(*drafter_, public_.get(), {row + begin, end - begin}, count_of(num_verified[i]));
+      const auto length = static_cast<std::size_t>(requests.lengths[i]);
+      const Token* const row = table.data + static_cast<std::size_t>(requests.rows[i]) * table.columns;
+      verified = take_in(current, {row, length}, count_of(requests.num_verified[i]));
       sound[i] = current.index.size() == length;
     }
     advance(current, budget);
@@ -342,7 +344,7 @@ Drafts Cache::step(std::span<const std::int32_t> slots, TokenTable table, std::s
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Request& current = request(static_cast<std::size_t>(slots[i]));
-    const std::size_t limit = sound[i] ? draft_limit(std::min(max_draft[i], most)) : 0;
+    const std::size_t limit = sound[i] ? draft_limit(std::min(requests.max_draft[i], most)) : 0;
     if (!settings_.arctic) current.choose_sibling();
     drafter_->draft(current.for_drafter(public_.get()), limit, cost);
     current.draft.open = sound[i];

@@ -42,6 +42,12 @@ struct TokenTable {
   std::size_t rows, columns;
 };
 
+// Refers to the requests of a step, with one number for each in every span: the slot, the row in the engine's tokens,
+// how many of the row's tokens are valid, the longest draft, and how many tokens of the last one were verified.
+struct StepRequests {
+  std::span<const std::int32_t> slots, rows, lengths, max_draft, num_verified;
+};
+
 // Refers to another drafter's tokens, one row for each request, and the probability of each token.
 struct ExternalDrafts {
   const Token* tokens;
@@ -111,9 +117,7 @@ class Cache {
   // `seconds`: CPU time for the work beside drafting that waits: start, finish and restore only append.
   Drafts propose(std::span<const std::int32_t> slots, std::span<const std::int32_t> max_draft, double cost,
                  double seconds);
-  Drafts step(std::span<const std::int32_t> slots, TokenTable table, std::span<const std::int32_t> rows,
-              std::span<const std::int32_t> lengths, std::span<const std::int32_t> max_draft,
-              std::span<const std::int32_t> num_verified, double cost, double seconds,
+  Drafts step(const StepRequests& requests, TokenTable table, double cost, double seconds,
               std::int32_t most = static_cast<std::int32_t>(kMaxDraft));
   // Merges another drafter's tokens, the first lengths[i] of row i, into the open drafts that were just made. Returns
   // the merged drafts. The caller has checked tokens and probabilities. A request without an open draft gets none.
@@ -181,6 +185,7 @@ class Cache {
   bool find_held(Names names, Request& to);
   void find_or_make(Names names, Request& to);
   std::shared_ptr<CacheEntry> find(Names names) const;
+  Verified take_in(Request& request, std::span<const Token> row, std::size_t num_verified);
   void advance(Request& request, WorkBudget& budget);
   std::size_t work(WorkBudget& budget);
   bool has_thread() const { return indexing_ && !closed_; }  // that indexes what steps leave to it
