@@ -154,7 +154,7 @@ PolicySettings settings_of(const nb::object& policy) {
         nb::cast<std::size_t>(arctic.attr("max_depth")), nb::cast<double>(arctic.attr("max_spec_factor")),
         nb::cast<double>(arctic.attr("max_spec_offset")), nb::cast<double>(arctic.attr("min_token_prob"))};
   }
-  if (settings.max_draft > kMaxDraft) throw nb::value_error("max_draft: at most 128");
+  if (settings.max_draft > kMaxDraft) refuse("max_draft: at most " + std::to_string(kMaxDraft));
   return settings;
 }
 
@@ -163,6 +163,13 @@ Turn turn_of(std::size_t kept, std::uint64_t parent, std::uint64_t block, const 
   std::vector<Token> tokens(view(prompt_tail).begin(), view(prompt_tail).end());
   tokens.insert(tokens.end(), view(response).begin(), view(response).end());
   return {kept, parent, block, std::move(tokens), prompt_tail.size(), record};
+}
+
+// Returns the names of a request or a turn; the arguments must outlive it.
+Names names_of(const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
+               const Name& owner = {}, const Name& tenant_owner = {}) {
+  return {.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant), .shared = shared,
+          .owner = pointer(owner), .tenant_owner = pointer(tenant_owner), .family = pointer(family)};
 }
 
 // Returns what needs_load and mark_loaded look for; the arguments must outlive it.
@@ -236,9 +243,7 @@ NB_MODULE(_native, module) {
           [](Cache& cache, std::size_t slot, const Vector& prompt, const Name& session, const Name& group,
              const Name& tenant, bool shared, const Name& family, const Name& owner, const Name& tenant_owner,
              const Vector& ends, const Vector& prediction) {
-            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
-                              .shared = shared, .owner = pointer(owner), .tenant_owner = pointer(tenant_owner),
-                              .family = pointer(family)};
+            const Names names = names_of(session, group, tenant, shared, family, owner, tenant_owner);
             return without_gil([&] { return cache.start(slot, view(prompt), names, view(ends), view(prediction)); });
           },
           "slot"_a, "prompt"_a.noconvert(), "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a,
@@ -260,8 +265,7 @@ NB_MODULE(_native, module) {
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
              const Name& owner, std::size_t kept, std::uint64_t parent, std::uint64_t block, const Vector& prompt_tail,
              const Vector& response, std::uint64_t record, bool held_only) {
-            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
-                              .shared = shared, .owner = pointer(owner), .family = pointer(family)};
+            const Names names = names_of(session, group, tenant, shared, family, owner);
             cache.restore(names, turn_of(kept, parent, block, prompt_tail, response, record), held_only);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(), "owner"_a.none(),
@@ -273,8 +277,7 @@ NB_MODULE(_native, module) {
           "learn_from",
           [](Cache& cache, const Name& session, const Name& group, const Name& tenant, bool shared, const Name& family,
              const Vector& prompt_tail, const Vector& response, std::uint64_t record, double cost) {
-            const Names names{.session = pointer(session), .group = pointer(group), .tenant = pointer(tenant),
-                              .shared = shared, .family = pointer(family)};
+            const Names names = names_of(session, group, tenant, shared, family);
             return cache.learn_from(names, turn_of(0, 0, 0, prompt_tail, response, record), cost);
           },
           "session"_a.none(), "group"_a.none(), "tenant"_a.none(), "shared"_a, "family"_a.none(),
