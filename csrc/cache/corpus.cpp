@@ -117,8 +117,8 @@ std::size_t Corpus::sweep(std::size_t budget) {
   return std::min(budget, done * kSweepCost);
 }
 
-// Gives back the memory in front of the oldest document that is still there. `removed`: positions left the index, so its
-// version has changed and they may be moved.
+// Gives back the memory in front of the oldest document that is still there. `removed`: positions left the index, so
+// its version has changed and they may be moved.
 void Corpus::release(bool removed) {
   if (documents_.empty() && dropped_.empty()) return index_.clear();
   auto front = static_cast<Position>(index_.size());

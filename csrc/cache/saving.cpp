@@ -179,7 +179,8 @@ bool Cache::save(const std::string& path, const std::string& identity, const std
 std::string Cache::load(const std::string& path, const std::string& identity) {
   SnapshotReader reader(path);
   if (const std::string its = reader.string(); its != identity) {
-    throw std::runtime_error("it was saved for " + (its.empty() ? "nothing in particular" : its) + ", not for " + identity);
+    const std::string what = its.empty() ? "nothing in particular" : its;
+    throw std::runtime_error("it was saved for " + what + ", not for " + identity);
   }
   std::string note = reader.string();
   const auto vocabulary = static_cast<std::int64_t>(reader.number());

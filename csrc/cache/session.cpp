@@ -59,7 +59,7 @@ std::optional<Prefix> Session::find(std::span<const Token> prompt, std::span<con
 // Returns the longest known prefix of a context that goes on behind `from` with `tokens`, if it is at least as long as
 // `from`, which ends at `position`, if that is known. At most `most_missing` tokens in front of it aren't here.
 std::optional<Prefix> Session::longest(ContextHash from, std::optional<Position> position,
-                                      std::span<const Token> tokens, std::span<const std::uint64_t> blocks,
+                                       std::span<const Token> tokens, std::span<const std::uint64_t> blocks,
                                        std::size_t most_missing) const {
   for (std::size_t b = blocks.size(); b-- > 0;) {
     if (!places_.contains(blocks[b])) continue;

@@ -28,10 +28,11 @@ std::size_t shape_bucket(std::size_t count, std::size_t winner) {
 std::vector<double> make_priors() {
   std::vector<double> priors;
   for (std::size_t kind = 0; kind < AcceptanceTable::kKinds; ++kind) {
+    const double kind_minus = kind == AcceptanceTable::kResumeKind ? kResumeMinus : 0;
     for (const double length : kPriorLength) {
       for (const double shape : kPriorShape) {
         for (std::size_t rank = 0; rank < kRanks; ++rank) {
-          const double minus = (rank == 1 ? kSecondMinus : 0) + (kind == AcceptanceTable::kResumeKind ? kResumeMinus : 0);
+          const double minus = (rank == 1 ? kSecondMinus : 0) + kind_minus;
           priors.insert(priors.end(), kDepths, 1 / (1 + std::exp(minus - (length + shape))));
         }
       }

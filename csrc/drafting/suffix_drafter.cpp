@@ -83,7 +83,7 @@ void take(std::size_t length, Draft& draft) {
 }  // namespace
 
 void SuffixDrafter::start(SuffixIndex& own, std::span<const Token> prompt, std::size_t begin,
-                         std::size_t end) const {
+                          std::size_t end) const {
   own.append(prompt.first(begin));
   own.append(prompt.subspan(begin, end - begin), false);
   own.append(prompt.subspan(end));

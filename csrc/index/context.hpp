@@ -84,7 +84,8 @@ struct Query {
 
   static Query of_position(const Token* text, Position position, std::size_t length = kUnlimited) {
     const Token* end = text + position;
-    return {end, length, std::min<std::size_t>(length, position), position, length == kUnlimited ? Tie::kByPosition : Tie::kFirst, key_before(end)};
+    const Tie tie = length == kUnlimited ? Tie::kByPosition : Tie::kFirst;
+    return {end, length, std::min<std::size_t>(length, position), position, tie, key_before(end)};
   }
 
   static Query of_context(std::span<const Token> context, std::size_t length, Tie tie) {

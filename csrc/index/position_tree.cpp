@@ -137,8 +137,8 @@ void PositionTree::insert(const Token* text, Place place, Position position) {
   if (place.slot == 0) set_first(text, place.chunk, place.leaf);
 }
 
-// Fills leaves from half to five sixths, by turns: leaves that are filled alike all split at the same time later, and then
-// the tree takes twice the memory.
+// Fills leaves from half to five sixths, by turns: leaves that are filled alike all split at the same time later, and
+// then the tree takes twice the memory.
 void PositionTree::build(const Token* text, std::span<const Position> sorted) {
   constexpr std::uint32_t kLeast = kLeaf / 2, kSpread = kLeaf / 3, kStep = 8;  // without a common divisor with kSpread
   *this = PositionTree();
@@ -342,33 +342,34 @@ void PositionTree::merge_chunk(std::uint32_t rank) {
 
 void PositionTree::restore(SnapshotReader& reader, Position begin, Position end,
                            const std::function<bool(Position)>& indexed) {
+  const auto check = [&](bool right) {
+    if (!right) reader.damaged("positions");
+  };
   const auto numbers = std::exchange(row_, {}).chunks;
   std::vector<bool> seen(chunks_.size()), found(end - begin), used(owners_.size());
   std::size_t leaves = 0, size = 0;
-  bool right = numbers.size() == chunks_.size() && positions_.size() == owners_.size() * kLeaf;
+  check(numbers.size() == chunks_.size() && positions_.size() == owners_.size() * kLeaf);
   for (const std::uint32_t number : numbers) {
-    right = right && number < chunks_.size() && !seen[number] && chunks_[number].size - 1 < kChunk;
-    if (!right) break;
+    check(number < chunks_.size() && !seen[number] && chunks_[number].size - 1 < kChunk);
     seen[number] = true;
     const Chunk& chunk = chunks_[number];
-    const std::size_t before = size;
-    for (std::uint32_t k = 0; right && k < chunk.size; ++k, ++leaves) {
+    std::uint32_t in_chunk = 0;
+    for (std::uint32_t k = 0; k < chunk.size; ++k, ++leaves) {
       const std::uint32_t leaf = chunk.leaves[k], count = chunk.counts[k];
-      right = leaf < owners_.size() && !used[leaf] && owners_[leaf] == number && count - 1 < kLeaf;
-      if (!right) break;
+      check(leaf < owners_.size() && !used[leaf] && owners_[leaf] == number && count - 1 < kLeaf);
       used[leaf] = true;
-      const Position* const positions = this->leaf(leaf);
-      right = chunk.firsts[k] == positions[0];
-      for (std::uint32_t i = 0; right && i < count; ++i) {
-        const Position position = positions[i];
-        right = position >= begin && position < end && !found[position - begin] && indexed(position);
-        if (right) found[position - begin] = true;
+      const std::span positions(this->leaf(leaf), count);
+      check(chunk.firsts[k] == positions[0]);
+      for (const Position position : positions) {
+        check(position >= begin && position < end && !found[position - begin] && indexed(position));
+        found[position - begin] = true;
       }
-      size += count;
+      in_chunk += count;
     }
-    if (right) put_chunk(static_cast<std::uint32_t>(row_.chunks.size()), number, static_cast<std::uint32_t>(size - before));
+    put_chunk(static_cast<std::uint32_t>(row_.chunks.size()), number, in_chunk);
+    size += in_chunk;
   }
-  if (!right || leaves != owners_.size() || size != size_) reader.damaged("positions");
+  check(leaves == owners_.size() && size == size_);
 }
 
 }  // namespace agentspec

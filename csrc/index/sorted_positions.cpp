@@ -6,7 +6,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kScan = 16;     // leaves to look through for a position before comparing deeper contexts
+constexpr std::size_t kScan = 16;  // leaves to look through for a position before comparing deeper contexts
 
 // Counts the keys below `key`, or with `equal` those not above it, by a binary search without branches.
 std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, bool equal) {
@@ -194,7 +194,7 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
 // Looks in the leaf first: mostly few contexts share so much, and all are in one leaf. Where they reach its edge, a
 // search finds the end; searches for both ends run side by side.
 Extent SortedPositions::extent(const Token* text, std::span<const Token> context, std::uint32_t length,
-                            const Found& found) const {
+                               const Found& found) const {
   const std::array<Query, 2> queries{Query::of_context(context, length, Query::Tie::kFirst),
                                      Query::of_context(context, length, Query::Tie::kLast)};
   Extent extent{found.place, found.place};

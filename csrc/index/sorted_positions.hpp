@@ -30,7 +30,7 @@ struct Neighbours {
 // when the positions were inserted.
 class SortedPositions {
  public:
-  static constexpr std::uint32_t kBatch = 16;   // searches that run side by side
+  static constexpr std::uint32_t kBatch = 16;  // searches that run side by side
   static constexpr std::size_t kShallow = 64;  // tokens of context that a first search compares
 
   PositionTree& tree() { return tree_; }

@@ -81,12 +81,14 @@ class WorkBudget {
 
  private:
   // Returns how many positions can be sorted in the time that is left.
-  std::size_t sortable() const { return static_cast<std::size_t>(std::max<std::int64_t>(time_ - spent_, 0)) / kSortTime; }
+  std::size_t sortable() const {
+    return static_cast<std::size_t>(std::max<std::int64_t>(time_ - spent_, 0)) / kSortTime;
+  }
 
   // From so many positions and seconds on the caller waits until all is done, and no look at the clock is needed.
   static constexpr std::size_t kAll = std::size_t{1} << 24;
   static constexpr double kPatient = 10.0;
-  static constexpr std::size_t kSortTime = 100;  // ns of a position that is sorted, of which a text that repeats takes most
+  static constexpr std::size_t kSortTime = 100;  // ns that sorting a position takes at most, as in a text that repeats
 
   std::size_t positions_, left_, most_at_once_;
   std::int64_t time_, spent_ = 0;  // nanoseconds

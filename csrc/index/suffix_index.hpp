@@ -47,8 +47,8 @@ class SuffixIndex {
   // piece(budget) says so, all is sorted anew, which takes a third to an eighth of the time.
   std::size_t advance(std::size_t budget);
 
-  // Returns how many pending positions are best indexed at once: all, if at most `most` are pending and make up two thirds
-  // of the text; otherwise 0, as any number is as good.
+  // Returns how many pending positions are best indexed at once: all, if at most `most` are pending and make up two
+  // thirds of the text; otherwise 0, as any number is as good.
   std::size_t piece(std::size_t most) const;
 
   // Finds the longest match of the context among the indexed positions. Clears `match` if there is none.

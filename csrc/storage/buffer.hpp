@@ -160,7 +160,8 @@ class Buffer {
   void populate([[maybe_unused]] std::size_t begin, [[maybe_unused]] std::size_t end) {
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
     begin = begin / page() * page();
-    if (!huge_ && end >= begin + kPopulated) madvise(reinterpret_cast<char*>(data_) + begin, end - begin, MADV_POPULATE_WRITE);
+    if (huge_ || end < begin + kPopulated) return;
+    madvise(reinterpret_cast<char*>(data_) + begin, end - begin, MADV_POPULATE_WRITE);
 #endif
   }
 

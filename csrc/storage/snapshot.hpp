@@ -80,8 +80,8 @@ class SnapshotWriter {
     deferred_.push_back({data, bytes, memory_.size()});
   }
 
-  // Writes what was gathered. `copy_locked(copy)` calls copy(), which copies a slice of an array, where that is safe, and
-  // returns its result, or false where the array is no longer what it was. Then flush() returns false: rewind().
+  // Writes what was gathered. `copy_locked(copy)` calls copy(), which copies a slice of an array, where that is safe,
+  // and returns its result, or false where the array is no longer what it was. Then flush() returns false: rewind().
   template <class CopyLocked>
   bool flush(CopyLocked copy_locked) {
     std::size_t at = 0;
