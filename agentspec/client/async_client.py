@@ -181,10 +181,10 @@ class AsyncAgentClient(ClientBase[openai.AsyncOpenAI]):
                 added += added_by(await self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
         return added
 
-    async def _offer(self, conversation: Conversation, call: Call) -> None:
-        """Tell the server of a resumed session, which the server may not know. Never raises."""
+    async def _prime_resumed(self, conversation: Conversation, call: Call) -> None:
+        """Prime the server with a resumed session, which it may not know. Never raises."""
         try:
-            await self._prime(conversation.id, self._to_offer(conversation, call))
+            await self._prime(conversation.id, self._resumed_priming(conversation, call))
         except Exception as error:
             logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
 
@@ -238,12 +238,12 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await self._check()
             await self._client._probe(call)
-            await self._client._offer(self._conversation, call)
+            await self._client._prime_resumed(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = await send(**await self._request(call, turn))
             with self._conversation.undone_if_interrupted():
-                reply = self._client._take(call, turn, raw)
+                reply = self._client._finish_call(call, turn, raw)
                 await self._confirm()
             return reply
 
@@ -321,7 +321,7 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
         with call.turn as turn:
             await self._check()
             await self._client._probe(call)
-            await self._client._offer(self._conversation, call)
+            await self._client._prime_resumed(self._conversation, call)
             request = await self._request(call, turn, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             opened = (
@@ -334,6 +334,6 @@ class AsyncSession(SessionBase, AsyncLoops, AgentsSession):
                     if text := answer.add(event):
                         yield text
             with self._conversation.undone_if_interrupted():
-                reply = self._client._take(call, turn, answer.completion())
+                reply = self._client._finish_call(call, turn, answer.completion())
                 await self._confirm()
             yield reply

@@ -84,7 +84,7 @@ class ClientBase(Generic[OpenAIT]):
                 "the client was used before this process was forked off: make a client in each process"
             )
 
-    def _take(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
+    def _finish_call(self, call: Call, turn: Turn, raw: ChatCompletion) -> Reply[Any]:
         """Read the answer to a call, add it to its session, and note it for forecasts and the record."""
         reply = read_reply(raw, call.session, call.answer_class)
         turn.commit(reply.message)
@@ -93,10 +93,10 @@ class ClientBase(Generic[OpenAIT]):
             self._record.add(reply, call.parent, time.monotonic() - call.begin)
         return reply
 
-    def _to_offer(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
-        """Yield the request that tells a server of a session that was resumed here, before its first call."""
-        if conversation.resumed and not conversation.offered and self._requests.session_path(conversation.id):
-            conversation.offered = True
+    def _resumed_priming(self, conversation: Conversation, call: Call) -> Iterator[Priming]:
+        """Yield the request that primes a server with a session that was resumed here, before its first call."""
+        if conversation.resumed and not conversation.server_told and self._requests.session_path(conversation.id):
+            conversation.server_told = True
             yield from prime_resumed(conversation.messages()[: conversation.resumed], call.cache_salt)
 
     def _forecast(self, conversation: Conversation) -> Forecast:

@@ -193,10 +193,10 @@ class AgentClient(ClientBase[openai.OpenAI]):
                 added += added_by(self._openai.put(path, cast_to=object, body=body, options=cast(Any, options)))
         return added
 
-    def _offer(self, conversation: Conversation, call: Call) -> None:
-        """Tell the server of a resumed session, which the server may not know. Never raises."""
+    def _prime_resumed(self, conversation: Conversation, call: Call) -> None:
+        """Prime the server with a resumed session, which it may not know. Never raises."""
         try:
-            self._prime(conversation.id, self._to_offer(conversation, call))
+            self._prime(conversation.id, self._resumed_priming(conversation, call))
         except Exception as error:
             logger.debug("agentspec: session %r: the server cannot be told of it: %s", conversation.id, error)
 
@@ -263,12 +263,12 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._check()
             self._client._probe(call)
-            self._client._offer(self._conversation, call)
+            self._client._prime_resumed(self._conversation, call)
             completions = self._client._connection(call).chat.completions
             send: Any = completions.create if call.model_class is None else completions.parse
             raw = send(**self._client._requests.build(call, turn.messages))
             with self._conversation.undone_if_interrupted():
-                reply = self._client._take(call, turn, raw)
+                reply = self._client._finish_call(call, turn, raw)
                 self._confirm()
             return reply
 
@@ -365,7 +365,7 @@ class Session(SessionBase, Loops):
         with call.turn as turn:
             self._check()
             self._client._probe(call)
-            self._client._offer(self._conversation, call)
+            self._client._prime_resumed(self._conversation, call)
             request = self._client._requests.build(call, turn.messages, stream=True)
             completions: Any = self._client._connection(call).chat.completions
             opened = completions.stream(**request) if call.model_class else completions.create(**request, stream=True)
@@ -376,6 +376,6 @@ class Session(SessionBase, Loops):
                     if text := answer.add(event):
                         yield text
             with self._conversation.undone_if_interrupted():
-                reply = self._client._take(call, turn, answer.completion())
+                reply = self._client._finish_call(call, turn, answer.completion())
                 self._confirm()
             yield reply

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentspec.client.erasure_list import ErasureList
-from agentspec.client.session_log import Place, Said, SessionLog, Stored, conflict_error
+from agentspec.client.session_log import ClientView, Said, SessionLog, Stored, conflict_error
 from agentspec.errors import InvalidInputError, InvalidSessionError, SessionBusyError, StoreError
 from agentspec.identifiers import check_ids
 
@@ -63,13 +63,13 @@ class Conversation:
         self.helpers_begin = f"{session[:200]}.{uuid.uuid4().hex[:8]}"  # beginning of ids that nobody else uses
         self.loaded = new
         self.resumed = 0  # messages that came from the store
-        self.offered = False  # whether a server was told of those messages
+        self.server_told = False  # whether a server was told of those messages
         self._log = log
         self._erasures = ErasureList() if erasures is None else erasures
         self._unsaved = set[Conversation]() if unsaved is None else unsaved
         self._history: list[Said] = []
         self._next_position = 0
-        self._place = Place(session)
+        self._view = ClientView(session)
         self._guard = threading.RLock()  # the garbage collector may close a stream in a thread that holds it
         self._load_lock = threading.Lock()
         self._user: object = None  # for whom the session is reserved
@@ -92,7 +92,7 @@ class Conversation:
                 stored = None
             with self._guard:
                 added = [message for _, message in self._history]
-                self._take(stored)
+                self._replace_history(stored)
                 self.loaded = True
                 self._append(added)
         self._report_gaps()
@@ -102,17 +102,17 @@ class Conversation:
         with self._load_lock, self.reserved():
             stored = self._read()
             with self._guard:
-                self._take(stored)
+                self._replace_history(stored)
                 self.loaded = True
         self._report_gaps()
 
     def check(self) -> None:
         """Raise SessionConflictError if another client wrote to the session. Blocks for 0.1 s at most."""
-        self._log.check(self._place)
+        self._log.check(self._view)
 
     def confirm(self) -> None:
         """Wait until the latest turn is stored, 0.1 s at most. Raises SessionConflictError if it cannot be."""
-        self._log.confirm(self._place)
+        self._log.confirm(self._view)
 
     def messages(self) -> list[dict[str, Any]]:
         """Return a copy of the history."""
@@ -130,7 +130,7 @@ class Conversation:
         """Append messages between calls. Raises SessionBusyError during a call, and SessionConflictError."""
         with self._guard:
             self._refuse_if_busy()
-            if self._place.conflict:
+            if self._view.conflict:
                 raise conflict_error(self.id)
             self._append(messages)
 
@@ -146,7 +146,7 @@ class Conversation:
                     return None
                 position, last = self._history[-1]
             said = [Said(position + i, message) for i, message in enumerate(change(copy.deepcopy(last)))]
-            self._log.rewrite(self._place, position, said)
+            self._log.rewrite(self._view, position, said)
             with self._guard:
                 self._history[-1:] = said
                 self._next_position = position + len(said)
@@ -158,7 +158,7 @@ class Conversation:
         with self._load_lock:
             self._log.remove(self.id)
             with self._guard:
-                self._take(Stored())
+                self._replace_history(Stored())
                 self.loaded = True
 
     def add_helper(self, session: str) -> None:
@@ -198,7 +198,7 @@ class Conversation:
             other._history, other._next_position = history, next_position
             other._save(history)
             if next_position > (history[-1].position + 1 if history else 0):  # a gap at the end
-                other._log.append(other._place, [], cut=next_position)
+                other._log.append(other._view, [], cut=next_position)
             other.parent, other.group = self.id, other.group if self.group is None else self.group
         other._log.wait_for_room()
 
@@ -244,7 +244,7 @@ class Conversation:
                 if self._next_position > position:
                     del self._history[count:]
                     self._next_position = position
-                    self._log.append(self._place, [], cut=position)
+                    self._log.append(self._view, [], cut=position)
             raise
 
     def release(self, user: object) -> None:
@@ -287,9 +287,9 @@ class Conversation:
                 "agentspec: session %r: the store has lost %d messages before message %d", self.id, lost, before
             )
 
-    def _take(self, stored: Stored | None) -> None:
+    def _replace_history(self, stored: Stored | None) -> None:
         """Replace the history by the stored one. None: the stored one is not known, so the history is empty."""
-        self._place = Place(self.id, known=False) if stored is None else Place(self.id, stored.last)
+        self._view = ClientView(self.id, known=False) if stored is None else ClientView(self.id, stored.last)
         stored = stored or Stored()
         self._history, self._next_position = list(stored.history), stored.next_position
         self.resumed = len(self._history)
@@ -312,7 +312,7 @@ class Conversation:
 
     def _save(self, said: list[Said]) -> None:
         if said:
-            self._log.append(self._place, said)
+            self._log.append(self._view, said)
 
     def _refuse_if_busy(self) -> None:
         if self._user is not None and self._user is self._answerer:  # a fork would have unanswered calls

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from agentspec.cache.store import NEW_SESSION, CutRecord, MessageRecord, NewEntry, RecordReader, Store, encode
-from agentspec.client.session_log import Place, Said, Stored, conflict_error
+from agentspec.client.session_log import ClientView, Said, Stored, conflict_error
 from agentspec.errors import InvalidInputError, SessionConflictError, StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def read_session(store: Store, session: str) -> Stored:
 class _Write:
     """Hold messages to append, or none to check only whether another client wrote to the session."""
 
-    place: Place
+    view: ClientView
     records: list[MessageRecord | CutRecord]
     size: int = 0
 
@@ -95,45 +95,45 @@ class Outbox:
         self._slow = False  # the latest call took longer than WAIT_S
         self._hurried = False  # somebody waits, so the pause after a failure ends
 
-    def put(self, place: Place, said: list[Said], cut: int | None = None) -> None:
+    def put(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
         """Queue the messages of one turn. Never blocks, never raises. cut: as for `SessionLog.append`."""
-        self._enqueue(_write(place, said, cut))
+        self._enqueue(_write(view, said, cut))
 
-    def put_now(self, place: Place, said: list[Said], cut: int | None, timeout: float) -> None:
+    def put_now(self, view: ClientView, said: list[Said], cut: int | None, timeout: float) -> None:
         """Store the messages of one turn behind those queued for the session. Blocks; nothing is tried again.
 
         Raises StoreError if the store fails or is not reached within ``timeout`` seconds, and SessionConflictError.
         """
-        if not self.settle(place.session, timeout) or not self._calling.acquire(timeout=timeout):
+        if not self.settle(view.session, timeout) or not self._calling.acquire(timeout=timeout):
             raise StoreUnavailableError(
-                f"session {place.session!r}: nothing was changed, because the store does not answer; try again later"
+                f"session {view.session!r}: nothing was changed, because the store does not answer; try again later"
             )
         try:
-            failed = self._perform(_write(place, said, cut))
+            failed = self._perform(_write(view, said, cut))
         finally:
             self._calling.release()
         if isinstance(failed, StoreError):
             raise failed
         if failed is not None:
-            raise StoreError(f"session {place.session!r}: the store failed: {failed}") from failed
-        if place.conflict:
-            raise conflict_error(place.session)
+            raise StoreError(f"session {view.session!r}: the store failed: {failed}") from failed
+        if view.conflict:
+            raise conflict_error(view.session)
 
-    def check(self, place: Place) -> None:
+    def check(self, view: ClientView) -> None:
         """Queue a look at whether another client wrote to the session, unless the store is slow or away."""
         if not self._failures and not self._slow:
-            self._enqueue(_Write(place, []))
+            self._enqueue(_Write(view, []))
 
-    def confirm(self, place: Place) -> None:
+    def confirm(self, view: ClientView) -> None:
         """Wait until all that was queued for the session is done, for at most WAIT_S.
 
         Returns at once while the store is slow or away: a conflict then shows at a later call.
         Raises SessionConflictError if another client wrote to the session.
         """
         if not self._failures and not self._slow:
-            self._slow = not self.settle(place.session, WAIT_S)
-        if place.conflict:
-            raise conflict_error(place.session)
+            self._slow = not self.settle(view.session, WAIT_S)
+        if view.conflict:
+            raise conflict_error(view.session)
 
     def settle(self, session: str, timeout: float) -> bool:
         """Wait until nothing of the session is queued. Returns False after ``timeout`` seconds."""
@@ -158,7 +158,7 @@ class Outbox:
         try:
             yield
             with self._changed:
-                self._discard(lambda write: write.place.session == session)
+                self._discard(lambda write: write.view.session == session)
         finally:
             self._calling.release()
 
@@ -180,7 +180,7 @@ class Outbox:
     def _enqueue(self, write: _Write) -> None:
         with self._changed:
             if self._deadline is not None:
-                logger.warning("agentspec: session %r: the client is closed; messages are lost", write.place.session)
+                logger.warning("agentspec: session %r: the client is closed; messages are lost", write.view.session)
                 return
             self._queue.append(write)
             self._bytes += write.size
@@ -218,18 +218,18 @@ class Outbox:
 
         The oldest write of the session that has most waiting goes first. A record that messages are missing is left.
         """
-        last = {write.place: write for write in self._queue if write.records}
+        last = {write.view: write for write in self._queue if write.records}
         waiting: dict[str, deque[_Write]] = defaultdict(deque)
         for write in self._queue:
             if write is not kept and write.messages:
-                waiting[write.place.session].append(write)
+                waiting[write.view.session].append(write)
         heap = [(-sum(write.size for write in writes), session) for session, writes in waiting.items()]
         heapq.heapify(heap)
         left: dict[_Write, _Write] = {}
         while self._bytes > goal and heap:
             negative, session = heap[0]
             write = waiting[session].popleft()
-            left[write] = _without_messages(write, is_last=last[write.place] is write)
+            left[write] = _without_messages(write, is_last=last[write.view] is write)
             self._bytes += left[write].size - write.size
             self._dropped += write.messages
             if waiting[session]:
@@ -245,9 +245,9 @@ class Outbox:
         self._changed.notify_all()
 
     def _waits(self, session: str) -> bool:
-        if self._current is not None and self._current.place.session == session:
+        if self._current is not None and self._current.view.session == session:
             return True
-        return any(write.place.session == session for write in self._queue)
+        return any(write.view.session == session for write in self._queue)
 
     def _run(self) -> None:
         while self._await_work():
@@ -275,36 +275,36 @@ class Outbox:
 
     def _perform(self, write: _Write) -> Exception | None:
         """Append or check. Returns the error if the store failed."""
-        place = write.place
-        if place.conflict:
+        view = write.view
+        if view.conflict:
             return None
         try:
             store = self._store()
-            if not place.known:
-                found = read_session(store, place.session)
-                place.offset, place.last, place.known = found.next_position, found.last, True
-            self._append(store, place, write.records)
+            if not view.known:
+                found = read_session(store, view.session)
+                view.offset, view.last, view.known = found.next_position, found.last, True
+            self._append(store, view, write.records)
         except SessionConflictError:
-            place.conflict = True
+            view.conflict = True
         except Exception as error:  # a store may raise anything, and the thread must survive it
             return error
         return None
 
-    def _append(self, store: Store, place: Place, records: list[MessageRecord | CutRecord]) -> None:
-        """Append to the session, or only check. Raises SessionConflictError if others wrote behind ``place.last``."""
-        payloads = [_encode(record, place.offset) for record in records]
+    def _append(self, store: Store, view: ClientView, records: list[MessageRecord | CutRecord]) -> None:
+        """Append to the session, or only check. Raises SessionConflictError if others wrote behind ``view.last``."""
+        payloads = [_encode(record, view.offset) for record in records]
         if not payloads:
-            if any(store.read(NAMESPACE, session=place.session, after=place.last, newest=1)):
-                raise conflict_error(place.session)
+            if any(store.read(NAMESPACE, session=view.session, after=view.last, newest=1)):
+                raise conflict_error(view.session)
             return
-        entries = [NewEntry(place.session, payload) for payload in payloads]
+        entries = [NewEntry(view.session, payload) for payload in payloads]
         try:
-            place.last = store.append(NAMESPACE, entries, expect=place.last or NEW_SESSION)[-1]
+            view.last = store.append(NAMESPACE, entries, expect=view.last or NEW_SESSION)[-1]
         except SessionConflictError:
-            behind = list(store.read(NAMESPACE, session=place.session, after=place.last))
+            behind = list(store.read(NAMESPACE, session=view.session, after=view.last))
             if [entry.payload for entry in behind] != payloads:
                 raise
-            place.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
+            view.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
     def _leave(self, write: _Write, failed: Exception | None) -> None:
         """Note how a write went. A write that failed waits for the next attempt; a check that failed is forgotten."""
@@ -313,26 +313,26 @@ class Outbox:
             if failed is not None and write.records:
                 self._queue.appendleft(write)
                 self._bytes += write.size
-            if write.place.conflict:
-                self._discard(lambda other: other.place is write.place)
+            if write.view.conflict:
+                self._discard(lambda other: other.view is write.view)
             recovered, dropped = failed is None and self._failures > 0, self._dropped
             self._failures = 0 if failed is None else self._failures + 1
             if failed is None:
                 self._dropped = 0
             self._changed.notify_all()
-        if write.place.conflict:
-            logger.warning("agentspec: %s", conflict_error(write.place.session))
+        if write.view.conflict:
+            logger.warning("agentspec: %s", conflict_error(write.view.session))
         if self._failures == 1:
             logger.warning("agentspec: the session store is away (%s); messages wait to be written", failed)
         if recovered:
             logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
 
 
-def _write(place: Place, said: list[Said], cut: int | None) -> _Write:
+def _write(view: ClientView, said: list[Said], cut: int | None) -> _Write:
     now = time.time()
-    records: list[MessageRecord | CutRecord] = [] if cut is None else [CutRecord(place.session, cut)]
-    records += [MessageRecord(place.session, message, now, position) for position, message in said]
-    return _Write(place, records)
+    records: list[MessageRecord | CutRecord] = [] if cut is None else [CutRecord(view.session, cut)]
+    records += [MessageRecord(view.session, message, now, position) for position, message in said]
+    return _Write(view, records)
 
 
 def _without_messages(write: _Write, *, is_last: bool) -> _Write:
@@ -342,8 +342,8 @@ def _without_messages(write: _Write, *, is_last: bool) -> _Write:
     """
     cuts: list[MessageRecord | CutRecord] = [record for record in write.records if isinstance(record, CutRecord)]
     if is_last:
-        cuts.append(CutRecord(write.place.session, (write.records[-1].position or 0) + 1))
-    return _Write(write.place, cuts)
+        cuts.append(CutRecord(write.view.session, (write.records[-1].position or 0) + 1))
+    return _Write(write.view, cuts)
 
 
 def _encode(record: MessageRecord | CutRecord, offset: int) -> bytes:

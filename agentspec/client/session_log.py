@@ -22,8 +22,8 @@ class Said(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Hold what one client knows of a session in the store.
+class ClientView:
+    """Hold what one client knows of a session in the store: how far it has read and written.
 
     last: cursor of the last entry that the client has read or written; None if there was none. known: False if the
     session was not read, because its history was taken as empty. offset: positions before the first message of this
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Hold a session as the store has it. next_position: the position of its next message. last: as in Place."""
+    """Hold a session as the store has it. next_position: the position of its next message. last: as in ClientView."""
 
     history: list[Said] = field(default_factory=list)
     next_position: int = 0
@@ -56,22 +56,22 @@ class SessionLog:
         """Return the session as it is stored. May block. Raises StoreError if it cannot be read."""
         return Stored()
 
-    def append(self, place: Place, said: list[Said], cut: int | None = None) -> None:
+    def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
         """Queue the messages of one turn. Never blocks, never raises.
 
         cut: position of the first message that is taken back before that; None: none is.
         """
 
-    def rewrite(self, place: Place, position: int, said: list[Said]) -> None:
+    def rewrite(self, view: ClientView, position: int, said: list[Said]) -> None:
         """Put these messages in the place of those from ``position`` on, in one step. Blocks until that is stored.
 
         Raises StoreError, or SessionConflictError if another client wrote to the session; nothing has changed then.
         """
 
-    def check(self, place: Place) -> None:
+    def check(self, view: ClientView) -> None:
         """Raise SessionConflictError if another client wrote to the session. May block for a moment."""
 
-    def confirm(self, place: Place) -> None:
+    def confirm(self, view: ClientView) -> None:
         """Wait a moment for the messages to be stored. Raises SessionConflictError if another client wrote before."""
 
     def wait_for_room(self) -> None:

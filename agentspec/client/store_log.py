@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from agentspec.cache.store import Retention, Store, default_store_url, open_store, trim_sessions
 from agentspec.client.outbox import NAMESPACE, Outbox, read_session
-from agentspec.client.session_log import Place, Said, SessionLog, Stored
+from agentspec.client.session_log import ClientView, Said, SessionLog, Stored
 from agentspec.errors import StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,18 @@ class StoreLog(SessionLog):
             raise StoreUnavailableError("messages of this process still wait to be written to the store")
         return read_session(self._opened(), session)
 
-    def append(self, place: Place, said: list[Said], cut: int | None = None) -> None:
-        self._outbox.put(place, said, cut)
+    def append(self, view: ClientView, said: list[Said], cut: int | None = None) -> None:
+        self._outbox.put(view, said, cut)
 
-    def rewrite(self, place: Place, position: int, said: list[Said]) -> None:
-        self._outbox.put_now(place, said, position, FLUSH_TIMEOUT_S)
+    def rewrite(self, view: ClientView, position: int, said: list[Said]) -> None:
+        self._outbox.put_now(view, said, position, FLUSH_TIMEOUT_S)
 
-    def check(self, place: Place) -> None:
-        self._outbox.check(place)
-        self._outbox.confirm(place)
+    def check(self, view: ClientView) -> None:
+        self._outbox.check(view)
+        self._outbox.confirm(view)
 
-    def confirm(self, place: Place) -> None:
-        self._outbox.confirm(place)
+    def confirm(self, view: ClientView) -> None:
+        self._outbox.confirm(view)
 
     def wait_for_room(self) -> None:
         self._outbox.wait_for_room(ROOM_TIMEOUT_S)

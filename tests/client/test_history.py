@@ -33,7 +33,7 @@ from agentspec import (
 )
 from agentspec.cache.store import MessageRecord, NewEntry, Store, encode, open_store
 from agentspec.client.outbox import NAMESPACE, Outbox, read_session
-from agentspec.client.session_log import Place, Said
+from agentspec.client.session_log import ClientView, Said
 from agentspec.testing.redis_server import RedisServer
 
 from .fake_server import FakeServer
@@ -175,11 +175,11 @@ def test_the_store_may_come_into_being_later(server: FakeServer, tmp_path: Path)
 def test_what_overflows_is_lost_and_the_gap_is_marked(caplog: pytest.LogCaptureFixture) -> None:
     store = FailingStore()
     outbox = Outbox(lambda: store, max_bytes=4_000)
-    place = Place("s")
+    view = ClientView("s")
 
     def say(first: int, count: int) -> None:
         for position in range(first, first + count):
-            outbox.put(place, [Said(position, {"role": "user", "content": f"{position}" * 200})])
+            outbox.put(view, [Said(position, {"role": "user", "content": f"{position}" * 200})])
 
     say(0, 2)
     assert outbox.settle("s", 60.0)
@@ -204,9 +204,9 @@ def with_gaps() -> Store:
     """A session of positions 2, 3 and 6."""
     store = open_store("memory://")
     outbox = Outbox(lambda: store)
-    place = Place("s")
+    view = ClientView("s")
     for position in (2, 3, 6):
-        outbox.put(place, [Said(position, {"role": "user", "content": f"{position}"})])
+        outbox.put(view, [Said(position, {"role": "user", "content": f"{position}"})])
     outbox.close(60.0)
     return store
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentspec import AgentClient, Gap
 from agentspec.client.outbox import Outbox, read_session
-from agentspec.client.session_log import Place, Said
+from agentspec.client.session_log import ClientView, Said
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
@@ -17,33 +17,33 @@ def test_a_write_of_any_size_is_stored_while_the_store_works() -> None:
     store = FailingStore()
     outbox = Outbox(lambda: store, max_bytes=4_000)
     store.delay = 0.1
-    small = [Place(f"small{number}") for number in range(3)]
-    for place in small:
-        outbox.put(place, [Said(0, {"role": "user", "content": "important"})])
-    outbox.put(Place("large"), [Said(0, {"role": "user", "content": "A" * 10_000})])
-    for place in small:
-        outbox.put(place, [Said(1, {"role": "user", "content": "important, too"})])
+    small = [ClientView(f"small{number}") for number in range(3)]
+    for view in small:
+        outbox.put(view, [Said(0, {"role": "user", "content": "important"})])
+    outbox.put(ClientView("large"), [Said(0, {"role": "user", "content": "A" * 10_000})])
+    for view in small:
+        outbox.put(view, [Said(1, {"role": "user", "content": "important, too"})])
     outbox.close(60.0)
-    assert [len(read_session(store, place.session).history) for place in small] == [2, 2, 2]
+    assert [len(read_session(store, view.session).history) for view in small] == [2, 2, 2]
     assert len(read_session(store, "large").history) == 1
 
 
 def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_end_too() -> None:
     store = FailingStore()
     outbox = Outbox(lambda: store, max_bytes=4_000)
-    places = {name: Place(name) for name in ("small", "large", "next", "last")}
-    for place in places.values():
-        outbox.put(place, [Said(0, {"role": "user", "content": "first"})])
-    assert all(outbox.settle(name, 60.0) for name in places)
+    views = {name: ClientView(name) for name in ("small", "large", "next", "last")}
+    for view in views.values():
+        outbox.put(view, [Said(0, {"role": "user", "content": "first"})])
+    assert all(outbox.settle(name, 60.0) for name in views)
     store.failing = {"append"}
-    outbox.put(places["small"], [Said(1, {"role": "user", "content": "on its way"})])
+    outbox.put(views["small"], [Said(1, {"role": "user", "content": "on its way"})])
     wait_until(lambda: outbox._failures > 0)
-    outbox.put(places["small"], [Said(2, {"role": "user", "content": "kept"})])
+    outbox.put(views["small"], [Said(2, {"role": "user", "content": "kept"})])
     for name, size in (("large", 3_000), ("next", 2_000), ("last", 8_000)):
-        outbox.put(places[name], [Said(1, {"role": "user", "content": "A" * size})])
+        outbox.put(views[name], [Said(1, {"role": "user", "content": "A" * size})])
     store.failing = set()
     outbox.close(60.0)
-    found = {name: read_session(store, name) for name in places}
+    found = {name: read_session(store, name) for name in views}
     assert {name: (len(session.history), session.next_position) for name, session in found.items()} == {
         "small": (3, 3),
         "large": (1, 2),
@@ -55,9 +55,9 @@ def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_
 def test_a_turn_that_cannot_be_stored_leaves_a_gap_at_the_end() -> None:
     store = FailingStore()
     outbox = Outbox(lambda: store)
-    place = Place("s")
-    outbox.put(place, [Said(0, {"role": "user", "content": "one"})])
-    outbox.put(place, [Said(1, {"role": "user", "content": object()})])
+    view = ClientView("s")
+    outbox.put(view, [Said(0, {"role": "user", "content": "one"})])
+    outbox.put(view, [Said(1, {"role": "user", "content": object()})])
     outbox.close(60.0)
     assert read_session(store, "s").next_position == 2 and len(read_session(store, "s").history) == 1
 
@@ -65,7 +65,7 @@ def test_a_turn_that_cannot_be_stored_leaves_a_gap_at_the_end() -> None:
 def test_a_fork_has_the_gap_at_the_end_too(server: FakeServer) -> None:
     store = FailingStore()
     outbox = Outbox(lambda: store)
-    outbox.put(Place("s"), [Said(0, {"role": "user", "content": "one"}), Said(1, {"content": object()})])
+    outbox.put(ClientView("s"), [Said(0, {"role": "user", "content": "one"}), Said(1, {"content": object()})])
     outbox.close(60.0)
     for _ in range(2):
         with AgentClient(base_url=server.url, model="small", store=store) as client:
