@@ -88,7 +88,7 @@ class _SessionFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _PendingCall:
     """Hold one model call that was not replayed yet.
 
     sent: its messages, of which the first `resumed` came from the store. tokens: those of prompt and answer, if the
@@ -127,7 +127,7 @@ class Forecaster:
         self._texts = _TokenisedTexts(encode if callable(encode) else approximate_tokens)
         self._max_bytes = max_bytes
         self._noting = threading.Lock()  # guards what waits; never held during a replay, which takes seconds
-        self._pending: deque[_Said] = deque()
+        self._pending: deque[_PendingCall] = deque()
         self._pending_bytes = 0
         self._replaying = threading.Lock()  # guards everything else
         self._cache: SuffixCache | None = None
@@ -156,9 +156,9 @@ class Forecaster:
                 if session is not None and message["role"] == "assistant":
                     break  # the session holds this text
                 size += _bytes_of(message)
-        said = _Said(session or "", group, sent, resumed, reply.message, tokens, reply.speculation, size)
+        call = _PendingCall(session or "", group, sent, resumed, reply.message, tokens, reply.speculation, size)
         with self._noting:
-            self._pending.append(said)
+            self._pending.append(call)
             self._pending_bytes += size
             while self._pending_bytes > self._max_bytes:
                 self._pending_bytes -= self._pending.popleft().size
@@ -184,8 +184,8 @@ class Forecaster:
         """Erase what is held of a session. Waits for a forecast that is being made."""
         with self._replaying:
             with self._noting:
-                self._pending = deque(said for said in self._pending if said.session != session)
-                self._pending_bytes = sum(said.size for said in self._pending)
+                self._pending = deque(call for call in self._pending if call.session != session)
+                self._pending_bytes = sum(call.size for call in self._pending)
             self._sessions.pop(session, None)
             self._texts.clear()
             if self._cache is not None:
@@ -194,15 +194,15 @@ class Forecaster:
     def _replay_pending(self) -> None:
         with self._noting:
             pending, self._pending, self._pending_bytes = self._pending, deque(), 0
-        for said in pending:
-            figures = self._figures_of(said.session, said.group, said.sent[: said.resumed])
-            if said.measured is not None:
-                figures.add_measured(said.measured)
-            if said.tokens is not None:
-                self._replay(figures, said.session, said.group, *said.tokens)
+        for call in pending:
+            figures = self._figures_of(call.session, call.group, call.sent[: call.resumed])
+            if call.measured is not None:
+                figures.add_measured(call.measured)
+            if call.tokens is not None:
+                self._replay(figures, call.session, call.group, *call.tokens)
             elif self.tokens_from != "server":
-                self._replay(figures, said.session, said.group, *self._in_tokens(said.sent, said.answer))
-                figures.seen = max(figures.seen, _answers(said.sent) + 1)
+                self._replay(figures, call.session, call.group, *self._in_tokens(call.sent, call.answer))
+                figures.seen = max(figures.seen, _answers(call.sent) + 1)
 
     def _figures_of(self, session: str, group: str | None, resumed: Sequence[Mapping[str, Any]]) -> _SessionFigures:
         """Return a session's figures. They include calls by other clients whose messages were read from the store.
@@ -318,9 +318,9 @@ def _shown(message: Mapping[str, Any]) -> str:
 def _spoken(message: Mapping[str, Any]) -> str:
     """Return the text of a message, with its tool calls as JSON."""
     content = message.get("content") or message.get("refusal") or ""
-    said: Iterable[object] = [content] if isinstance(content, str) else content
+    texts: Iterable[object] = [content] if isinstance(content, str) else content
     calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()
-    parts = [*said, *(call.get(str(call.get("type", "function")), call) for call in calls)]
+    parts = [*texts, *(call.get(str(call.get("type", "function")), call) for call in calls)]
     return "\n".join(part if isinstance(part, str) else _text_of(part) for part in parts)
 
 
