@@ -90,7 +90,13 @@ def connection_options(base_url: str | None, api_key: str | None, options: Mappi
 
 
 class Call:
-    """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent."""
+    """Hold one chat call. Raises InvalidInputError for messages or options that cannot be sent.
+
+    session, group, parent: how the call is tagged; None: not. turn: reserves the session and has the messages to send;
+    enter it once. options: those of the OpenAI client's call, without ours. predict: whether to predict the answer.
+    cache_salt: the salt that it sends, if any. begin: when it was made or, later, when its request was built, by
+    `time.monotonic`.
+    """
 
     def __init__(
         self, conversation: Conversation, content: Content | None, response_format: Any, options: Mapping[str, Any]
