@@ -20,8 +20,9 @@ from agentspec.cache import (
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.cache.tokens import MAX_VOCAB, as_prompt
 from agentspec.cache.types import record_of
-from tests.oracle.cache import Drafted, Oracle
+from tests.oracle.cache import Oracle
 from tests.oracle.entries import Limits
+from tests.oracle.request import Drafted
 from tests.oracle.session import Turn
 
 LARGEST = 2**31 - 1

@@ -7,7 +7,10 @@ Read in this order:
 ``drafting``            how a draft grows, and what is learned from verification
 ``arctic_suffix_rule``  ArcticInference's rule, to compare with
 ``session``             a session's turns: a tree in one text
+``names``               what requests and turns belong to
+``corpus``              the responses that sessions share
 ``entries``             what is kept of finished requests, and what is evicted
+``request``             a running request
 ``cache``               the calls
 
 tests/cache/test_fuzz.py compares the core with it, answer by answer.

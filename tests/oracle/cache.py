@@ -1,120 +1,29 @@
-"""Specify the calls on requests, sessions, groups and tenants. Implemented by csrc/cache.
+"""Specify the calls on requests, sessions, groups and tenants. Implemented by csrc/cache/cache and stored_turns.
 
 `Oracle` has SuffixCache's calls, on plain lists and for arguments that are known to be good. It knows no clock, and it
 saves nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Literal
-
-import numpy as np
 
 from agentspec.cache import SOURCES, Candidate, DraftPolicy, FinishedTurn, HistoryWindow, Scope
 from agentspec.cache.policy import DEFAULT_COST, MAX_DRAFT
 from agentspec.cache.types import HistoryUnit
 from tests.oracle.arctic_suffix_rule import ArcticSuffixRule
-from tests.oracle.drafting import Draft, DraftRequest, ExternalDraft, MatchState, SuffixDrafter
-from tests.oracle.entries import CacheEntries, CacheEntry, Group, Key, Limits, Session, Tenant, work_on
-from tests.oracle.index import BOUNDARY, OVERLAP, Match, SuffixIndex
-from tests.oracle.scoring import Candidate as Proposed
+from tests.oracle.drafting import Draft, ExternalDraft, SuffixDrafter
+from tests.oracle.entries import CacheEntries, Group, Limits, Session, Tenant, work_on
+from tests.oracle.index import SuffixIndex
+from tests.oracle.names import Key, Names
+from tests.oracle.request import PUBLIC, Drafted, Request, common_prefix
 from tests.oracle.scoring import Learned
-from tests.oracle.session import BLOCK, Context, Turn
+from tests.oracle.session import Turn
 
 WORK_PER_STEP = 4096  # positions indexed in one step
 OWN_PER_STEP = 32  # positions of each request's own text that are always indexed
 LEARNED_CONTEXT = 512  # tokens of a prompt that drafts see, when learning from a stored turn
-CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
-PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
-ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step
 REQUEST_BITS = 12  # slots of the reranker of a request that shares nothing, as a power of two
-
-
-@dataclass(slots=True)
-class Drafted:
-    """Hold a request's draft and, by source, how many tokens of its previous draft were accepted and verified."""
-
-    tokens: list[int]
-    probabilities: list[float]
-    sources: list[int]
-    match_length: int
-    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
-    verified: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
-
-
-@dataclass(slots=True)
-class Request:
-    """Hold a running request. shared: it drafts from and adds to its tenant. own_group: its group is its own family."""
-
-    session: Session | None
-    group: Group | None
-    tenant: Tenant | None
-    learned: Learned
-    prompt_length: int
-    shared: bool
-    own_group: bool
-    index: SuffixIndex = field(default_factory=SuffixIndex)  # the whole text; only what the session lacks is findable
-    sibling: "Request | None" = None  # another running request of its group, whose text it drafts from
-    next_asked: int = 0  # place among the group's running requests of the one to look into next
-    prediction: SuffixIndex = field(default_factory=SuffixIndex)  # what is expected, behind the end of the prompt
-    state: MatchState = field(default_factory=MatchState)
-    draft: Draft = field(default_factory=Draft)
-
-    def for_drafter(self, public: SuffixIndex | None) -> DraftRequest:
-        entries = [entry.index if entry and not entry.gone else None for entry in (self.session, self.group)]
-        shared = [self.tenant.corpus.index, public] if self.tenant and self.shared else [None, None]
-        sibling = self.sibling.index if self.sibling else None
-        prediction = self.prediction if len(self.prediction) else None
-        sources = [self.index, *entries, *shared, sibling, prediction]
-        return DraftRequest(sources, self.index.text, self.state, self.draft, self.learned)
-
-    def choose_sibling(self, running: Sequence["Request"]) -> None:
-        """Choose the running request of its group whose text has the longest match of this one's end.
-
-        It asks the present one and, in turn, others. Requests of an erased session take no part.
-        """
-        before, self.sibling = self.sibling, None
-        members = [each for each in running if self.group and each.group is self.group]
-        asked = [before] if before is not None and before.takes_part else []
-        passed = 0
-        if len(members) < 2 or not self.takes_part:
-            members = asked = []
-        while passed < len(members) and len(asked) < ASKED_SIBLINGS:
-            member = members[(self.next_asked + passed) % len(members)]
-            if member is not self and member is not before and member.takes_part:
-                asked.append(member)
-            passed += 1
-        if members:
-            self.next_asked = (self.next_asked + passed) % len(members)
-        best = Match()
-        for other in asked:
-            match = other.index.look_up(self.index.text)
-            if match.length > best.length:
-                best, self.sibling, self.state.versions[SIBLING] = match, other, other.index.version
-        self.state.matches[SIBLING] = best
-        if self.sibling is not before and self.state.resume and self.state.resume.source == SIBLING:
-            self.state.resume = None
-
-    @property
-    def takes_part(self) -> bool:
-        return self.session is None or not self.session.gone
-
-    def forget_sibling(self) -> None:
-        self.sibling = None
-        self.state.forget(SIBLING)
-
-    def source_of(self, candidate: Proposed) -> int:
-        """Return a candidate's source as users see it: the family of a root counts as the session."""
-        return 1 if self.own_group and candidate.source == 2 else candidate.source
-
-    def entries(self) -> list[CacheEntry]:
-        return [entry for entry in (self.session, self.group) if entry is not None]
-
-    def drafted(self) -> Drafted:
-        taken = self.draft.taken
-        probabilities = [float(np.float32(candidate.probability)) for candidate in taken]
-        sources = [self.source_of(candidate) for candidate in taken]
-        return Drafted([candidate.token for candidate in taken], probabilities, sources, self.draft.match_length)
 
 
 class Oracle:
@@ -148,15 +57,15 @@ class Oracle:
         parent: str | None = None,
         prediction: Sequence[int] = (),
     ) -> None:
-        of_tenant, of_session, of_group = self._names(session, group, tenant, scope, owner, tenant_owner, parent)
+        names = replace(Names.of(scope, session, group, tenant, parent), owner=owner, tenant_owner=tenant_owner)
+        of_tenant, of_session, of_group = self._held.entries_of(names)
         for sharing in (of_group, of_tenant):
             if sharing and of_tenant:
                 self._held.drop_outdated(sharing.corpus, of_tenant)
-        shared = scope == "tenant"
-        teacher = of_tenant if shared else of_session
+        teacher = of_tenant if names.shared else of_session
         learned = self._held.learned(teacher) if teacher else Learned(self._policy, REQUEST_BITS)
         own_group = of_group is not None and of_group.key[0] == "family" and of_group.key[2] == session
-        request = Request(of_session, of_group, of_tenant, learned, len(prompt), shared, own_group)
+        request = Request(of_session, of_group, of_tenant, learned, len(prompt), names.shared, own_group)
         if of_session:
             of_session.final = False
         for entry in request.entries():
@@ -165,7 +74,7 @@ class Oracle:
             of_tenant.running += 1
         request.state.ends = frozenset(end_tokens)
         held = [self._as_held(token) for token in prompt]
-        self._begin_text(request, held)
+        request.begin(self._drafter, held)
         if prediction:
             request.prediction.append(held[max(len(held) - self._drafter.kept_context, 0) :], findable=False)
             request.prediction.append(list(prediction))
@@ -177,7 +86,7 @@ class Oracle:
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         request = self._requests[request_id]
-        self._take(request, list(tokens), len(request.draft.taken))
+        request.take(self._drafter, self._public, list(tokens), len(request.draft.taken))
 
     def propose(self, request_ids: Sequence[str], max_draft: Sequence[int], cost: float | None = None) -> list[Drafted]:
         requests = [self._requests[request_id] for request_id in request_ids]
@@ -206,10 +115,10 @@ class Oracle:
         requests, counts, sound = [], [], []
         for request_id, text, verified in zip(request_ids, texts, num_verified, strict=True):
             request = self._requests[request_id]
-            self._rewind(request, list(text))
+            self._rewind(request, text)
             fresh = list(text[len(request.index) :])
             illegal = (at for at, token in enumerate(fresh) if not 0 <= token < self._vocab_size)
-            counts.append(self._take(request, fresh[: next(illegal, None)], verified))
+            counts.append(request.take(self._drafter, self._public, fresh[: next(illegal, None)], verified))
             budget = self._advance(request, budget)
             requests.append(request)
             sound.append(len(request.index) == len(text))  # if not, a draft would not continue the engine's text
@@ -271,17 +180,7 @@ class Oracle:
         if (not session and not request.shared) or (session and session.gone):
             self.abort(request_id)
             return None
-        prompt = request.index.text[: request.prompt_length]
-        response = request.index.text[request.prompt_length :][:output_limit]
-        if session:
-            known = session.turns.find(prompt)
-            kept = known.length if known else 0
-            contexts = Context().walk(prompt[:kept])
-            turn = Turn(
-                kept, contexts[kept].hash, contexts[kept // BLOCK * BLOCK].hash, prompt[kept:], response, record
-            )
-        else:
-            turn = Turn(0, 0, 0, prompt[-OVERLAP:], response, record)
+        turn = replace(request.turn(output_limit), record=record)
         key = session.key if session else None
         self._keep(session, request.group, tenant, key, request.shared, turn, "finished")
         self.abort(request_id)
@@ -303,14 +202,9 @@ class Oracle:
             self._held.free_if_final(request.session)
 
     def restore(self, stored: FinishedTurn, held_only: bool = False) -> None:
-        shared = stored.scope == "tenant"
-        names = (stored.session, stored.group, stored.tenant)
-        if not held_only:
-            tenant, session, group = self._names(*names, stored.scope, stored.owner, None, stored.family, stored=True)
-        elif stored.scope == "none":
-            return
-        else:
-            tenant, session, group = self._held.find_held(*names, shared, stored.family)
+        names = Names.of(stored.scope, stored.session, stored.group, stored.tenant, stored.family)
+        names = replace(names, owner=stored.owner, stored=True)
+        tenant, session, group = self._held.find_held(names) if held_only else self._held.entries_of(names)
         tail = [self._as_held(token) for token in stored.prompt_tail.tolist()]
         response = stored.response.tolist()
         turn = Turn(stored.kept, stored.parent, stored.block, tail, response, stored.record)
@@ -319,7 +213,7 @@ class Oracle:
         key = session.key if session else None
         if tenant and stored.session is not None:
             key = ("session", tenant.name, stored.session)
-        self._keep(session, group, tenant, key, shared, turn, "followed" if held_only else "stored")
+        self._keep(session, group, tenant, key, names.shared, turn, "followed" if held_only else "stored")
         for entry in (session, group):
             if entry:
                 self._held.forget_if_empty(entry)
@@ -330,7 +224,8 @@ class Oracle:
         """Learn how drafts of a turn would have fared, and keep nothing of it."""
         if self._policy.arctic or turn.scope != "tenant" or not len(turn.response):
             return 0
-        tenant, session, group = self._held.find_held(turn.session, turn.group, turn.tenant, True, turn.family)
+        names = Names.of(turn.scope, turn.session, turn.group, turn.tenant, turn.family)
+        tenant, session, group = self._held.find_held(names)
         if tenant is None or tenant.corpus.holds(turn.record):
             return 0
         prompt = [self._as_held(token) for token in turn.prompt_tail.tolist()[-LEARNED_CONTEXT:]]
@@ -343,18 +238,18 @@ class Oracle:
             request.index.advance(len(request.index))
             self._draft(request, MAX_DRAFT, self._cost(None), is_open=True)
             right = common_prefix([candidate.token for candidate in request.draft.taken], left)
-            self._take(request, left[: right + 1], MAX_DRAFT)
+            request.take(self._drafter, self._public, left[: right + 1], MAX_DRAFT)
             left = left[right + 1 :]
         for entry in request.entries():
             self._held.forget_if_empty(entry)
         return len(turn.response)
 
     def needs_load(self, tenant: str | None, session: str | None, group: str | None, family: str | None) -> bool:
-        entry = self._held.find(tenant, session, group, family)
+        entry = self._held.find(Names(session, group, tenant, family=family))
         return entry is None or not entry.loaded
 
     def mark_loaded(self, tenant: str | None, session: str | None, group: str | None, family: str | None) -> None:
-        entry = self._held.find(tenant, session, group, family)
+        entry = self._held.find(Names(session, group, tenant, family=family))
         if entry is not None:
             entry.loaded = True
 
@@ -423,28 +318,6 @@ class Oracle:
     def _cost(self, cost: float | None) -> float:
         return next(price for price in (cost, self._policy.cost, DEFAULT_COST) if price is not None)
 
-    def _names(
-        self,
-        session: str | None,
-        group: str | None,
-        tenant: str | None,
-        scope: Scope,
-        owner: str | None,
-        tenant_owner: str | None,
-        family: str | None,
-        stored: bool = False,
-    ) -> tuple[Tenant | None, Session | None, Group | None]:
-        """Return the tenant, session and group that a request or turn of this scope draws on and adds to."""
-        if scope == "none":
-            return None, None, None
-        of_tenant = self._held.tenant(tenant, tenant_owner)
-        if stored and of_tenant.owner != of_tenant.name:
-            owner = of_tenant.owner
-        of_session = self._held.session(session, of_tenant, owner, stored, family) if session is not None else None
-        named = group if scope == "tenant" else None
-        of_group = self._held.group(named, session, of_tenant, owner, stored, family)
-        return of_tenant, of_session, of_group
-
     def _advance(self, request: Request, budget: int) -> int:
         """Index and sweep the texts that the request drafts from. Return what is left of the budget."""
         budget -= request.prediction.advance(budget)
@@ -459,53 +332,18 @@ class Oracle:
         """Return the form in which a prompt's token is held: negative, and never drafted, beyond the vocabulary."""
         return token if token < self._vocab_size else -2 - token
 
-    def _begin_text(self, request: Request, prompt: list[int]) -> None:
-        """Put the prompt into a request's empty index."""
-        request.prompt_length = request.state.begin = len(prompt)
-        session = request.session
-        begin, end = session.held_of(prompt) if session and not session.gone else (0, 0)
-        self._drafter.start(request.index, prompt, begin, end)
-
-    def _rewind(self, request: Request, row: list[int]) -> None:
-        """Cut a request's text to what the engine's row still begins with, if the engine took back the rest.
-
-        Compares the last CHECKED tokens to see whether it did: no step adds more.
-        """
-        text = request.index.text
-        row = [self._as_held(token) for token in row[: len(text)]]
-        if len(row) == len(text) and row[: len(text)][-CHECKED:] == text[-CHECKED:]:
-            return
-        self._forget_in_siblings(request)
-        kept = text[: common_prefix(text, row)]
-        prompt = kept[: request.prompt_length]
-        request.index.clear()
-        request.draft, request.state = Draft(), MatchState(ends=request.state.ends)
-        self._begin_text(request, prompt)
-        request.index.append(kept[len(prompt) :])
+    def _rewind(self, request: Request, text: Sequence[int]) -> None:
+        """Cut a request's text to what the engine's still begins with, if the engine took back the rest."""
+        row = [self._as_held(token) for token in text[: len(request.index)]]
+        if not request.goes_on_in(row):
+            self._forget_in_siblings(request)
+            request.rewind(self._drafter, row)
 
     def _forget_in_siblings(self, gone: Request) -> None:
         """Let no request draft from one whose text goes or changes."""
         for request in self._requests.values():
             if request.sibling is gone:
                 request.forget_sibling()
-
-    def _take(self, request: Request, tokens: list[int], num_verified: int) -> tuple[list[int], list[int]]:
-        """Add verified tokens. Return by source how many draft tokens were accepted and verified."""
-        accepted, verified = [0] * len(SOURCES), [0] * len(SOURCES)
-        if not tokens:
-            return accepted, verified
-        checked = request.draft.taken[: max(num_verified, 0)]
-        drafted = [candidate.token for candidate in checked]
-        right = common_prefix(drafted, tokens)
-        if BOUNDARY in drafted:  # they were forgotten; a step gives the accepted tokens and one more
-            right = min(len(drafted), len(tokens) - 1)
-        for depth, candidate in enumerate(checked):
-            source = request.source_of(candidate)
-            verified[source] += 1
-            accepted[source] += depth < right
-        self._drafter.learn(request.for_drafter(self._public), tokens)
-        request.index.append(tokens)
-        return accepted, verified
 
     def _limit(self, max_draft: int) -> int:
         return max(min(max_draft, self._policy.max_draft, MAX_DRAFT), 0)
@@ -537,29 +375,18 @@ class Oracle:
                 is_new = session.turns.append(turn)
                 wanted = is_new or turn.record != 0 or origin == "finished"
                 self._held.trim(session)
-        if turn.response and wanted:
+        if turn.response and wanted and tenant:
             context = context + turn.prompt_tail
             context = context[max(len(context) - self._drafter.kept_context, 0) :]
-            to_group = group if group and not group.gone and not group.corpus.holds(turn.record) else None
-            to_tenant = tenant if tenant and shared and not tenant.corpus.holds(turn.record) else None
-            if tenant and (to_group or to_tenant) and origin != "stored":
+            sharing = [group if group and not group.gone else None, tenant if shared else None]
+            adding = [each for each in sharing if each and not each.corpus.holds(turn.record)]
+            if adding and origin != "stored":
                 tenant.written += len(turn.response)
-            written = self._held.now(tenant) if tenant else 0
-            if to_group:
-                to_group.corpus.add(key, turn.record, context, turn.response, written)
-                self._held.trim_family(to_group)
+            for each in adding:
+                each.corpus.add(key, turn.record, context, turn.response, self._held.now(tenant))
+                if isinstance(each, Group):
+                    self._held.trim_family(each)
                 if origin != "followed":
-                    self._held.touch(to_group)
-            if to_tenant:
-                to_tenant.corpus.add(key, turn.record, context, turn.response, written)
-                if origin != "followed":
-                    to_tenant.used = self._held.next_tick()
+                    self._held.touch(each)
         if session and has_text and origin != "followed":
             self._held.touch(session)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for at, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return at
-    return min(len(a), len(b))

@@ -1,22 +1,20 @@
 """Specify what is kept of finished requests and what leaves: budgets, eviction, erasure.
 
-Implemented by csrc/cache/corpus, entries and fair_order. Not specified here: budgets in bytes, which count measured
+Implemented by csrc/cache/entries, eviction and fair_order. Not specified here: budgets in bytes, which count measured
 memory. They evict in the same order, and tenants that take much beside their texts.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from agentspec.cache import Budget, DraftPolicy, HistoryWindow
+from tests.oracle.corpus import Corpus
 from tests.oracle.index import SuffixIndex
+from tests.oracle.names import Key, Names
 from tests.oracle.scoring import Learned
 from tests.oracle.session import Turns
 
-SWEEP_COST = 16  # positions whose indexing costs as much as removing one
-SWEEP_SOME = 4  # positions removed at once
-OUTDATED_PER_CALL = 256  # documents older than the window dropped in one call
 GENERATIONS = 16  # generations of a family that are searched for its root
 PIECE = 64  # units of work between two looks at the clock
 EVICT_PER_CALL = 64  # sessions, groups or documents evicted in one call
@@ -25,89 +23,6 @@ EVERYTHING = 1 << 62
 NO_LIMIT = Budget()
 
 TENANT_BITS, SESSION_BITS = 18, 14  # slots of the reranker, as a power of two
-
-Key = tuple[Literal["session", "group", "family"], str, str]
-"""Kind, tenant, name. A session without a group uses its family's, under the name of the family's root."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    session: Key | None
-    record: int  # the turn's name in the store; 0: none
-    begin: int
-    end: int
-    written: int  # when, by the clock of the history window
-
-
-@dataclass(slots=True)
-class Corpus:
-    """Hold finished responses, oldest first, as documents of one growing text.
-
-    A dropped document no longer counts. Its positions leave the index with the next sweeps, a few at a time.
-    """
-
-    index: SuffixIndex = field(default_factory=SuffixIndex)
-    documents: deque[Document] = field(default_factory=deque)
-    dropped: deque[Document] = field(default_factory=deque)
-    tokens: int = 0
-
-    def add(self, session: Key | None, record: int, context: list[int], response: list[int], written: int) -> None:
-        begin = len(self.index)
-        self.index.append_boundary()
-        self.index.append(context, findable=False)
-        self.index.append(response)
-        self.documents.append(Document(session, record, begin, len(self.index), written))
-        self.tokens += len(self.index) - begin
-
-    def holds(self, record: int) -> bool:
-        return record != 0 and any(document.record == record for document in self.documents)
-
-    def drop_oldest(self) -> None:
-        document = self.documents.popleft()
-        self.tokens -= document.end - document.begin
-        self.dropped.append(document)
-
-    def drop_before(self, time: int) -> None:
-        """Drop the oldest documents that were written before a time, at most OUTDATED_PER_CALL."""
-        for _ in range(OUTDATED_PER_CALL):
-            if self.documents and self.documents[0].written < time:
-                self.drop_oldest()
-
-    def drop_older_half(self) -> None:
-        for _ in range((len(self.documents) + 1) // 2):
-            self.drop_oldest()
-
-    def drop_session(self, session: Key) -> None:
-        """Drop a session's documents. They are swept before those that are merely old."""
-        erased = [document for document in self.documents if document.session == session]
-        for document in erased:
-            self.documents.remove(document)
-            self.tokens -= document.end - document.begin
-        self.dropped.extendleft(reversed(erased))
-
-    def advance(self, budget: int) -> int:
-        return self.index.advance(budget)
-
-    def sweep(self, budget: int) -> int:
-        """Remove positions of dropped documents, for at most about `budget`. Return how much of it was used."""
-        if not self.dropped or budget == 0:
-            return 0
-        most = -(-budget // SWEEP_COST)
-        done = 0
-        while self.dropped and done < most:
-            oldest = self.dropped[0]
-            some = min(most - done, SWEEP_SOME)
-            removed = self.index.remove(oldest.begin, oldest.end, some)
-            done += removed
-            if removed == some:
-                continue  # if nothing is left of it, the next round finds out
-            self.dropped.popleft()
-            done += 1
-        return min(budget, done * SWEEP_COST)
-
-    @property
-    def has_work(self) -> bool:
-        return self.index.pending > 0 or bool(self.dropped)
 
 
 @dataclass(slots=True)
@@ -242,32 +157,31 @@ class CacheEntries:
         if self.window is not None:
             corpus.drop_before(self.now(tenant) + 1 - self.window.size)
 
-    def next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
+    def entries_of(self, names: Names) -> tuple[Tenant | None, Session | None, Group | None]:
+        """Return the tenant, session and group that a request or turn names, made if need be and marked as used."""
+        if names.tenant is None:
+            return None, None, None
+        tenant = self.tenants.setdefault(names.tenant, Tenant(names.tenant, owner=names.tenant))
+        self.touch(tenant)
+        tenant.owner = tenant.owner if names.tenant_owner is None else names.tenant_owner
+        if names.stored and tenant.owner != tenant.name:
+            names = replace(names, owner=tenant.owner)
+        return tenant, self._session(names, tenant), self._group(names, tenant)
 
-    def tenant(self, name: str | None, owner: str | None) -> Tenant:
-        """Return a tenant, made if need be. Requests without one are one tenant."""
-        tenant = self.tenants.setdefault(name or "", Tenant(name or "", owner=name or ""))
-        tenant.used = self.next_tick()
-        tenant.owner = tenant.owner if owner is None else owner
-        return tenant
-
-    def session(self, name: str, tenant: Tenant, owner: str | None, stored: bool, family: str | None) -> Session:
-        """Return a session, made if need be. owner: whom it counts for from now on; a stored turn's holds for new ones.
-
-        None: whom it counted for before, at first the tenant.
-        """
-        session = self._entry(("session", tenant.name, name), Session, tenant, owner, stored)
+    def _session(self, names: Names, tenant: Tenant) -> Session | None:
+        if names.session is None:
+            return None
+        session = self._entry(("session", tenant.name, names.session), Session, tenant, names)
         assert isinstance(session, Session)
-        root = self.root_of(name, tenant, family)
-        if root != name:
+        root = self._root_of(names, tenant)
+        if root != names.session:
             session.family = root
         return session
 
-    def root_of(self, session: str, tenant: Tenant, family: str | None) -> str:
-        """Return the root of a session's family. family: its parent or the root, if the caller knows one."""
-        root = self._above(session, tenant) or family or session
+    def _root_of(self, names: Names, tenant: Tenant) -> str:
+        """Return the root of the family of the named session."""
+        assert names.session is not None
+        root = self._above(names.session, tenant) or names.family or names.session
         for _ in range(GENERATIONS):
             root = self._above(root, tenant) or root
         return root
@@ -276,66 +190,51 @@ class CacheEntries:
         session = self.held.get(("session", tenant.name, name))
         return session.family if isinstance(session, Session) else None
 
-    def group(
-        self,
-        name: str | None,
-        session: str | None,
-        tenant: Tenant,
-        owner: str | None,
-        stored: bool,
-        family: str | None,
-    ) -> Group | None:
+    def _group(self, names: Names, tenant: Tenant) -> Group | None:
         """Return a named group, or else a session's family, which holds responses without what their prompts quote."""
-        if name is not None:
-            key: Key = ("group", tenant.name, name)
-        elif session is not None:
-            key = ("family", tenant.name, self.root_of(session, tenant, family))
-        else:
-            return None
-        group = self._entry(key, Group, tenant, owner, stored)
-        assert isinstance(group, Group)
+        key = self._group_key(names, tenant)
+        group = None if key is None else self._entry(key, Group, tenant, names)
+        assert group is None or isinstance(group, Group)
         return group
 
-    def _entry(
-        self, key: Key, kind: "type[CacheEntry]", tenant: Tenant, owner: str | None, stored: bool
-    ) -> "CacheEntry":
+    def _group_key(self, names: Names, tenant: Tenant) -> Key | None:
+        if names.shared and names.group is not None:
+            return "group", tenant.name, names.group
+        return None if names.session is None else ("family", tenant.name, self._root_of(names, tenant))
+
+    def _entry(self, key: Key, kind: "type[CacheEntry]", tenant: Tenant, names: Names) -> "CacheEntry":
         entry = self.held.get(key)
         if entry is None:
-            entry = kind(key, tenant, owner=tenant.name if owner is None else owner)
-        elif owner is not None and not stored:
-            entry.owner = owner
+            entry = kind(key, tenant, owner=tenant.name if names.owner is None else names.owner)
+        elif names.owner is not None and not names.stored:
+            entry.owner = names.owner
         self.touch(entry)
         return entry
 
-    def find(
-        self, tenant: str | None, session: str | None, group: str | None, family: str | None
-    ) -> CacheEntry | Tenant | None:
-        if session is not None:
-            return self.held.get(("session", tenant or "", session))
-        if group is not None:
-            return self.held.get(("group", tenant or "", group))
-        if family is not None:
-            return self.held.get(("family", tenant or "", family))
-        return self.tenants.get(tenant or "")
+    def find(self, names: Names) -> CacheEntry | Tenant | None:
+        """Return the named session, group, family or, where none of these is named, tenant."""
+        tenant = names.tenant or ""
+        if names.session is not None:
+            return self.held.get(("session", tenant, names.session))
+        if names.group is not None:
+            return self.held.get(("group", tenant, names.group))
+        if names.family is not None:
+            return self.held.get(("family", tenant, names.family))
+        return self.tenants.get(tenant)
 
-    def find_held(
-        self, session: str | None, group: str | None, tenant: str | None, shared: bool, family: str | None
-    ) -> tuple[Tenant | None, Session | None, Group | None]:
+    def find_held(self, names: Names) -> tuple[Tenant | None, Session | None, Group | None]:
         """Return the held entries that a turn names, and mark none as used. A held session brings its family."""
-        of_tenant = self.tenants.get(tenant or "")
-        if of_tenant is None:
+        tenant = None if names.tenant is None else self.tenants.get(names.tenant)
+        if tenant is None:
             return None, None, None
-        of_session = self.held.get(("session", of_tenant.name, session or ""))
-        assert of_session is None or isinstance(of_session, Session)
-        of_group = None
-        if shared and group is not None:
-            of_group = self.held.get(("group", of_tenant.name, group))
-        elif session is not None:
-            of_group = self.held.get(("family", of_tenant.name, self.root_of(session, of_tenant, family)))
-            if of_group is None and of_session is not None:
-                of_group = self.group(None, session, of_tenant, of_session.owner, True, family)
-        assert of_group is None or isinstance(of_group, Group)
-        return of_tenant, of_session, of_group
+        session = None if names.session is None else self.held.get(("session", tenant.name, names.session))
+        assert session is None or isinstance(session, Session)
+        key = self._group_key(names, tenant)
+        group = None if key is None else self.held.get(key)
+        if group is None and session is not None and key is not None and key[0] == "family":
+            group = self._group(replace(names, owner=session.owner, stored=True), tenant)
+        assert group is None or isinstance(group, Group)
+        return tenant, session, group
 
     def forget_tenant(self, name: str | None) -> bool:
         """Forget a tenant with all that it holds. Return False if requests run: then it stays."""
@@ -355,9 +254,14 @@ class CacheEntries:
             of.learned = Learned(self._policy, TENANT_BITS if isinstance(of, Tenant) else SESSION_BITS)
         return of.learned
 
-    def touch(self, entry: CacheEntry) -> None:
-        self.held.pop(entry.key, None)
-        self.held[entry.key] = entry
+    def touch(self, entry: CacheEntry | Tenant) -> None:
+        """Mark an entry as used."""
+        if isinstance(entry, Tenant):
+            self._tick += 1
+            entry.used = self._tick
+        else:
+            self.held.pop(entry.key, None)
+            self.held[entry.key] = entry
 
     def forget_if_empty(self, entry: CacheEntry) -> None:
         if not entry.gone and entry.running == 0 and entry.tokens == 0:
