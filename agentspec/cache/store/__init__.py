@@ -4,7 +4,7 @@
 ``LogNames``                 the names of a model's logs, one for each tenant
 ``encode``, ``decode``       records as checksummed, versioned bytes
 ``RecordReader``             records from a log
-``BackgroundWriter``, ``BackgroundLoader``, ``StoreJobs``  use a store in threads, so that no decode path waits for it
+``BackgroundWriter``, ``BackgroundLoader``, ``Follower``, ``StoreJobs``  use a store in threads: no decode path waits
 """
 
 from typing import TYPE_CHECKING
@@ -26,9 +26,10 @@ from agentspec.cache.store.base import (
 from agentspec.cache.store.breaker import CircuitBreaker
 from agentspec.cache.store.follower import Follower, FollowerStats
 from agentspec.cache.store.jobs import StoreJobs
-from agentspec.cache.store.loader import BackgroundLoader, LoaderStats, RecordReader
+from agentspec.cache.store.loader import BackgroundLoader, LoaderStats
 from agentspec.cache.store.naming import LogNames, frame, mac, model_key
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
+from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import CutRecord, EraseRecord, MessageRecord, Record, TurnRecord, decode, encode
 from agentspec.cache.store.sqlite import MemoryStore, SQLiteStore
 from agentspec.cache.store.urls import (

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from agentspec.cache.store.base import Store, check_namespace, entry_name
-from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
-from agentspec.cache.store.loader import RecordReader
+from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.courtesy import Courtesy
+from agentspec.cache.store.record_reader import RecordReader
 from agentspec.cache.store.records import EraseRecord, TurnRecord
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Read stored records, and load sessions, groups and tenants' corpora in the background of a running server."""
+"""Load sessions, groups and tenants' corpora from the store, in the background of a running server."""
 
 import logging
 import threading
@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agentspec.cache.store.base import QUEUE_BYTES, Entry, Store
-from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
+from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.ready import Loaded, ReadyRecords, Wanted
-from agentspec.cache.store.records import Record, TurnRecord, decode
-from agentspec.errors import CorruptRecordError, RecordError, StoreUnavailableError
+from agentspec.cache.store.record_reader import RecordReader
+from agentspec.cache.store.records import Record, TurnRecord
+from agentspec.errors import StoreUnavailableError
 
 if TYPE_CHECKING:  # stores work without the compiled core
     from agentspec.cache.core import PreparedSession
@@ -24,52 +26,6 @@ _WHOLE_BYTES = 4 << 20  # most bytes of a session that is delivered in one batch
 _PREPARED_TOKENS = 100_000  # a session of so many tokens is indexed before it is delivered
 _MAX_RECORDS = 2048  # most records of a session or group that a request delivers, the newest
 _MAX_TRIES = 3  # failures of one read, while the store answers others, until it is given up
-
-
-class RecordReader:
-    """Decode the entries of a store, and skip those that cannot be used.
-
-    damaged: records skipped because their bytes are corrupt. unknown: records skipped because of their version or
-    kind. The first of either kind is logged.
-    """
-
-    def __init__(self) -> None:
-        self.damaged = 0
-        self.unknown = 0
-
-    def read(
-        self,
-        store: Store,
-        namespace: str,
-        *,
-        session: str | None = None,
-        group: str | None = None,
-        after: str | None = None,
-        newest: int | None = None,
-    ) -> Iterator[tuple[Entry, Record | None]]:
-        """Yield each entry of Store.read with its record, or with None if the record cannot be used."""
-        for entry in store.read(namespace, session=session, group=group, after=after, newest=newest):
-            yield entry, self._decode(entry)
-
-    def _decode(self, entry: Entry) -> Record | None:
-        try:
-            record = decode(entry.payload)
-            if record.session != entry.session:
-                raise CorruptRecordError("damaged record: it belongs to another session than its entry")
-        except RecordError as error:
-            if isinstance(error, CorruptRecordError):
-                first, self.damaged = self.damaged == 0, self.damaged + 1
-            else:
-                first, self.unknown = self.unknown == 0, self.unknown + 1
-            if first:
-                logger.warning(
-                    "agentspec: stored record %s of session %r is skipped: %s; further ones are only counted",
-                    entry.sequence,
-                    entry.session,
-                    error,
-                )
-            return None
-        return record
 
 
 @dataclass(slots=True)

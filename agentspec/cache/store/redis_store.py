@@ -6,7 +6,7 @@ All keys of a namespace have one hash tag, so that a cluster keeps them on one n
     {prefix:namespace}:3:s:SESSION   list of "id payload"; ids as in the log
     {prefix:namespace}:3:g:GROUP     list of references: "id bytes session"
     {prefix:namespace}:3:sessions    hash, session: "entries bytes last-milliseconds"
-    {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry
+    {prefix:namespace}:3:usage       hash: records, bytes, last = id of the newest entry, born = first id of all
     {prefix:namespace}:3:tombstones  hash, session: id of its tombstone
     {prefix:namespace}:3:d:ID        what is left of an erased session; all of these are in the set :3:doomed
     {prefix:namespace}:3:w:WRITER    number and first id of the last batch that this writer has appended; expires
@@ -55,7 +55,7 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
-from agentspec.cache.store.breaker import Courtesy
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.redis_client import RedisAddress, RedisClient
 from agentspec.cache.store.redis_index import LogIndex

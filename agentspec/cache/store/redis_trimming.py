@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from agentspec.cache.store.base import Retention, Trimmed, Usage
-from agentspec.cache.store.breaker import Courtesy
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.redis_client import RedisClient
 from agentspec.cache.store.redis_index import LogIndex
 from agentspec.cache.store.redis_losses import IDLE_SECONDS

@@ -32,7 +32,7 @@ from agentspec.cache.store.base import (
     conflict,
     expected_session,
 )
-from agentspec.cache.store.breaker import Courtesy
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.records import EraseRecord, encode
 from agentspec.cache.store.sqlite_entries import (
     SLICE_BYTES,

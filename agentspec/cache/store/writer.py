@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 from agentspec.cache.store.aside import QueuedRecord, SetAside
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
-from agentspec.cache.store.breaker import CircuitBreaker, Courtesy, State
+from agentspec.cache.store.breaker import CircuitBreaker, State
+from agentspec.cache.store.courtesy import Courtesy
 from agentspec.cache.store.records import Record, TurnRecord, encode
 from agentspec.cache.store.trimmer import Trimmer
 from agentspec.errors import InvalidInputError, StoreUnavailableError
