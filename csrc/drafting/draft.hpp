@@ -33,7 +33,7 @@ struct ArcticSettings {
 
 // Holds DraftPolicy's fields; agentspec/cache/policy.py explains them.
 struct PolicySettings {
-  std::size_t max_draft = 32;  // tokens
+  std::size_t max_draft = kMaxDraft;  // tokens
   std::size_t min_match = 1;   // tokens
   double prior_weight = 200;   // observations that a prior counts for
   double memory = 1000;        // observations after which older ones are halved
