@@ -30,9 +30,9 @@ from report import names, positive, print_json, print_table, rounded, save, say
 from trace_files import WORKLOADS, calls
 
 from agentspec.cache import SOURCES, DraftPolicy, FinishedTurn, SuffixCache
+from agentspec.cache.arguments import TokenIds
 from agentspec.cache.core import without_clock
 from agentspec.cache.store import LogNames, open_store
-from agentspec.cache.tokens import TokenIds
 from agentspec.cache.types import Scope
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.server_ext.identity import Identity

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.identifiers import check_session_id
 from agentspec.simulate import Call

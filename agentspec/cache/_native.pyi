@@ -3,8 +3,8 @@
 SuffixCache numbers its requests with small integers, the slots. A session's or group's key contains its tenant's name.
 """
 
+from agentspec.cache.arguments import LimitNumbers, Rows
 from agentspec.cache.policy import DraftPolicy
-from agentspec.cache.tokens import LimitNumbers, Rows
 from agentspec.cache.types import Float32Array, Float64Array, Int32Array, UInt8Array, UInt64Array
 
 # The fields of StepDrafts and of Drafts, in their order.

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentspec.cache.tokens import MAX_VOCAB, TokenIds, as_tokens
+from agentspec.cache.arguments import MAX_VOCAB, TokenIds, as_tokens
 from agentspec.cache.types import UInt64Array
 from agentspec.errors import ConfigurationError, first_line
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from agentspec.cache.arguments import TokenIds, as_prompt, as_turn
 from agentspec.cache.core import PreparedSession, native
 from agentspec.cache.names import UNNAMED_TENANT, Names, key_of, keys_to_load, session_key
 from agentspec.cache.policy import DEFAULT_COST, DraftPolicy
-from agentspec.cache.tokens import TokenIds, as_prompt, as_turn
 from agentspec.cache.types import UNIT_NUMBERS, CacheStats, FinishedTurn, PublicCorpus
 from agentspec.errors import InvalidInputError, SnapshotError
 from agentspec.identifiers import check_ids

@@ -7,8 +7,7 @@
     turn = cache.finish("r1")           # goes to the store; restore(turn) has the same effect in another process
 
 SuffixCache checks arguments and passes them to the compiled core (csrc/), whose answers tests/oracle specifies. One
-thread makes the calls for requests. Meanwhile other threads may call stats, tenants, prepare, has_session,
-remove_session, free_session, forget_tenant, catch_up, index_until_closed, close, resize and save.
+thread makes the calls for requests. Meanwhile any thread may call `resize` and what KeptTurns has; the core has a lock.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.core import native
-from agentspec.cache.kept_turns import KeptTurns
-from agentspec.cache.names import Names, name_in
-from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
-from agentspec.cache.running import BatchHandle, RequestSlots
-from agentspec.cache.tokens import (
+from agentspec.cache.arguments import (
     MAX_VOCAB,
     Rows,
     TokenIds,
@@ -37,6 +31,11 @@ from agentspec.cache.tokens import (
     is_number,
     limit_numbers,
 )
+from agentspec.cache.core import native
+from agentspec.cache.kept_turns import KeptTurns
+from agentspec.cache.names import Names, name_in
+from agentspec.cache.policy import MAX_DRAFT, DraftPolicy
+from agentspec.cache.running import BatchHandle, RequestSlots
 from agentspec.cache.types import (
     DEFAULT_MAX_BYTES,
     MAX_PREDICTION,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, InvalidInputError, first_line
 

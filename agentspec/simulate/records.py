@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentspec.cache.tokens import MAX_VOCAB, as_tokens
+from agentspec.cache.arguments import MAX_VOCAB, as_tokens
 from agentspec.cache.types import Int32Array
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_session_id

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.cache import SCOPES, Budget, DraftPolicy, FinishedTurn, HistoryWindow
-from agentspec.cache.tokens import MAX_VOCAB
+from agentspec.cache.arguments import MAX_VOCAB
 from tests.cache.streams import LARGEST, Pair, fibonacci
 
 TENANTS = (None, "t", "t", "u")

@@ -17,8 +17,8 @@ from agentspec.cache import (
     SuffixCache,
     _native,
 )
+from agentspec.cache.arguments import MAX_VOCAB, as_prompt
 from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
-from agentspec.cache.tokens import MAX_VOCAB, as_prompt
 from agentspec.cache.types import record_of
 from tests.oracle.cache import Oracle
 from tests.oracle.entries import Limits

@@ -9,7 +9,7 @@ import hashlib
 from collections import OrderedDict
 
 from agentspec.cache import context_hashes
-from agentspec.cache.tokens import TokenIds
+from agentspec.cache.arguments import TokenIds
 from agentspec.cache.types import UInt64Array
 from agentspec.errors import InvalidTokenError
 from agentspec.server_ext.identity.identity import Identity

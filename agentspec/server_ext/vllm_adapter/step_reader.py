@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.cache.arguments import MAX_VOCAB
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.cache.tokens import MAX_VOCAB
 from agentspec.server_ext.identity import CALL_KEY, DETAIL_KEY, PREDICTION_KEY, identify
 from agentspec.server_ext.step import Batch, Int32, NewRequest, Repetition, Step
 from agentspec.server_ext.vllm_adapter.frontend import api_request_id
