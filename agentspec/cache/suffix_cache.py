@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,18 @@ DEFAULT_WORK_SECONDS = 0.0005
 """CPU time that a step may spend beside its drafting."""
 
 
+class CacheOptions(TypedDict, total=False):
+    """List the options of SuffixCache, which explains them."""
+
+    max_tokens: int | None
+    max_bytes: int | None
+    per_tenant: Budget | None
+    per_session: Budget | None
+    policy: DraftPolicy | None
+    vocab_size: int | None
+    history: HistoryWindow | None
+
+
 class SuffixCache(KeptTurns):
     """Hold the suffix indexes of running requests, sessions, groups and tenants, and draft from them.
 
@@ -100,33 +113,14 @@ class SuffixCache(KeptTurns):
         self._one_limit: Int32Array = np.zeros(1, np.int32)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        max_tokens: int | None = None,
-        max_bytes: int | None = DEFAULT_MAX_BYTES,
-        per_tenant: Budget | None = None,
-        per_session: Budget | None = None,
-        policy: DraftPolicy | None = None,
-        vocab_size: int | None = None,
-        history: HistoryWindow | None = None,
-    ) -> "SuffixCache":
+    def load(cls, path: str | Path, **options: Unpack[CacheOptions]) -> "SuffixCache":
         """Return a cache with the contents of a file from `save`.
 
-        The other arguments are those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under
+        options: those of SuffixCache. If `policy` learns differently, what was learned is dropped. Under
         a `history` in another unit, what is loaded counts as written now.
         Raises SnapshotError as `load_snapshot` does.
         """
-        cache = cls(
-            max_tokens=max_tokens,
-            max_bytes=max_bytes,
-            per_tenant=per_tenant,
-            per_session=per_session,
-            policy=policy,
-            vocab_size=vocab_size,
-            history=history,
-        )
+        cache = cls(**options)
         cache.load_snapshot(path)
         return cache
 
