@@ -34,16 +34,18 @@ FIGURES_HEADER = "X-Agentspec-Figures"
 SALT_HEADER = "X-Cache-Salt"
 """Header that gives a session's cache salt to the extension."""
 PROBE_PATH = "/agentspec"
+"""Path below the base URL that only a server with the extension has."""
 TIMEOUT_S = 2.0
 """Timeout of a query to the extension, in seconds."""
 RETRY_AFTER_S = 30.0
+"""Pause after a probe that failed, in seconds."""
 ERASURE_S, ERASURE_PAUSE_S = 30.0, 0.5
 """How long an erasure is repeated while the server says that some text is left, and the pause between, in seconds."""
+ANSWERER = "_answerer"
+"""Option of a loop's call: the `answerer` of its turn."""
 
 _OPENAI_HOST = "api.openai.com"
 _PASSING = frozenset({408, 429})
-ANSWERER = "_answerer"
-"""Option of a loop's call: the `answerer` of its turn."""
 _OUR_OPTIONS = frozenset({"max_retries", "predict", ANSWERER})
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[!-~]?|[!-~][ \t!-~]*[!-~]")
