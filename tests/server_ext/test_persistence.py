@@ -67,7 +67,7 @@ class Engine:
             stats = self.persistence.stats()["loader"]
             count += self.persistence.apply_loaded(self.cache)
             idle = stats["pending"] == 0 and stats["ready_bytes"] == 0 and not self.persistence._turns.has_ready()
-            return idle and not self.persistence._loader._coming  # what was asked for meanwhile is read once more
+            return idle and not self.persistence._loader._untaken  # what was asked for meanwhile is read once more
 
         wait_until(done)
         self.cache.catch_up()
@@ -573,7 +573,7 @@ def test_ten_thousand_tenants_stay_bounded(store: FlakyStore) -> None:
         engine.persistence.apply_loaded(engine.cache)
     engine.load_all()
     loader = engine.persistence._loader
-    assert not (loader._waiting or loader._corpora or loader._requests or loader.has_ready())
+    assert not (loader._requested or loader._corpora or loader._requests or loader.has_ready())
     assert engine.cache.stats().bytes <= 4_000_000
     engine.start("r", "tenant 9999", [7, 8, 100, 101, 102])
     engine.load_all()

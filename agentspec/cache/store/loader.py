@@ -102,11 +102,10 @@ class BackgroundLoader:
         self._reader = RecordReader()
         self._requests: deque[_Job] = deque()
         self._corpora: deque[_Job] = deque()
-        # What was requested: sessions and groups until they are read, corpora until they were taken.
-        self._waiting: set[Wanted] = set()
-        # sessions and groups until all of them was taken; how many records to read again then, for those that were
-        # requested again since they are being read
-        self._coming: dict[Wanted, int] = {}
+        self._requested: set[Wanted] = set()  # sessions and groups until they are read, corpora until they were taken
+        # Sessions and groups until all of them was taken, and how many records to read again then: 0 for those that
+        # nobody has requested again since they are being read.
+        self._untaken: dict[Wanted, int] = {}
         self._current: _Job | None = None
         self._counts = LoaderStats()
         self._closed = self._failure_logged = False
@@ -124,10 +123,10 @@ class BackgroundLoader:
         with self._wake:
             if self._closed:
                 return False
-            if wanted in self._waiting:
+            if wanted in self._requested:
                 return True
-            if wanted in self._coming:
-                self._coming[wanted] = newest
+            if wanted in self._untaken:
+                self._untaken[wanted] = newest
                 return True
             if len(self._queue_of(wanted)) >= self._max_pending:
                 self._counts.refused += 1
@@ -155,7 +154,7 @@ class BackgroundLoader:
         """Return whether ``take`` may still return records of a session, group or corpus."""
         with self._wake:
             read = self._current is not None and self._current.wanted == wanted
-            if read or wanted in self._waiting:
+            if read or wanted in self._requested:
                 return True
         return self.ready.holds(wanted)
 
@@ -213,7 +212,7 @@ class BackgroundLoader:
                     self._wake.wait(pause)
                 elif self._requests:
                     self._current = self._requests.popleft()
-                    self._waiting.discard(self._current.wanted)
+                    self._requested.discard(self._current.wanted)
                     return self._current
                 else:
                     self._current = self._corpora.popleft()
@@ -264,18 +263,18 @@ class BackgroundLoader:
         return self._corpora if wanted.is_corpus else self._requests
 
     def _queue(self, job: _Job) -> None:
-        self._waiting.add(job.wanted)
+        self._requested.add(job.wanted)
         if not job.wanted.is_corpus:
-            self._coming.setdefault(job.wanted, 0)
+            self._untaken.setdefault(job.wanted, 0)
         self._queue_of(job.wanted).append(job)
         self._wake.notify()
 
     def _end(self, wanted: Wanted) -> None:
         """Note that all of a session, group or corpus was taken, or will not come. Read it again if that was asked."""
         if wanted.is_corpus:
-            self._waiting.discard(wanted)
+            self._requested.discard(wanted)
             self._counts.corpora -= 1
-        elif newest := self._coming.pop(wanted, 0):
+        elif newest := self._untaken.pop(wanted, 0):
             self._queue(_Job(wanted, newest))
 
     def _put_off(self, job: _Job, error: Exception) -> None:
