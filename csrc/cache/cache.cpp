@@ -193,18 +193,21 @@ void Cache::remove_session(const std::string& session, const std::string* tenant
       current->forget_sibling();  // which may be a request of it
     }
   }
-  for (const auto& group : sharing) {
-    bool dropped = false;
-    for (bool more = true; more; let_engine_call()) {
-      std::lock_guard lock(mutex_);
-      ++entries_.erasures;  // what a snapshot copied since the last slice may hold some of it
-      if (group->gone) break;
-      if (!std::exchange(dropped, true)) group->corpus.drop_session(key);
-      group->corpus.sweep(kSweepPerSlice);
-      entries_.count(*group);
-      more = group->has_work() && !group->corpus.swept();
-      if (!more && group->tenant) entries_.forget_if_empty(*group);
-    }
+  for (const auto& group : sharing) erase_from(*group, key);
+}
+
+// Erases a session's responses in slices, between which other callers get the lock.
+void Cache::erase_from(Group& group, const std::string& session_key) {
+  bool dropped = false;
+  for (bool more = true; more; let_engine_call()) {
+    std::lock_guard lock(mutex_);
+    ++entries_.erasures;  // what a snapshot copied since the last slice may hold some of it
+    if (group.gone) break;
+    if (!std::exchange(dropped, true)) group.corpus.drop_session(session_key);
+    group.corpus.sweep(kSweepPerSlice);
+    entries_.count(group);
+    more = group.has_work() && !group.corpus.swept();
+    if (!more && group.tenant) entries_.forget_if_empty(group);
   }
 }
 

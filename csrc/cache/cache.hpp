@@ -45,7 +45,7 @@ struct TokenTable {
 // Refers to the requests of a step, with one number for each in every span: the slot, the row in the engine's tokens,
 // how many of the row's tokens are valid, the longest draft, and how many tokens of the last one were verified.
 struct StepRequests {
-  std::span<const std::int32_t> slots, rows, lengths, max_draft, num_verified;
+  std::span<const std::int32_t> slots{}, rows{}, lengths{}, max_draft{}, num_verified{};
 };
 
 // Refers to another drafter's tokens, one row for each request, and the probability of each token.
@@ -182,6 +182,8 @@ class Cache {
   // A followed turn marks nothing as used.
   enum class Origin { kFinished, kStored, kFollowed };
   void keep(const Request& of, const std::string* session, const Turn& turn, Origin origin);
+  void erase_from(Group& group, const std::string& session_key);
+  std::size_t replay_step(Request& request, std::span<const Token> left, double cost);
   bool find_held(Names names, Request& to);
   void find_or_make(Names names, Request& to);
   std::shared_ptr<CacheEntry> find(Names names) const;

@@ -195,6 +195,7 @@ class CacheEntries {
   void set_waiting(CacheEntry& entry, bool waiting);
   template <class Entry>
   bool save_some(const EntryMap<Entry>& map, SnapshotWriter& writer, Cursor& next, std::shared_ptr<CacheEntry>& frozen);
+  std::shared_ptr<CacheEntry> load_name(SnapshotReader& reader);
   bool dispose_some();
   void drop(CacheEntry& entry);
   bool evict_one(Tenant* only);

@@ -81,32 +81,36 @@ void CacheEntries::thaw(CacheEntry& entry) {
   if (!entry.gone) count(entry);
 }
 
+// Makes the entry that comes next in a snapshot, still empty. Returns null at the end of the entries.
+std::shared_ptr<CacheEntry> CacheEntries::load_name(SnapshotReader& reader) {
+  const std::uint64_t kind = reader.number();
+  if (kind == kEndOfEntries) return nullptr;
+  if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
+  const std::string key = reader.string();
+  if (kind == kOfTenant) {
+    if (tenants_.find(key)) reader.damaged("a tenant is there twice");
+    const std::uint64_t written = reader.number();
+    const std::string owner = reader.string();
+    const auto loaded = tenant(&key, &owner);
+    loaded->written = written;
+    return loaded;
+  }
+  const std::string tenant_key = reader.string(), owner = reader.string();
+  if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
+  const auto its_tenant = tenant(&tenant_key, nullptr);
+  const std::string name = key.substr(1);
+  const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
+  switch (static_cast<EntryKind>(key.front())) {
+    case EntryKind::kSession: return session(of_session, its_tenant);
+    case EntryKind::kFamily: return family(name, its_tenant, of_session);
+    case EntryKind::kGroup: return group(of_group, its_tenant);
+  }
+  reader.damaged("neither a session nor a group");
+}
+
 void CacheEntries::load(SnapshotReader& reader, std::int64_t vocab_size, bool same_window) {
   std::vector<std::pair<std::uint64_t, CacheEntry*>> uses;
-  for (std::uint64_t kind = reader.number(); kind != kEndOfEntries; kind = reader.number()) {
-    if (kind != kOfTenant && kind != kOfEntry) reader.damaged("neither a tenant nor a session nor a group");
-    const std::string key = reader.string();
-    const std::string of_tenant = kind == kOfEntry ? reader.string() : std::string();
-    const std::uint64_t written = kind == kOfTenant ? reader.number() : 0;
-    const std::string owner = reader.string();
-    std::shared_ptr<CacheEntry> loaded;
-    if (kind == kOfTenant) {
-      if (tenants_.find(key)) reader.damaged("a tenant is there twice");
-      const auto tenant = this->tenant(&key, &owner);
-      tenant->written = written;
-      loaded = tenant;
-    } else {
-      if (key.empty() || entries_.find(key)) reader.damaged("a session or group is there twice");
-      const auto tenant = this->tenant(&of_tenant, nullptr);
-      const std::string name = key.substr(1);
-      const Names of_session{&name, nullptr, nullptr, true, &owner}, of_group{nullptr, &name, nullptr, true, &owner};
-      switch (static_cast<EntryKind>(key.front())) {
-        case EntryKind::kSession: loaded = session(of_session, tenant); break;
-        case EntryKind::kFamily: loaded = family(name, tenant, of_session); break;
-        case EntryKind::kGroup: loaded = group(of_group, tenant); break;
-        default: reader.damaged("neither a session nor a group");
-      }
-    }
+  while (const auto loaded = load_name(reader)) {
     const std::uint64_t used = reader.number();
     describe(reader, loaded->learned, settings_, learned_bits(*loaded));
     describe(reader, *loaded);

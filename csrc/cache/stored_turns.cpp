@@ -83,6 +83,19 @@ void Cache::restore(Names names, Turn turn, bool held_only) {
   entries_.evict(to.tenant.get());
 }
 
+// Drafts once, and takes in what a step would have accepted of the draft and the token behind it. `left`: the text that
+// follows. Returns how many tokens of it were taken in.
+std::size_t Cache::replay_step(Request& request, std::span<const Token> left, double cost) {
+  drafter_->draft(request.for_drafter(public_.get()), draft_limit(kMaxDraft), cost);
+  const auto& draft = request.draft.taken;
+  std::size_t right = 0;
+  while (right < std::min(draft.size(), left.size()) && draft[right].token == left[right]) ++right;
+  const auto verified = left.first(std::min(right + 1, left.size()));
+  request.take(*drafter_, public_.get(), verified, draft.size());
+  request.index.advance(verified.size());
+  return verified.size();
+}
+
 std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
   if (settings_.arctic || !names.shared || turn.response().empty()) return 0;
   Request request;
@@ -104,14 +117,7 @@ std::size_t Cache::learn_from(Names names, const Turn& turn, double cost) {
       std::lock_guard lock(mutex_);
       if (std::exchange(known, public_) != public_) request.forget_public();
       for (std::size_t i = 0; i < kLearnedPerSlice && !left.empty(); ++i) {
-        drafter_->draft(request.for_drafter(public_.get()), draft_limit(kMaxDraft), cost);
-        const auto& draft = request.draft.taken;
-        std::size_t right = 0;
-        while (right < std::min(draft.size(), left.size()) && draft[right].token == left[right]) ++right;
-        const auto verified = left.first(std::min(right + 1, left.size()));
-        request.take(*drafter_, public_.get(), verified, draft.size());
-        request.index.advance(verified.size());
-        left = left.subspan(verified.size());
+        left = left.subspan(replay_step(request, left, cost));
       }
       entries_.count(*request.tenant);
     }
