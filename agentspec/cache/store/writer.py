@@ -139,14 +139,13 @@ class BackgroundWriter:
     def stats(self) -> WriterStats:
         """Return the current counts."""
         with self._work:
-            state: State = "open" if self._aside else self._breaker.state
             return replace(
                 self._counts,
                 queued=self._waiting(),
                 queued_bytes=self._bytes,
                 trimmed=self._trimmer.removed,
                 trim_failed=self._trimmer.failed,
-                state=state,
+                state="open" if self._aside else self._breaker.state,
             )
 
     def _run(self) -> None:
