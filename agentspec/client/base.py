@@ -18,7 +18,7 @@ from agentspec.client.priming import Priming, prime_history, prime_resumed, prim
 from agentspec.client.record import ReplyRecord
 from agentspec.client.reply import ParsedT, Reply, read_reply
 from agentspec.client.request import Call, RequestBuilder, Speculating, check_timeout
-from agentspec.client.session_log import SessionLog, open_log
+from agentspec.client.session_log import SessionLog
 from agentspec.client.session_naming import SessionTags
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError
 
@@ -59,7 +59,7 @@ class ClientBase(Generic[OpenAIT]):
         self._requests = RequestBuilder(model, session_tags, speculation, token_ids=tokenizer == "server", host=host)
         self._forecaster = Forecaster(tokenizer)
         self._record = None if record is None else ReplyRecord(record)
-        self._log = open_log(store)
+        self._log = _open_log(store)
         self._process: int | None = None  # in which it was used first
         self._conversations = Conversations(self._log)
         self._close_log: Callable[[], object] = weakref.finalize(
@@ -174,6 +174,24 @@ class StreamBase(Generic[ParsedT]):
         if self._reply is None:
             raise AgentSpecError("reply: the stream was not read to its end; iterate over it, or call until_done()")
         return self._reply
+
+
+def _open_log(store: str | Store | None) -> SessionLog:
+    """Return the log for a client's `store` option.
+
+    A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
+    data folder, is opened when the first session needs it. Raises ConfigurationError for what is neither.
+    """
+    if store is None:
+        return SessionLog()
+    if not isinstance(store, str) and not hasattr(store, "append"):
+        raise ConfigurationError(
+            "store: 'auto', a URL such as sqlite:///sessions.db, a store object or None is needed, not"
+            f" {type(store).__name__}"
+        )
+    from agentspec.client.store_log import StoreLog  # imported here: the store's modules load numpy and SQLite
+
+    return StoreLog.of(store)
 
 
 def _close(conversations: Conversations, log: SessionLog, process: int) -> None:

@@ -6,12 +6,9 @@ A session talks to its log, not to a store. So a client without a store loads no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from agentspec.errors import ConfigurationError, SessionConflictError
-
-if TYPE_CHECKING:
-    from agentspec.cache.store import Store
+from agentspec.errors import SessionConflictError
 
 
 class Said(NamedTuple):
@@ -82,24 +79,6 @@ class SessionLog:
 
     def close(self) -> None:
         """Write the queued messages."""
-
-
-def open_log(store: str | Store | None) -> SessionLog:
-    """Return the log for a client's `store` option.
-
-    A store given by URL is opened now, and may raise StoreURLError or StoreError. The default store, in the user's
-    data folder, is opened when the first session needs it. Raises ConfigurationError for what is neither.
-    """
-    if store is None:
-        return SessionLog()
-    if not isinstance(store, str) and not hasattr(store, "append"):
-        raise ConfigurationError(
-            "store: 'auto', a URL such as sqlite:///sessions.db, a store object or None is needed, not"
-            f" {type(store).__name__}"
-        )
-    from agentspec.client.store_log import StoreLog  # imported here: the store's modules load numpy and SQLite
-
-    return StoreLog.of(store)
 
 
 def conflict_error(session: str) -> SessionConflictError:
