@@ -66,3 +66,16 @@ def test_recurrent_states_on_a_cpu_are_refused(method: dict[str, Any] | None, tm
     arguments = engine_args(tmp_path / "model", MAMBA, enforce_eager=True, **options)
     with pytest.raises(ConfigurationError, match=r"Mamba2ForCausalLM on a CPU: .* start plain 'vllm serve'"):
         arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("method", [None, {"method": "suffix"}])
+def test_a_model_that_generates_no_text_is_served_as_by_vllm(
+    method: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No proposer and no store, as with ``AGENTSPEC=1``."""
+    options = engine_options(store="memory://", speculative_config=method)
+    arguments = engine_args(tmp_path / "model", DENSE, enforce_eager=True, runner="pooling", **options)
+    with caplog.at_level("INFO"):
+        config = arguments.create_engine_config()
+    assert config.speculative_config is None
+    assert "agentspec: this model generates no text, so nothing is drafted" in caplog.messages

@@ -252,8 +252,9 @@ def create_speculative_config(
 
     switch_on(engine_args, target_model_config, target_parallel_config)
     translate_method(engine_args)
+    leave_pooling_models(engine_args, target_model_config)
     set_draft_limit(engine_args, target_model_config, target_parallel_config)
-    own = _with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH
+    own = _is_own(engine_args)
     beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
     spec = original(engine_args, target_model_config, target_parallel_config)
     if spec is not None and beside:
@@ -289,6 +290,11 @@ def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config
         )
     limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
     native_methods.adopt(spec, limit)
+
+
+def _is_own(engine_args: Any) -> bool:
+    """Return whether the engine's speculative method is agentspec's own."""
+    return bool(_with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH)
 
 
 def _has_settings(engine_args: Any) -> bool:
@@ -359,6 +365,13 @@ def translate_method(engine_args: Any) -> None:
     engine_args.speculative_config = own_config(translation.max_draft)
     for alias in aliases.values():
         setattr(engine_args, alias, None)
+
+
+def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
+    """Take agentspec's method from an engine whose model generates no text, such as a model of embeddings."""
+    if _is_own(engine_args) and model_config.runner_type != "generate":
+        engine_args.speculative_config = None
+        logger.info("agentspec: this model generates no text, so nothing is drafted")
 
 
 def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
