@@ -188,7 +188,9 @@ def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, ca
 
 
 @pytest.mark.parametrize("error", [StoreError("too large"), RuntimeError("a bug")])
-def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyStore, error: Exception) -> None:
+def test_a_record_that_the_store_never_takes_is_found_and_given_up(
+    store: FlakyStore, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     original = store.append
 
     def picky(namespace: str, entries: list[NewEntry]) -> None:
@@ -204,6 +206,7 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(store: FlakyS
     assert stored(store) == [number for number in range(40) if number != 13]
     assert writer.stats().refused == 1
     writer.close()
+    assert sum("cannot be stored" in line and str(error) in line for line in caplog.messages) == 1
 
 
 def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None:

@@ -260,6 +260,7 @@ class BackgroundWriter:
             if len(items) == 1 and not passing:
                 self._counts.refused += 1
                 self._bytes -= items[0].size
+                self._log_refusal(error)
             else:
                 middle = 0 if passing else len(items) // 2
                 self._aside.add(part, self._without(self._forgotten, items[middle:]), first=True)
@@ -301,10 +302,14 @@ class BackgroundWriter:
                 return NewEntry(record.session, encode(record))
             return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
         except InvalidInputError as error:
-            if not self._refusal_logged:
-                self._refusal_logged = True
-                logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
+            self._log_refusal(error)
             return None
+
+    def _log_refusal(self, error: Exception) -> None:
+        """Log why a record is given up, for the first one."""
+        if not self._refusal_logged:
+            self._refusal_logged = True
+            logger.warning("agentspec: a record cannot be stored: %s; further ones are only counted", error)
 
     def _requeue(self, items: list[QueuedRecord], error: Exception) -> None:
         """Queue the rest of a batch again, because the append of ``items``, its next records of one log, failed.
@@ -317,6 +322,7 @@ class BackgroundWriter:
             if len(items) == 1 and not passing:
                 self._counts.refused += 1
                 self._let_go(items)
+                self._log_refusal(error)
             else:
                 # The retry sends the same records, so that a store can recognise an append that it already has.
                 self._limit = len(self._in_flight) if passing else len(items) // 2
