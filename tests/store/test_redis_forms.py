@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 
@@ -285,6 +285,26 @@ def test_another_number_of_shards_is_refused_with_the_remedy(sharded: tuple[Redi
     server.client().set("agentspec:shards", 1)
     with pytest.raises(StoreError, match="shards=1"):
         open_store(f"{server.url}?shards=4").append(NS, [NewEntry("s", b"1")])
+
+
+def test_turns_wait_while_the_server_wants_a_password_that_nobody_gave() -> None:
+    """Redis calls the long commands of a client that has shown no password a protocol error."""
+    with RedisServer() as server, closing(open_store(server.url)) as store:
+        writer = BackgroundWriter(store)
+        writer.put(NS, turn("s", 1))
+        assert writer.flush(60)
+        admin = server.client()
+        admin.config_set("requirepass", PASSWORD)
+        admin.execute_command("CLIENT KILL SKIPME yes")
+        for number in range(2, 20):
+            writer.put(NS, turn("s", number))
+        wait_until(lambda: writer.stats().state == "open")
+        with pytest.raises(StoreUnavailableError, match="AGENTSPEC_REDIS_PASSWORD"):
+            store.append(NS, [entry_of(turn("t", number)) for number in range(20)])
+        admin.config_set("requirepass", "")
+        wait_until(lambda: writer.stats().queued == 0)
+        assert (writer.stats().persisted, writer.stats().refused) == (19, 0)
+        writer.close()
 
 
 def test_turns_wait_while_the_password_is_wrong() -> None:

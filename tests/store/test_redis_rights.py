@@ -115,6 +115,17 @@ def test_a_user_without_the_keys_is_told_so(server: RedisServer, store: RedisSto
     assert keys(server) == set()
 
 
+@pytest.mark.parametrize("command", ["EVALSHA", "RPUSH", "GET"])
+def test_turns_wait_while_the_server_lacks_a_command(command: str) -> None:
+    """Somebody has renamed it. RPUSH is called by a script, where Redis does not say which command it lacks."""
+    with RedisServer({f"rename-command {command}": "ANOTHER"}) as server, closing(open_store(server.url)) as store:
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match=f"does not know {command}") as caught:
+                store.append(NS, BATCH)
+        assert "args beginning" not in str(caught.value)  # they may be what is to be written
+        assert keys(server) <= {"usage"}
+
+
 def test_a_server_before_redis_6_2_is_written_to(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,11 @@ SOCKET_TIMEOUT = 0.25
 _PASSING = ("OOM ", "READONLY ", "MISCONF ", "LOADING ", "BUSY ", "NOREPLICAS ", "non local key")
 _PASSING_TYPES = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
 _SENTINEL_PASSWORD = "check AGENTSPEC_SENTINEL_USERNAME and AGENTSPEC_SENTINEL_PASSWORD"
-_REFUSED_IN_SCRIPT = ("user executing the script", "ACL failure in script")
+# refusals without an error type of their own; the last for a long command of a user who has shown no password
+_REFUSED = ("user executing the script", "ACL failure in script", "unauthenticated ")
+_UNKNOWN = ("unknown command", "unknown redis command")
 # what a user may not run: a server names it, or, up to Redis 7.0, the line of the script
-_NAMED = re.compile(r"the '([\w|]+)' command")
+_NAMED = re.compile(r"the '([\w|]+)' command|unknown command ['`]([\w|]+)")
 _LINE = re.compile(r"user_script: ?(\d+)")
 _CALLED = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _MESSAGES = 4096  # most that are read at once
@@ -166,8 +168,10 @@ class RedisClient:
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             raise self._forbidden(error, script) from None
         except ResponseError as error:
-            if any(text in str(error) for text in _REFUSED_IN_SCRIPT):
+            if any(text in str(error) for text in _REFUSED):
                 raise self._forbidden(error, script) from None
+            if any(text in str(error).lower() for text in _UNKNOWN):
+                raise self._unknown(error, script) from None
             passing = isinstance(error, _PASSING_TYPES) or any(text in str(error) for text in _PASSING)
             raise (StoreUnavailableError if passing else StoreError)(self._explain(error)) from None
         except MasterNotFoundError as error:  # quotes what each Sentinel has answered
@@ -242,6 +246,14 @@ class RedisClient:
         # Nothing is wrong with what was to be written, so it waits.
         return StoreUnavailableError(f"{why} (docs/operations.md says what the user may do)")
 
+    def _unknown(self, error: Exception, script: str) -> StoreUnavailableError:
+        """Return the error for a command that the server lacks. Redis's own may quote what was to be written."""
+        names = " or ".join(refused_commands(str(error), script)) or "a command"
+        return StoreUnavailableError(
+            f"{self.shown}: the server does not know {names}; take rename-command out of its settings"
+            " (docs/operations.md says which commands are needed)"
+        )
+
     def _explain(self, error: Exception) -> str:
         text = " ".join(islice(str(error).split(), 60))
         for secret in filter(None, (self._address.password, self._address.sentinel_password)):
@@ -250,9 +262,9 @@ class RedisClient:
 
 
 def refused_commands(error: str, script: str) -> list[str]:
-    """Return the command that a user may not run, as an error names it; several where they stand on one line."""
+    """Return the command that was refused, as an error names it; several where they stand on one line."""
     if named := _NAMED.search(error):
-        return [named[1].upper()]
+        return [(named[1] or named[2]).upper()]
     line = _LINE.search(error)
     return [] if line is None else list(dict.fromkeys(_CALLED.findall(script.splitlines()[int(line[1]) - 1])))
 
