@@ -67,7 +67,7 @@ class SessionBusyError(AgentSpecError, RuntimeError):
 
 
 class SessionConflictError(AgentSpecError, RuntimeError):
-    """Raised for a session that another client has added messages to. Reload the session, or fork it."""
+    """Raised for a session that another client has changed, or that its store has lost. Reload it, or fork it."""
 
 
 class UnknownRequestError(AgentSpecError, KeyError):

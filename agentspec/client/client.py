@@ -256,7 +256,8 @@ class Session(SessionBase, Loops):
 
         Raises StoreError before anything is sent if the session is resumed and its store is away. Raises
         SessionConflictError if another client has added messages: before anything is sent, or, if both called at once,
-        after the answer, which `messages` then has. While the store is slow or away, a conflict shows at a later call.
+        after the answer, which `messages` then has; so too if the session was erased elsewhere, or the store lost it.
+        While the store is slow or away, a conflict shows at a later call.
         """
         call = self._call(content, response_format, options)
         self.load()

@@ -82,8 +82,9 @@ class SessionLog:
 
 
 def conflict_error(session: str) -> SessionConflictError:
-    """Return the error for a session that two clients wrote to."""
+    """Return the error for a session whose stored messages are not those that the client left there."""
     return SessionConflictError(
-        f"session {session!r}: another client has added messages to it since this one read it. fork() goes on with the"
-        " messages known here, in a new session; reload() drops those that are not stored, and reads the others'"
+        f"session {session!r}: the store has other messages of it than this client: another client has added some or"
+        " erased it, or the store has lost some. fork() goes on with the messages known here, in a new session;"
+        " reload() drops those that are not stored, and reads the others'"
     )

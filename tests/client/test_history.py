@@ -256,6 +256,23 @@ def test_the_second_client_gets_a_conflict_before_anything_is_sent(server: FakeS
     assert [position for position, _ in stored(store)] == list(range(6))
 
 
+def test_a_session_that_the_store_has_lost_is_not_put_down_to_another_client_alone(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as client:
+        session = client.session("s")
+        session.chat("one")
+        wait_until_stored(store, 2)
+        store.erase_session(NAMESPACE, "s", mark=False)  # as Redis does that is restarted empty
+        with pytest.raises(SessionConflictError, match="or the store has lost some") as caught:
+            session.chat("two")
+        assert "erased it" in str(caught.value)
+        branch = session.fork()
+        branch.chat("three")
+        assert contents(branch) == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
+        session.reload()
+        assert session.messages == []
+
+
 def test_both_at_once(server: FakeServer) -> None:
     """The second answer comes too late to be stored. The session keeps it, so that a fork goes on from it."""
     store = open_store("memory://")
