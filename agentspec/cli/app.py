@@ -99,7 +99,7 @@ def serve(
     arguments = serve_arguments(context.args, given, max_draft)
     named = os.environ.get("AGENTSPEC_STORE")
     try:
-        open_store(named or default_store()).close()  # an unusable store is an error here
+        open_store(named or default_store(), to_write=True).close()  # an unusable store is an error here
     except StoreUnavailableError as error:
         if named:
             raise

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from agentspec import __version__
+from agentspec.cache.store import open_store
 from agentspec.cli import main
 from agentspec.errors import StoreUnavailableError, first_line
 
@@ -72,7 +73,7 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
 ) -> None:
     """As on a full disk, where the folder is writable and the file cannot be made."""
 
-    def full(url: str) -> None:
+    def full(url: str, **_: object) -> None:
         raise StoreUnavailableError(f"{url}: database or disk is full")
 
     served: list[str | None] = []
@@ -89,6 +90,20 @@ def test_a_default_store_that_cannot_be_opened_stops_no_server_and_a_named_one_d
     assert status == 2
     assert "disk is full" in printed
     assert len(served) == 1
+
+
+def test_a_named_store_that_can_only_be_read_starts_no_server(
+    agentspec: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All its turns would wait, and be lost at the end."""
+    url = f"sqlite:///{tmp_path}/named.db"
+    open_store(url).close()
+    allowed = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK and allowed(path, mode))  # for root, too
+    status, printed = agentspec("serve", "no-such-model", "--store", url)
+    assert status == 2
+    assert "named.db: cannot be written" in printed
+    open_store(url).close()  # to read it
 
 
 def test_a_file_that_cannot_be_written_is_named_before_the_work(agentspec: Program, tmp_path: Path) -> None:

@@ -157,6 +157,15 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
         store.append(NS, [NewEntry("s", b"4")])
 
 
+def test_nothing_is_written_to_a_file_that_was_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SQLiteStore(path)
+    store.append(NS, [NewEntry("s", b"1")])
+    path.write_bytes(b"")
+    with pytest.raises(StoreUnavailableError, match="was emptied"):
+        store.append(NS, [NewEntry("s", b"2")])
+
+
 def test_an_erased_session_is_gone_from_the_files_bytes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SQLiteStore(path)

@@ -339,6 +339,12 @@ class MemoryStore(_Database):
 
 
 def _file_at(path: Path) -> tuple[int, int]:
-    """Return a file's device and inode, which tell it from a later file of its name. Raises OSError without a file."""
+    """Return a file's device and inode, which tell it from a later file of its name.
+
+    Raises OSError without a file, and StoreUnavailableError for one without a byte: its pages are gone, so what SQLite
+    would write there is worth nothing.
+    """
     found = path.stat()
+    if found.st_size == 0:
+        raise StoreUnavailableError(f"{path}: it was emptied while in use; stop all that use it, and remove it")
     return found.st_dev, found.st_ino

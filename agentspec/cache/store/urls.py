@@ -70,10 +70,10 @@ def can_write(path: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def open_store(url: str, *, memory_bytes: int = 256 << 20) -> Store:
+def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = False) -> Store:
     """Open the store that ``url`` names. Creates a missing SQLite file and its folders; does not contact Redis yet.
 
-    memory_bytes: most memory that a store in memory takes.
+    memory_bytes: most memory that a store in memory takes. to_write: refuse an SQLite file that can only be read.
     Raises StoreURLError, naming the URL without its password and the supported forms; for an SQLite file also
     StoreVersionError, StoreError and StoreUnavailableError.
     """
@@ -81,7 +81,11 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20) -> Store:
         raise StoreURLError(f"store URL: a string expected, got {type(url).__name__}; supported are {FORMS}")
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
-        return SQLiteStore(sqlite_path(url))
+        path = sqlite_path(url)
+        if to_write and path.exists() and not can_write(Path(os.path.realpath(path))):
+            why = "it or its folder is read-only for this user"
+            raise StoreUnavailableError(f"{path}: cannot be written, {why}; name another file")
+        return SQLiteStore(path)
     if scheme in _REDIS:
         return open_redis(url)
     if url == "memory://":

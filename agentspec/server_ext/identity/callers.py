@@ -266,7 +266,7 @@ def _checked_secret(variable: str, value: str) -> str:
 
 def _secret_of_store(url: str) -> str:
     try:
-        store = open_store(url)
+        store = open_store(url, to_write=True)
     except StoreUnavailableError as error:  # the first that a trainer hears of it
         raise StoreUnavailableError(f"store {error} (--store or AGENTSPEC_STORE)") from error
     try:
