@@ -6,7 +6,7 @@ import sqlite3
 import stat
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -155,6 +155,17 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
     SQLiteStore(path).close()
     with pytest.raises(StoreUnavailableError, match="another file has taken its place; restart"):
         store.append(NS, [NewEntry("s", b"4")])
+
+
+def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:
+    """A server that starts then would take another one, and find none of the stored sessions."""
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store:
+        secret = store.secret()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with closing(SQLiteStore(path)) as store:
+            assert store.secret() == secret
 
 
 def test_nothing_is_written_to_a_file_that_was_emptied(tmp_path: Path) -> None:

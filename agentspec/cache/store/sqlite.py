@@ -190,11 +190,15 @@ class _Database:
             return Erasure(removed, empty_log(connection), None if tombstone is None else cursor_of(tombstone))
 
     def secret(self) -> bytes:
-        with self._write() as connection, transaction(connection):
-            new = secrets.token_bytes(32)
-            connection.execute("INSERT OR IGNORE INTO facts VALUES ('secret', ?)", (new,))
-            (secret,) = connection.execute("SELECT value FROM facts WHERE name = 'secret'").fetchone()
-        return bytes(secret)
+        query = "SELECT value FROM facts WHERE name = 'secret'"
+        with self._read() as connection:
+            row = connection.execute(query).fetchone()
+        if row is None:  # only then it waits for others that write
+            with self._write() as connection, transaction(connection):
+                new = secrets.token_bytes(32)
+                connection.execute("INSERT OR IGNORE INTO facts VALUES ('secret', ?)", (new,))
+                row = connection.execute(query).fetchone()
+        return bytes(row[0])
 
     def usage(self) -> Usage:
         with self._read() as connection:
