@@ -11,10 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.cache.store import Erasure, MemoryStore, NewEntry, RecordReader, Retention, SQLiteStore, encode
+from agentspec.cache.store import (
+    BackgroundWriter,
+    CircuitBreaker,
+    Erasure,
+    MemoryStore,
+    NewEntry,
+    RecordReader,
+    Retention,
+    SQLiteStore,
+    decode,
+    encode,
+)
 from agentspec.cache.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION
 from agentspec.errors import StoreError, StoreUnavailableError, StoreVersionError
-from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn
+from tests.store.helpers import NS, damage_payload, entry_of, number_of, turn, wait_until
 
 
 def pragma(path: Path, name: str) -> object:
@@ -155,6 +166,36 @@ def test_nothing_is_written_to_a_file_that_was_removed_or_replaced(
     SQLiteStore(path).close()
     with pytest.raises(StoreUnavailableError, match="another file has taken its place; restart"):
         store.append(NS, [NewEntry("s", b"4")])
+
+
+@pytest.mark.parametrize("fault", ["locked", "full"])
+def test_turns_wait_while_another_program_locks_the_file_or_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("agentspec.cache.store.sqlite_file._BUSY_SECONDS", 0.05)
+    path = tmp_path / "store.db"
+    with closing(SQLiteStore(path)) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        store.append(NS, [entry_of(turn("s", 0))])
+        assert store._writer is not None
+        if fault == "locked":
+            other.execute("BEGIN EXCLUSIVE")
+        else:
+            store._writer.execute("PRAGMA max_page_count = 1")  # SQLite says what it says on a full disk
+        writer = BackgroundWriter(store, breaker=CircuitBreaker(first_pause=0.05, max_pause=0.1))
+        for number in range(1, 40):
+            writer.put(NS, turn("s", number))
+        wait_until(lambda: writer.stats().state == "open")
+        assert len(list(store.read(NS))) == 1
+        if fault == "locked":
+            with pytest.raises(StoreUnavailableError, match="locked"):
+                store.erase_session(NS, "s")
+            other.execute("COMMIT")
+        else:
+            store._writer.execute("PRAGMA max_page_count = 1000000")
+        assert writer.flush(60)
+        assert [number_of(decode(entry.payload)) for entry in store.read(NS)] == list(range(40))
+        assert (writer.stats().refused, writer.stats().dropped) == (0, 0)
+        writer.close()
 
 
 def test_the_secret_is_read_while_another_program_writes(tmp_path: Path) -> None:

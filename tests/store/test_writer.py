@@ -209,6 +209,34 @@ def test_a_record_that_the_store_never_takes_is_found_and_given_up(
     assert sum("cannot be stored" in line and str(error) in line for line in caplog.messages) == 1
 
 
+def test_records_that_the_store_never_takes_are_no_outage_in_the_log(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in an SQLite file with a damaged page: some sessions can be written, others cannot."""
+    original = store.append
+
+    def picky(namespace: str, entries: list[NewEntry]) -> None:
+        if any(number_of(decode(payload)) % 8 == 0 for _, payload, *_ in entries):
+            raise StoreError("malformed")
+        original(namespace, entries)
+
+    store.append = picky  # type: ignore[method-assign,assignment]
+    writer = BackgroundWriter(store, breaker=quick())
+    for number in range(64):
+        writer.put(NS, turn("s", number))
+    assert writer.flush(60)
+    assert (writer.stats().refused, writer.stats().persisted) == (8, 56)
+    assert len(caplog.messages) == 1 and "cannot be stored: malformed" in caplog.text
+    store.error = StoreUnavailableError("away")
+    writer.put(NS, turn("s", 1))
+    wait_until(lambda: writer.stats().state == "open")
+    store.error = None
+    assert writer.flush(60)
+    writer.close()
+    assert ["is lost" in line for line in caplog.messages[1:]] == [True, False]
+    assert "is back" in caplog.messages[-1]
+
+
 def test_records_of_an_erased_session_leave_the_queue(store: FlakyStore) -> None:
     store.error = StoreUnavailableError("away")
     writer = BackgroundWriter(store, breaker=quick())

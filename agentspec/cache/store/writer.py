@@ -83,6 +83,7 @@ class BackgroundWriter:
         self._counts = WriterStats()
         self._forgotten: set[str] = set()  # erased sessions with records in flight
         self._overflowing = self._hurry = self._refusal_logged = False
+        self._lost = False  # whether an outage was logged that has not ended
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
@@ -282,7 +283,8 @@ class BackgroundWriter:
         return entries
 
     def _note_written(self, items: list[QueuedRecord], entries: list[NewEntry]) -> None:
-        recovered = self._breaker.success()
+        self._breaker.success()
+        recovered, self._lost = self._lost, False
         self._trimmer.note_written(sum(len(entry.payload) for entry in entries))
         with self._work:
             self._counts.persisted += len(entries)
@@ -331,7 +333,9 @@ class BackgroundWriter:
             self._end_flight()
             self._shorten()
             queued, closing = len(self._queue), self._closing()
-        if self._breaker.failure():
+        self._breaker.failure()
+        if passing and self._breaker.state == "open" and not self._lost:
+            self._lost = True
             logger.warning(
                 "agentspec: the store is lost (%s); %d records wait, decoding goes on without it", error, queued
             )
