@@ -1,5 +1,6 @@
 """A restarted server goes on with the indexes and with what it had learned."""
 
+import errno
 import logging
 import os
 import signal
@@ -169,6 +170,27 @@ def test_what_does_not_fit_is_ignored_and_said(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         SnapshotKeeper(path, damaged, snapshot_identity("model", damaged)).wait_loaded()
     assert "truncated" in caplog.text and damaged.stats().tokens == 0
+
+
+@pytest.mark.parametrize("place", ["home", "name"])
+def test_a_file_that_cannot_even_be_looked_for_costs_no_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As for a user in a container whose HOME is root's folder. Until it is loaded nothing is drafted."""
+    path = tmp_path / ("x" * 300 if place == "name" else "x.snapshot")
+    if place == "home":  # as root every folder can be read
+
+        def forbidden(*_: object, **__: object) -> bool:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "exists", forbidden)
+    cache = make()
+    keeper = SnapshotKeeper(path, cache, snapshot_identity("model", cache))
+    assert keeper.wait_loaded(60) == b"" and keeper.is_loaded()
+    assert "Permission denied" in caplog.text or "File name too long" in caplog.text
+    keeper.start()
+    keeper.close()
+    assert not keeper._thread.is_alive()
 
 
 def test_an_erased_session_is_in_no_file(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def open_store(url: str, *, memory_bytes: int = 256 << 20, to_write: bool = Fals
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
         path = sqlite_path(url)
-        if to_write and path.exists() and not can_write(Path(os.path.realpath(path))):
+        if to_write and os.access(path, os.F_OK) and not can_write(Path(os.path.realpath(path))):
             why = "it or its folder is read-only for this user"
             raise StoreUnavailableError(f"{path}: cannot be written, {why}; name another file")
         return SQLiteStore(path)

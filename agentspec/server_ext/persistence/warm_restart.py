@@ -187,10 +187,10 @@ class SnapshotKeeper:
                 due = time.monotonic() + self._interval
 
     def _load(self) -> None:
-        if not self._path.exists():
-            return
         begin = time.monotonic()
         try:
+            if not self._path.exists():
+                return
             if self._is_outdated(self._path):
                 self._path.unlink()
                 raise SnapshotError(f"{self._path}: older than what the store keeps, and deleted")
