@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,6 +337,22 @@ def test_a_replica_counts_as_away(store: RedisStore) -> None:
             store.append(NS, [NewEntry("a", b"1")])
     finally:
         store.command("REPLICAOF", "NO", "ONE")
+
+
+def test_a_server_that_cannot_save_counts_as_away() -> None:
+    with RedisServer({"save": "3600 1"}) as server, closing(open_store(server.url)) as store:
+        store.append(NS, [NewEntry("a", b"1")])
+        folder = Path(server.client().config_get("dir")["dir"]) / "dump.rdb"
+        (folder / "in the way").mkdir(parents=True)
+        server.client().bgsave()
+        wait_until(lambda: server.client().info("persistence")["rdb_last_bgsave_status"] == "err")
+        for call in (lambda: store.append(NS, [NewEntry("a", b"2")]), lambda: store.erase_session(NS, "a")):
+            with pytest.raises(StoreUnavailableError, match="MISCONF"):
+                call()
+        assert [entry.payload for entry in store.read(NS)] == [b"1"]
+        server.client().config_set("stop-writes-on-bgsave-error", "no")
+        store.append(NS, [NewEntry("a", b"2")])
+        assert [entry.payload for entry in store.read(NS)] == [b"1", b"2"]
 
 
 def test_a_key_that_something_else_owns_is_an_error_and_stays(store: RedisStore) -> None:
