@@ -81,6 +81,7 @@ def test_the_parts_of_a_redis_url_arrive() -> None:
         ("sqlite:///folder/", "no file named"),
         ("sqlite:///:memory:", "memory://"),
         ("sqlite:///a\x00b", "NUL"),
+        ("sqlite:///a\udcff.db", "UTF-8"),  # as Python reads a name in Latin-1
         ("sqlite:///~nobody-of-this-name/x.db", "home"),
         ("redis://", "no host"),
         ("redis://:hunter2@/0", "no host"),

@@ -143,6 +143,10 @@ def sqlite_path(url: str) -> Path:
     if "\x00" in path:
         raise _refused(url, "the path holds a NUL character")
     try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise _refused(url, "the path is not UTF-8") from None
+    try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:  # this user has no home folder
         raise _refused(url, str(error)) from None
