@@ -92,6 +92,8 @@ class Outbox:
         self._thread: threading.Thread | None = None
         self._deadline: float | None = None
         self._failures = 0
+        self._away = False  # whether it was logged that the store is
+        self._refusal_logged = False
         self._slow = False  # the latest call took longer than WAIT_S
         self._hurried = False  # somebody waits, so the pause after a failure ends
 
@@ -307,23 +309,38 @@ class Outbox:
             view.last = behind[-1].sequence  # an earlier attempt wrote them, and its answer was lost
 
     def _leave(self, write: _Write, failed: Exception | None) -> None:
-        """Note how a write went. A write that failed waits for the next attempt; a check that failed is forgotten."""
+        """Note how a write went. A write that failed waits for the next attempt; a check that failed is forgotten.
+
+        Where the store is not away, other sessions' writes go first: this session alone may be damaged.
+        """
+        refused = isinstance(failed, StoreError) and not isinstance(failed, StoreUnavailableError)
         with self._changed:
             self._current = None
             if failed is not None and write.records:
                 self._queue.appendleft(write)
                 self._bytes += write.size
+                if refused:
+                    self._queue = deque(sorted(self._queue, key=lambda each: each.view.session == write.view.session))
             if write.view.conflict:
                 self._discard(lambda other: other.view is write.view)
-            recovered, dropped = failed is None and self._failures > 0, self._dropped
+            recovered, dropped = failed is None and self._away, self._dropped
+            begins = failed is not None and not refused and not self._away
+            self._away = failed is not None and (self._away or not refused)
             self._failures = 0 if failed is None else self._failures + 1
             if failed is None:
                 self._dropped = 0
             self._changed.notify_all()
         if write.view.conflict:
             logger.warning("agentspec: %s", conflict_error(write.view.session))
-        if self._failures == 1:
+        if begins:
             logger.warning("agentspec: the session store is away (%s); messages wait to be written", failed)
+        if refused and not self._refusal_logged:
+            self._refusal_logged = True
+            logger.warning(
+                "agentspec: session %r cannot be stored (%s); its messages wait, and others' that the store refuses",
+                write.view.session,
+                failed,
+            )
         if recovered:
             logger.warning("agentspec: the session store is back; %d messages were dropped", dropped)
 

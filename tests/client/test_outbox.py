@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from agentspec import AgentClient, Gap
+from agentspec.cache.store import MemoryStore, NewEntry
 from agentspec.client.outbox import Outbox, read_session
 from agentspec.client.session_log import ClientView, Said
+from agentspec.errors import StoreError
 from tests.store.helpers import wait_until
 
 from .fake_server import FakeServer
@@ -50,6 +55,34 @@ def test_what_is_dropped_is_the_oldest_of_who_has_most_and_the_gap_shows_at_the_
         "next": (2, 2),
         "last": (2, 2),
     }
+
+
+def test_a_session_that_the_store_refuses_costs_no_other_one_its_turns(caplog: pytest.LogCaptureFixture) -> None:
+    """As one whose key on Redis holds something else, or whose pages in the SQLite file are damaged."""
+
+    class Picky(FailingStore):
+        def append(self, namespace: str, entries: Sequence[NewEntry], **options: Any) -> Any:
+            if "append" in self.failing and entries[0].session == "bad":
+                raise StoreError("damaged")
+            return MemoryStore.append(self, namespace, entries, **options)
+
+    store = Picky()
+    outbox = Outbox(lambda: store)
+    bad, good = ClientView("bad"), ClientView("good")
+    outbox.put(bad, [Said(0, {"role": "user", "content": "zero"})])
+    assert outbox.settle("bad", 60.0)
+    store.failing = {"append"}
+    for number in range(1, 4):
+        outbox.put(bad, [Said(number, {"role": "user", "content": f"b{number}"})])
+        outbox.put(good, [Said(number, {"role": "user", "content": f"g{number}"})])
+    assert outbox.settle("good", 60.0)
+    assert len(read_session(store, "good").history) == 3
+    outbox.put(good, [Said(4, {"role": "user", "content": "g4"})])
+    assert outbox.settle("good", 60.0)
+    assert len(caplog.messages) == 1 and "'bad'" in caplog.text and "damaged" in caplog.text
+    store.failing = set()
+    outbox.close(60.0)
+    assert [said.message["content"] for said in read_session(store, "bad").history] == ["zero", "b1", "b2", "b3"]
 
 
 def test_a_turn_that_cannot_be_stored_leaves_a_gap_at_the_end() -> None:
