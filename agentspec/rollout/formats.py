@@ -1,6 +1,5 @@
 """Write an epoch of a rollout as trainers keep theirs: TRL's parquet of completions, verl's JSON lines."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentspec.errors import ConfigurationError
-from agentspec.rollout.journal import Sample
+from agentspec.rollout.journal import Sample, as_text
 
 _LEAST_DEVIATION = 1e-4
 
@@ -60,7 +59,7 @@ def write_verl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Call
     lines = []
     for sample in _ordered(samples):
         line = {"input": decode(sample.prompt_ids), "output": sample.text, "gts": _ground_truth(sample.fields)}
-        lines.append(json.dumps({**line, "score": sample.reward, "step": epoch}, ensure_ascii=False) + "\n")
+        lines.append(as_text({**line, "score": sample.reward, "step": epoch}) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{epoch}.jsonl"
     _replace(path, lambda place: place.write_text("".join(lines), encoding="utf-8", errors="replace"))

@@ -6,6 +6,7 @@ finished sample; the next one removes a line that was cut off, and samples and s
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -34,8 +35,8 @@ class Sample:
     sampled from (vLLM's ``processed_logprobs``). finish_reason: vLLM's, such as "stop" or "length". weight_version: of
     the weights that wrote it. reward: None without a reward function, or if it failed (reward_error says why).
     steps: decode steps that it took. drafted, accepted: draft tokens. fields: passed through from the problem; a value
-    that JSON has no form for, such as a date of a parquet file, is written as its text. Half of a surrogate pair is
-    written out (``\\udce9``).
+    that JSON has no form for, such as a date of a parquet file, is written as its text, NaN and infinity as null. Half
+    of a surrogate pair is written out (``\\udce9``).
     """
 
     id: str
@@ -119,14 +120,17 @@ class Journal:
         if sample.key in self._rewards:
             raise InvalidInputError(f"{self.path}: holds {tuple(sample.key)} already")
         line = _line(sample)
-        lost = f"the sample {tuple(sample.key)} was not written"
+        written = 0
         try:
-            written = os.write(self._file, line)
-        except OSError as error:  # which names no file
-            raise OSError(error.errno, f"{error.strerror}; {lost}", str(self.path)) from error
-        if written != len(line):  # the disk is full: leave no half of a line
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(errno.ENOSPC, f"the disk is full; {lost}", str(self.path))
+            while written < len(line):  # a second call only where the disk is full, whose error it raises
+                written += os.write(self._file, line[written:])
+        except BaseException as error:
+            if 0 < written < len(line):  # leave no half of a line
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            if not isinstance(error, OSError):
+                raise
+            why = f"{error.strerror}; the sample {tuple(sample.key)} was not written"
+            raise OSError(error.errno, why, str(self.path)) from error
         self._note(sample)
 
     def replace(self, samples: Mapping[Key, Sample]) -> None:
@@ -263,12 +267,30 @@ class Journal:
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a sample's fields as they are read from its line. Raises what JSON or a value's ``str`` raises."""
-    made: dict[str, Any] = json.loads(_text(fields))
+    made: dict[str, Any] = json.loads(as_text(fields))
     return made
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def as_text(value: Any) -> str:
+    """Return a value as JSON: null for NaN and infinity, which JSON lacks, and a text for other values.
+
+    Raises what JSON or a value's ``str`` raises.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name) if isinstance(name, float) else name: _finite(each) for name, each in value.items()}
+    return value
 
 
 def _lock(file: int) -> None:
@@ -287,7 +309,7 @@ def _lock(file: int) -> None:
 
 def _line(sample: Sample) -> bytes:
     """Return the line of a sample."""
-    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{_text(_values(sample))}\n").encode()
+    return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", f"{as_text(_values(sample))}\n").encode()
 
 
 def _parse(line: bytes) -> Sample:

@@ -126,7 +126,7 @@ class Rewards:
         given = sample
         try:
             given = _copied(sample)
-            value = self._value(copy.deepcopy(problem), given)
+            value = self._value(_problem_copied(problem), given)
         except BaseException as error:  # one bad answer, perhaps run as code, must not end a rollout of hours
             why = _described(error)
         try:
@@ -156,6 +156,13 @@ def _copied(sample: Sample) -> Sample:
         logprobs=list(sample.logprobs),
         fields=copy.deepcopy(sample.fields),
     )
+
+
+def _problem_copied(problem: Problem) -> Problem:
+    prompt = problem.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        return replace(problem, prompt=list(prompt), fields=copy.deepcopy(problem.fields))
+    return copy.deepcopy(problem)
 
 
 _LOOP_LOCK = threading.Lock()

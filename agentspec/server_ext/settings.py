@@ -169,6 +169,13 @@ class Settings(BaseModel):
         """Return the limits of the store."""
         return Retention(self.retention_days, self.retention_bytes, self.retention_records)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are no values of it")  # true would count as 1
+        return value
+
     @field_validator("tenant", "model_key")
     @classmethod
     def _printable(cls, value: str | None, info: ValidationInfo) -> str | None:

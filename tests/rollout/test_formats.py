@@ -34,6 +34,12 @@ def test_half_a_character_in_a_field_does_not_lose_the_epoch(tmp_path: Path) -> 
     assert json.loads(path.read_text(encoding="utf-8"))["gts"] == "?"
 
 
+def test_an_epoch_of_an_earlier_release_has_no_numbers_that_json_lacks(tmp_path: Path) -> None:
+    """Whose files of samples have `NaN` in the problems' fields."""
+    path = write_verl([Sample("a", 0, 0, [1], [2], [0.0], "x", fields={"answer": float("nan")})], tmp_path, 0, decode)
+    assert '"gts": null' in path.read_text()
+
+
 def test_trls_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = write_trl(SAMPLES, tmp_path / "trl", 3, decode)

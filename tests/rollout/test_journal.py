@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import random
 import signal
@@ -168,6 +169,21 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path: Path) -> None:
     assert read.fields == {"day": "2026-01-02", "price": "1.50", "picture": "b'x'"}
 
 
+def test_numbers_that_json_lacks_are_written_as_null(tmp_path: Path) -> None:
+    """As pandas has them in parquet for a value that is missing. `NaN` is no JSON: other readers refused the line."""
+    path = tmp_path / "rollouts.jsonl"
+    fields = {"price": math.nan, "tests": [{"limit": -math.inf}, (math.inf, 1.5)], "answer": "NaN"}
+    with Journal(path) as journal:
+        journal.write(sample(fields=fields))
+        (read,) = journal.samples()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["fields"] == read.fields
+    assert read.fields == {"price": None, "tests": [{"limit": None}, [None, 1.5]], "answer": "NaN"}
+
+
 def test_two_rollouts_do_not_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Journal(path), pytest.raises(AgentSpecError, match="another rollout writes it"):
@@ -291,15 +307,47 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "rollouts.jsonl"
     with Journal(path) as journal:
         journal.write(sample(0))
-        whole, write = path.read_bytes(), os.write
-        monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
-        with pytest.raises(OSError, match="disk is full") as error:
+        whole, write, room = path.read_bytes(), os.write, 20
+
+        def full(file: int, data: bytes) -> int:
+            """Write what there is room for, and raise an error when there is none, as a file system does."""
+            nonlocal room
+            written = write(file, data[:room])
+            room -= written
+            if not written:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return written
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left on device") as error:
             journal.write(sample(1))
         assert error.value.filename == str(path)  # by which the program knows an error of the user's
         monkeypatch.undo()
         assert path.read_bytes() == whole
         journal.write(sample(1))
         assert len(list(journal.samples())) == 2
+
+
+def test_a_limit_of_the_files_size_is_no_full_disk(tmp_path: Path) -> None:
+    """`ulimit -f` cuts the line that reaches it, as a full disk does."""
+    program = """
+import resource, sys
+from pathlib import Path
+from agentspec.rollout import Journal, Sample
+
+with Journal(Path(sys.argv[1])) as journal:
+    journal.write(Sample("p", 0, 0, [1], [2], [0.0], "x"))
+    size = Path(sys.argv[1]).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
+    try:
+        journal.write(Sample("p", 0, 1, [1], [2], [0.0], "x"))
+    except OSError as error:
+        print(error.strerror)
+"""
+    path = tmp_path / "rollouts.jsonl"
+    printed = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert printed.stdout == "File too large; the sample ('p', 0, 1) was not written\n"
+    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [0]
 
 
 def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,20 @@ def test_what_a_reward_writes_into_a_sample_stays_with_it(tmp_path: Path) -> Non
     assert all(sample.fields["note"] == sample.sample for sample in samples)
 
 
+def test_long_prompts_are_not_copied_token_by_token(tmp_path: Path) -> None:
+    """Each reward gets a copy of its problem. A deep one of 32,000 tokens takes the interpreter's lock for 10 ms."""
+
+    class Token(int):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    rewards = Rewards(lambda problem, sample: float(len(problem.prompt)))
+    prompt: list[int] = [Token(1), Token(2)]
+    rewards.give(Problem("a", prompt), Sample("a", 0, 0, prompt, [1], [0.0], "x"))
+    (scored,) = rewards.take(wait=True)
+    assert (scored.reward, scored.reward_error) == (2.0, None)
+
+
 def test_a_reward_that_extends_what_it_was_given_changes_no_sample(tmp_path: Path) -> None:
     """`ids = sample.prompt_ids; ids += ...` extended the prompt of all later samples of the problem."""
 

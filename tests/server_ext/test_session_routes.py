@@ -390,6 +390,7 @@ class TestExportAndImport:
             (lambda body: "{", "body"),
             (lambda body: "", "body"),
             (lambda body: body | {"version": 2}, "version"),
+            (lambda body: body | {"version": True}, "version"),
             (lambda body: body | {"log": "0" * 16}, "log"),
             (lambda body: body | {"turns": 5}, "turns"),
             (lambda body: body | {"more": 1}, "more"),

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Request
@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from agentspec.cache.store import TurnRecord, decode, encode
 from agentspec.errors import InvalidInputError, RecordError
 from agentspec.identifiers import from_header
-from agentspec.server_ext.api.session_texts import SessionTexts, turns_of
+from agentspec.server_ext.api.session_texts import FormatVersion, SessionTexts, turns_of
 from agentspec.server_ext.identity import SESSION_KEY, Identity
 from agentspec.server_ext.identity.callers import NOBODY, Presented, shows_admin_key
 from agentspec.server_ext.vllm_adapter import served_model_key
@@ -77,7 +77,7 @@ class ExportedSession(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    version: Literal[1]
+    version: FormatVersion
     id: str
     log: str
     turns: Annotated[list[ExportedTurn], FailFast()]

@@ -5,15 +5,18 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from agentspec.errors import InvalidInputError
 
 logger = logging.getLogger("vllm.agentspec")
 
 _NO_HASH = "0" * 16
+
+FormatVersion = Annotated[int, Field(ge=1, le=1)]
+"""Version of what is imported: 1. A `Literal` would also take ``true`` and ``1.0``, which are equal to it."""
 
 
 class SessionTexts(BaseModel):
@@ -24,7 +27,7 @@ class SessionTexts(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    version: Literal[1]
+    version: FormatVersion
     messages: Annotated[list[dict[str, Any]], FailFast()] = []
     texts: Annotated[list[str], FailFast()] = []
 
