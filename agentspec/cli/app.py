@@ -16,6 +16,7 @@ from agentspec.cache import Scope
 from agentspec.cache.store import open_store
 from agentspec.cli import rollout, sessions, simulate, speculator
 from agentspec.cli.report import report
+from agentspec.cli.tables import print_table
 from agentspec.cli.top import top
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.server_ext.settings import default_store, memory_instead
@@ -129,7 +130,7 @@ def train(config: Annotated[Path, typer.Argument(help="YAML file; docs/speculato
         figures = held_out[name]
         shares = "  ".join(f"{share:.1%}" for share in figures["per_position"])
         table.add_row(name, f"{figures['mean_acceptance_length']:.3f}", shares)
-    Console().print(table)
+    print_table(table)
     typer.echo(f"written: {settings.checkpoint.output_dir}")
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ def rollout(
                     write = write_trl if format is Format.TRL else write_verl
                     write(generator.samples(figures.epoch), folder, figures.epoch, started.decode)
         started.close()
-        Console().print(table)
+        print_table(table)
 
 
 def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, Any]) -> dict[str, Any]:
@@ -211,9 +213,9 @@ def _line(figures: "EpochFigures") -> str:
 
 
 def _table() -> Table:
-    table = Table(title="rollout")
-    for column in ("epoch", "samples", "tokens", "steps", "tokens/step", "accept. rate", "tokens/s", "reward"):
-        table.add_column(column, justify="right")
+    table = Table(title="rollout", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for column in ("epoch", "samples", "tokens", "steps", "tokens\na step", "drafts\naccepted", "tokens/s", "reward"):
+        table.add_column(column, justify="right", no_wrap=column not in ("samples", "reward"), overflow="fold")
     return table
 
 

@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -24,6 +22,7 @@ from agentspec.cli.server import (
     shown_time,
     write_private,
 )
+from agentspec.cli.tables import print_table
 from agentspec.errors import AgentSpecError, StoreUnavailableError
 from agentspec.identifiers import check_session_id, to_path
 
@@ -32,7 +31,6 @@ _commands = typer.Typer(
 )
 
 _ERASURE_SECONDS = 120.0
-_WIDE = 1_000
 _PART_BYTES = 4 << 20
 """Bytes of turns that one call imports: the server takes twice that."""
 
@@ -65,7 +63,7 @@ def list_sessions(
             name = session["id"] or session.get("key", "")
             table.add_row(Text(name), *numbers, shown_time(session["used"]), Text(session["group"] or ""))
     # Ids are whole, for `show` and `delete`: on one line where another program reads them.
-    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+    print_table(table)
 
 
 @_commands.command()
@@ -78,7 +76,7 @@ def show(session: SessionArgument, url: UrlOption = DEFAULT_URL, header: HeaderO
         for number, turn in enumerate(turns, 1):
             counts = (turn["kept"], len(turn["prompt"]), len(turn["response"]))
             table.add_row(str(number), shown_time(turn["created"]), *(f"{count:,}" for count in counts))
-    Console().print(table)
+    print_table(table)
 
 
 @_commands.command("export")

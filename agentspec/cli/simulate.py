@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentspec.cache import DraftPolicy, Scope
+from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError, InvalidInputError
 from agentspec.identifiers import check_session_id
 from agentspec.simulate import Figures, open_tokenizer, read_calls
@@ -89,7 +90,7 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(figures.as_dict(), indent=1))
     else:
-        Console().print(_table(file.name, figures))
+        print_table(_table(file.name, figures))
 
 
 def _policy(rule: Rule, common: Options, learned: Options, arctic: Options) -> DraftPolicy:

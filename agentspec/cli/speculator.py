@@ -12,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from agentspec.cache.store import LogNames, open_store, redact
+from agentspec.cli.tables import print_table
 from agentspec.errors import ConfigurationError
 from agentspec.server_ext.identity.callers import server_secret
 from agentspec.server_ext.persistence.model_key import find_model_key
@@ -174,7 +175,7 @@ def _print(title: str, figures: dict[str, Any], as_json: bool) -> None:
     table.add_column("value", justify="right")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), _shown(value))
-    Console().print(table)
+    print_table(table)
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,8 @@
 """Read the problems of a rollout from JSON lines or parquet."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 from agentspec.errors import InvalidInputError
 from agentspec.identifiers import check_session_id
 
+_GZIP = b"\x1f\x8b"
+"""First bytes of a file that gzip compressed."""
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -26,7 +30,7 @@ class Problem:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Read all problems of a file: ``.parquet``, or JSON lines for any other name.
+    """Read all problems of a file: ``.parquet``, or JSON lines for any other name, also ones that gzip compressed.
 
     A problem has an "id" (a string or a number, once in the file) and a "prompt" (a text, or messages as verl writes
     them), "messages" or "prompt_token_ids".
@@ -34,7 +38,8 @@ def read_problems(path: Path) -> list[Problem]:
     Raises InvalidInputError that names the line and the field.
     """
     if not (path.is_file() or path.is_fifo()):  # a pipe, as of a shell's <(head problems.jsonl)
-        raise InvalidInputError(f"{path}: no such file; give a file of problems, .jsonl or .parquet")
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise InvalidInputError(f"{path}: {what}; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
     for place, row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):
         problem = _problem(place, row)
@@ -47,14 +52,23 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line.decode("utf-8-sig"))  # a byte order mark may be in front
-                except (ValueError, RecursionError) as error:
-                    raise InvalidInputError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
-                yield f"{path}, line {number}", row
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))  # a byte order mark may be in front
+            except (ValueError, RecursionError) as error:
+                raise InvalidInputError(f"{place}: not JSON in UTF-8 ({error}); write one JSON object a line") from None
+            yield place, row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as raw:
+        compressed = raw.peek(2)[:2] == _GZIP
+        try:
+            yield from gzip.GzipFile(fileobj=raw) if compressed else raw
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise InvalidInputError(f"{path}: cannot be read: {error}; compress it again") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -85,7 +99,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _problem(place: str, row: Any) -> Problem:
     if not isinstance(row, dict):
-        raise InvalidInputError(f"{place}: an object expected, got {type(row).__name__}")
+        raise InvalidInputError(f"{place}: an object expected, got {type(row).__name__}; write one JSON object a line")
     identifier = row.get("id")
     if type(identifier) is int:
         identifier = str(identifier)

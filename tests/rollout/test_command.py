@@ -1,15 +1,18 @@
 """What ``agentspec rollout`` prints, with an engine that answers at once."""
 
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentspec.cli import rollout
 from agentspec.cli.app import main
 from agentspec.rollout import OfflineEngine
+from agentspec.rollout.generator import EpochFigures
 from tests.rollout.test_generator import LLM, Engine
 
 
@@ -51,6 +54,30 @@ def test_progress_in_a_log_is_lines(
     assert end.value.code in (None, 0)
     assert [line.partition(" accepted")[2] for line in printed][-1] == ", 8 of 8 samples"
     assert len(printed) == lines
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_of_a_large_rollout_is_whole(width: int) -> None:
+    """At 80 columns the header of tokens a step was cut."""
+    figures = EpochFigures(11, 524_288, 300_000, 224_288, 107_374_182, 31_457_280, 99_999_999, 55_000_000, 12_345.6)
+    figures.rewarded, figures.reward_sum, figures.reward_errors = 524_000, 262_000.0, 288
+    table = rollout._table()
+    rollout._add_row(table, figures)
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(table)
+    words = set(shown.getvalue().replace("│", " ").replace("┃", " ").split())
+    assert {"epoch", "samples", "a", "step", "accepted", "tokens/s", "reward"} <= words
+    assert {"524288", "(300000", "107,374,182", "31,457,280", "3.41", "0.55", "8,697", "0.500", "failed)"} <= words
+
+
+def test_the_table_is_whole_where_another_program_reads_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command(monkeypatch, str(problems), "--out", str(problems.parent / "out.jsonl"), "--reward", "builtins:max")
+    command(monkeypatch, str(problems), "--out", str(problems.parent / "out.jsonl"), "--reward", "builtins:max")
+    printed = capsys.readouterr().out
+    assert "8 (8 before)" in printed and "- (8 failed)" in printed
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:

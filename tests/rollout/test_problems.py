@@ -1,5 +1,6 @@
 """Problem files: what is read, and which line and field an error names."""
 
+import gzip
 import json
 import os
 import threading
@@ -77,7 +78,8 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: bytes) -> Non
     ("row", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "an object expected, got list"),
+        ("[]", "an object expected, got list; write one JSON object a line"),
+        ("[", "not JSON in UTF-8 .*; write one JSON object a line"),
         ({"prompt": "x"}, 'needs "id"'),
         ({"id": 1.5, "prompt": "x"}, 'needs "id"'),
         ({"id": True, "prompt": "x"}, 'needs "id"'),
@@ -107,11 +109,24 @@ def test_problems_may_come_from_a_pipe(tmp_path: Path) -> None:
     writer.join()
 
 
+def test_gzip_may_have_compressed_the_problems(tmp_path: Path) -> None:
+    """As for `agentspec simulate`, whatever the file's name is."""
+    path = written(tmp_path, {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"})
+    whole = gzip.compress(path.read_bytes())
+    path.write_bytes(whole)
+    assert [problem.id for problem in read_problems(path)] == ["a", "b"]
+    path.write_bytes(whole[:-9])
+    with pytest.raises(AgentSpecError, match=r"problems\.jsonl: cannot be read: .*end-of-stream"):
+        read_problems(path)
+
+
 def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AgentSpecError, match="holds no problem"):
         read_problems(written(tmp_path, ""))
     with pytest.raises(AgentSpecError, match="no such file"):
         read_problems(tmp_path / "missing.jsonl")
+    with pytest.raises(AgentSpecError, match="is a folder; give a file"):
+        read_problems(tmp_path)
 
 
 def test_text_parts_of_a_message_are_joined(tmp_path: Path) -> None:
