@@ -101,6 +101,7 @@ def rollout(
     from agentspec.rollout.formats import folder_for, write_trl, write_verl
     from agentspec.server_ext.settings import json_object
     from agentspec.server_ext.vllm_adapter.launch import hand_on
+    from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params
 
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     if out.exists() and problems.exists() and out.samefile(problems):
@@ -121,6 +122,7 @@ def rollout(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
+    sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
     with Journal(out) as journal:
         # slow, so only once the arguments are known to be good
         started = OfflineEngine.start(model, **options) if ray is None else RayEngine.start(model, ray, **options)

@@ -25,6 +25,9 @@ UpdateWeights = Callable[[Any, int], Any]
 Returns the weights' version: a text, a number, a path or None, or an awaitable of one.
 """
 
+_MOST_TOKENS = 2**31 - 1
+"""More than any model takes. vLLM sends the number to its engine's process in 64 bits."""
+
 PLAIN_OPTIONS = {"logprobs_mode": "processed_logprobs"}
 """What ``vllm.LLM`` takes without drafts. It refuses to give figures of drafts there."""
 
@@ -52,6 +55,8 @@ class Plan:
         for name in ("samples", "epochs", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}: at least 1 expected, got {getattr(self, name)}")
+        if self.max_tokens > _MOST_TOKENS:
+            raise ConfigurationError(f"max_tokens: at most {_MOST_TOKENS:,} expected, got {self.max_tokens}")
         if isinstance(self.stop, str):  # each of its characters would end a response
             raise ConfigurationError(f"stop: a list of texts expected, got the text {self.stop!r}")
         if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # also refuses nan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import InvalidInputError
+from agentspec.errors import InvalidInputError, first_line
 from agentspec.identifiers import check_session_id
 
 _GZIP = b"\x1f\x8b"
@@ -41,7 +41,7 @@ def read_problems(path: Path) -> list[Problem]:
         what = "is a folder" if path.is_dir() else "no such file"
         raise InvalidInputError(f"{path}: {what}; give a file of problems, .jsonl or .parquet")
     problems: dict[str, Problem] = {}
-    for place, row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):
+    for place, row in _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path):
         problem = _problem(place, row)
         if problem.id in problems:
             raise InvalidInputError(f"{place}: id {problem.id!r} stands there twice; give each problem its own")
@@ -79,7 +79,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise InvalidInputError(f"{path}: not a parquet file ({error})") from None
+        raise InvalidInputError(f"{path}: not a parquet file ({first_line(error)})") from None
     for number, row in enumerate(rows, 1):
         messages = {name: _without_nulls(row[name]) for name in ("prompt", "messages") if name in row}
         yield f"{path}, row {number}", row | messages

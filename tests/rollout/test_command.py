@@ -114,6 +114,27 @@ def test_the_problems_are_never_written_over(
     assert problems.read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--temperature", "1e9"), "vLLM refuses how to sample: temperature must be in [0, 2]"),
+        (("--max-tokens", "99999999999999999999"), "max_tokens: at most 2,147,483,647 expected"),
+    ],
+)
+def test_a_number_that_vllm_refuses_is_named_before_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problems: Path,
+    option: tuple[str, ...],
+    said: str,
+) -> None:
+    """It was a traceback, minutes later."""
+    out = problems.parent / "out.jsonl"
+    assert not command(monkeypatch, str(problems), "--out", str(out), *option)
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_engine_options_go_together_with_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
 ) -> None:

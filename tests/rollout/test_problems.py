@@ -49,6 +49,8 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
     rows = [{"id": "a", "prompt": "x", "answer": 4}, {"id": "b", "prompt": "y", "answer": 5}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "problems.parquet")
     assert read_problems(tmp_path / "problems.parquet") == read_problems(written(tmp_path, *rows))
+    (tmp_path / "problems.parquet").rename(tmp_path / "other.PARQUET")
+    assert read_problems(tmp_path / "other.PARQUET") == read_problems(written(tmp_path, *rows))
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(AgentSpecError, match=r"bad\.parquet: not a parquet file"):
         read_problems(tmp_path / "bad.parquet")

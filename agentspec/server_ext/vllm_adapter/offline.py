@@ -45,6 +45,26 @@ async def result_of(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
+def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> Any:
+    """Return vLLM's ``SamplingParams``. Raises ConfigurationError for values that this vLLM refuses."""
+    try:
+        from vllm import SamplingParams
+    except ImportError as error:
+        raise without_vllm(error) from error
+    try:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop),
+            seed=sampling.seed,
+            logprobs=0,
+            extra_args=extra,
+        )
+    except Exception as error:  # no ValueError in all versions
+        raise ConfigurationError(f"vLLM refuses how to sample: {first_line(error)}") from error
+
+
 class OfflineEngine:
     """Start, step and abort requests. llm: a ``vllm.LLM``."""
 
@@ -106,18 +126,7 @@ class OfflineEngine:
 
     def add(self, request_id: str, prompt: list[int], sampling: Sampling, extra: dict[str, Any]) -> None:
         """Start a request. prompt: token ids. extra: its ``extra_args``, such as the id of its group."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop),
-            seed=sampling.seed,
-            logprobs=0,
-            extra_args=extra,
-        )
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling_params(sampling, extra))
 
     def step(self) -> list[Answer]:
         """Run one engine step. Return the answers that it finished. Raises RolloutError if the engine died."""
