@@ -7,6 +7,7 @@ from typing import Any
 
 from agentspec.errors import ConfigurationError, InvalidInputError, first_line
 from agentspec.identifiers import check_session_id
+from agentspec.server_ext.vllm_adapter.launch import refusals
 from agentspec.train.config import Model, PromptsSource
 
 _TOGETHER = 64
@@ -35,7 +36,7 @@ def answer_prompts(
             part = prompts[at : at + _TOGETHER]
             try:
                 answers = _ask(engine, part, source)
-            except ValueError as error:
+            except refusals() as error:
                 raise InvalidInputError(
                     f"{source.path}: vLLM refuses one of the prompts {at + 1} to {at + len(part)}: {first_line(error)}"
                 ) from error
@@ -90,7 +91,7 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
         ) from error
     try:
         return LLM(model.name_or_path, **{"dtype": model.dtype, "seed": seed, **source.engine})
-    except (TypeError, ValueError) as error:
+    except (TypeError, *refusals()) as error:
         raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
 
 

@@ -66,6 +66,23 @@ def test_prompts_that_vllm_takes_are_told_from_chats(tmp_path: Path, monkeypatch
         ask(tmp_path, '{"prompt": "long"}\n')
 
 
+def test_prompts_that_newer_vllm_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose errors are no ValueErrors. The training ended with a traceback."""
+
+    class Refusal(Exception):
+        pass
+
+    def refuse(*_: Any, **__: Any) -> list[Any]:
+        raise Refusal("The prompt is too long.")
+
+    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+    engine = SimpleNamespace(chat=refuse, generate=refuse, llm_engine=core)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda *_, **__: engine, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.exceptions", SimpleNamespace(VLLMClientError=Refusal))
+    with pytest.raises(InvalidInputError, match=r"prompts\.jsonl: .* prompts 1 to 1: The prompt is too long\.$"):
+        ask(tmp_path, '{"prompt": "long"}\n')
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -181,6 +181,15 @@ def run_vllm(arguments: Sequence[str]) -> None:
         raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the classes of the errors by which vLLM refuses an argument or a prompt: its own, ValueError before."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return (ValueError,)
+    return (ValueError, VLLMClientError)
+
+
 def without_vllm(error: ImportError) -> ConfigurationError:
     """Return the error that says how to install vLLM."""
     return ConfigurationError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
-from agentspec.server_ext.vllm_adapter.launch import uses_agentspec, without_vllm
+from agentspec.server_ext.vllm_adapter.launch import refusals, uses_agentspec, without_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def sampling_params(sampling: Sampling, extra: dict[str, Any] | None = None) -> 
             logprobs=0,
             extra_args=extra,
         )
-    except Exception as error:  # no ValueError in all versions
+    except refusals() as error:
         raise ConfigurationError(f"vLLM refuses how to sample: {first_line(error)}") from error
 
 
@@ -91,7 +91,7 @@ class OfflineEngine:
             return cls(LLM(model, **options))
         except AgentSpecError:
             raise
-        except (OSError, TypeError, ValueError, NotImplementedError) as error:
+        except (OSError, TypeError, NotImplementedError, *refusals()) as error:
             raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {first_line(error)}") from error
 
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
