@@ -1,8 +1,9 @@
 """Talk to a server's routes from the command line: its address, its key, and errors that name the remedy."""
 
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,9 +118,27 @@ def _reason(answer: httpx.Response) -> str:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read; warn of one that others may read already. Raises OSError."""
-    warning = create_private(path)
-    path.write_bytes(data)
+    """Write a file that only its owner may read; warn of one that others may read already.
+
+    Raises OSError. A file that cannot be written whole, as on a full disk, is left as it was.
+    """
+    target = path.resolve()  # so that a link still names the file afterwards
+    if target.exists() and not target.is_file():  # a pipe or a device
+        path.write_bytes(data)
+        return
+    warning = create_private(target) if target.exists() else None
+    part = target.with_name(target.name + ".part")
+    try:
+        create_private(part)
+        part.write_bytes(data)
+        if target.exists():
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
+        part.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):  # mostly there is none any more
+            part.unlink()
     if warning:
         typer.echo(f"warning: {warning}", err=True)
 

@@ -40,8 +40,9 @@ def write_trl(samples: Sequence[Sample], folder: Path, epoch: int, decode: Calla
             "step": [epoch] * len(ordered),
             "prompt": [decode(sample.prompt_ids) for sample in ordered],
             "completion": [sample.text for sample in ordered],
-            "reward": [sample.reward for sample in ordered],
-            "advantage": advantages(ordered),
+            # By their type, or an epoch without a reward would have other columns than the rest.
+            "reward": pyarrow.array([sample.reward for sample in ordered], pyarrow.float64()),
+            "advantage": pyarrow.array(advantages(ordered), pyarrow.float64()),
         }
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -318,7 +318,10 @@ def _parse(line: bytes) -> Sample:
     if not isinstance(values, dict) or not values.keys() >= _NEEDED:
         raise ValueError(f"needs {', '.join(sorted(_NEEDED))}")
     sample = Sample(**values)
-    hash(sample.key)  # a TypeError where it is no key
+    if not (type(sample.id) is str and type(sample.epoch) is int and type(sample.sample) is int):
+        raise ValueError("id: a text, epoch and sample: whole numbers expected")  # pandas makes a number of the id "7"
+    if type(sample.reward) not in (float, int, type(None)):
+        raise ValueError("reward: a number or null expected")
     return sample
 
 

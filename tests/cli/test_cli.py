@@ -158,7 +158,7 @@ def test_what_vllm_refuses_of_a_rollout_is_one_line(
 
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"id": "a", "prompt": "x"}\n')
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse, SamplingParams=dict))
     status, printed = agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"))
     why = str(refusal).partition("\n")[0]
     assert status == 2 and printed == f"agentspec: model m: vLLM refuses it or its options: {why}\n"
@@ -201,7 +201,7 @@ def test_the_store_of_a_rollout_is_not_in_what_vllm_prints(
 
     problems, url = tmp_path / "problems.jsonl", "redis://:hunter2@localhost:1/0"
     problems.write_text('{"id": "a", "prompt": "x"}\n')
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse, SamplingParams=dict))
     agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"), "--store", url)
     assert given.pop("store") == url and "hunter2" not in str(given)
 
@@ -219,7 +219,7 @@ def test_a_plain_rollout_asks_vllm_for_nothing_of_drafts(
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"id": "a", "prompt": "x"}\n')
     monkeypatch.setenv("AGENTSPEC", "1")
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refuse, SamplingParams=dict))
     agentspec("rollout", str(problems), "--model", "m", "--out", str(tmp_path / "out.jsonl"), "--plain")
     assert given.keys() == {"dtype", "enforce_eager", "seed", "logprobs_mode", "switch"} and given["switch"] == "0"
 

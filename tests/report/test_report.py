@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,22 @@ def test_the_page_never_takes_the_place_of_the_record(record: Path) -> None:
     before = record.read_bytes()
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(record)]).exit_code == 2
     assert record.read_bytes() == before
+
+
+@pytest.mark.parametrize("before", [None, "an earlier page"])
+def test_a_page_that_cannot_be_written_whole_is_not_there(record: Path, tmp_path: Path, before: str | None) -> None:
+    """Half of a page looks whole, and took the place of the one before."""
+    page = tmp_path / "pages" / "report.html"
+    page.parent.mkdir()
+    if before is not None:
+        page.write_text(before)
+    program = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))\n"
+    program += "from agentspec.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "report", str(record), "-o", str(page)], capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and "File too large" in ended.stderr
+    assert [file.read_text() for file in page.parent.iterdir()] == ([] if before is None else [before])
 
 
 def test_a_line_that_was_not_written_to_its_end_is_left_out(record: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_trls_parquet(tmp_path: Path) -> None:
         "reward": 1.0,
         "advantage": None,
     }
+
+
+def test_an_epoch_without_rewards_has_the_columns_of_the_others(tmp_path: Path) -> None:
+    """Readers of several epochs refuse a column of another type."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    unknown = [replace(sample, reward=None) for sample in SAMPLES]
+    schemas = [parquet.read_schema(write_trl(each, tmp_path, 0, decode)) for each in (SAMPLES, unknown)]
+    assert schemas[0] == schemas[1]
 
 
 def test_advantages_compare_a_sample_with_its_group() -> None:

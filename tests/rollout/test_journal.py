@@ -41,6 +41,9 @@ with Journal(Path(sys.argv[1])):
 """
 
 
+SAMPLED = {"sample": 0, "prompt_ids": [], "completion_ids": [], "logprobs": [], "text": ""}
+
+
 def sample(number: int = 0, epoch: int = 0, **changes: object) -> Sample:
     return Sample("p", epoch, number, [1, 2], [3, 4], [-0.1, -0.2], "text", **changes)  # type: ignore[arg-type]
 
@@ -144,6 +147,11 @@ def test_samples_are_replaced_where_they_stand(tmp_path: Path) -> None:
         )
         + "\n",
         "[" * 100_000 + "\n",
+        # Samples, as another program wrote them again: pandas makes a number of "7", and each would be sampled twice.
+        *(
+            json.dumps({"id": "7", "epoch": 0, **SAMPLED, **wrong}) + "\n"
+            for wrong in ({"id": 7}, {"epoch": "0"}, {"sample": True}, {"reward": "high"})
+        ),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
