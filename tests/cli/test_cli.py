@@ -148,7 +148,13 @@ NO_SUCH_METHOD = NotImplementedError("Unsupported speculative method: 'mtp'")
 
 
 @pytest.mark.parametrize(
-    "refusal", [TypeError("LLM got an unexpected keyword"), OSError("m is no model\nmore"), NO_SUCH_METHOD]
+    "refusal",
+    [
+        TypeError("LLM got an unexpected keyword"),
+        OSError("m is no model\nmore"),
+        NO_SUCH_METHOD,
+        RuntimeError("Engine core initialization failed. See root cause above."),  # as where memory is short
+    ],
 )
 def test_what_vllm_refuses_of_a_rollout_is_one_line(
     agentspec: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception

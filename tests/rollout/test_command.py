@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,26 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as end:
         main()
     return made if end.value.code in (None, 0) else {}
+
+
+def test_the_documentations_script_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problems: Path
+) -> None:
+    """Where vLLM's engine process imports it, as on CPUs, it starts no engine: one that did brought none up."""
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    started = []
+
+    def start(model: str, **_: Any) -> OfflineEngine:
+        started.append(model)
+        return OfflineEngine(LLM(Engine()))
+
+    monkeypatch.setattr(OfflineEngine, "start", start)
+    monkeypatch.chdir(problems.parent)
+    exec(script, {"__name__": "__mp_main__"})
+    assert not started
+    exec(script, {"__name__": "__main__"})
+    assert started == ["MODEL"] and capsys.readouterr().out == "2.0 0.25\n" * 3
 
 
 @pytest.fixture
