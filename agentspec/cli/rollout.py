@@ -1,6 +1,7 @@
 """Define ``agentspec rollout``, which samples problems over several epochs and can be killed and run again."""
 
 import importlib
+import math
 import os
 import secrets
 import sys
@@ -78,7 +79,8 @@ def rollout(
     max_model_len: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="As for vLLM.")] = None,
     ray: Annotated[
-        int | None, typer.Option(help="Sample on so many Ray actors, each an engine. For several machines, with Redis.")
+        int | None,
+        typer.Option(min=1, help="Sample on so many Ray actors, each an engine. For several machines, with Redis."),
     ] = None,
     engine: Annotated[
         str,
@@ -103,6 +105,10 @@ def rollout(
     from agentspec.server_ext.vllm_adapter.launch import hand_on
     from agentspec.server_ext.vllm_adapter.offline import Sampling, sampling_params
 
+    if reward_timeout is not None and reward is None:
+        raise ConfigurationError("--reward-timeout has no effect without --reward: leave it out")
+    if reward_timeout is not None and not 0 < reward_timeout < math.inf:  # also refuses nan
+        raise ConfigurationError(f"--reward-timeout {reward_timeout:g}: seconds above 0 expected")
     plan = Plan(samples, epochs, temperature, top_p, max_tokens, seed)
     if out.exists() and problems.exists() and out.samefile(problems):
         raise ConfigurationError(f"--out {out}: holds the problems; give another file")

@@ -140,9 +140,12 @@ def test_the_problems_are_never_written_over(
     [
         (("--temperature", "1e9"), "vLLM refuses how to sample: temperature must be in [0, 2]"),
         (("--max-tokens", "99999999999999999999"), "max_tokens: at most 2,147,483,647 expected"),
+        (("--reward-timeout", "nan", "--reward", "builtins:max"), "--reward-timeout nan: seconds above 0 expected"),
+        (("--reward-timeout", "5"), "--reward-timeout has no effect without --reward"),
+        (("--ray", "0"), "Invalid value for '--ray'"),
     ],
 )
-def test_a_number_that_vllm_refuses_is_named_before_its_start(
+def test_a_number_that_cannot_work_is_named_before_vllms_start(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     problems: Path,
