@@ -91,7 +91,7 @@ def _engine(source: PromptsSource, model: Model, seed: int) -> Any:
         ) from error
     try:
         return LLM(model.name_or_path, **{"dtype": model.dtype, "seed": seed, **source.engine})
-    except (TypeError, *refusals()) as error:
+    except refusals(TypeError) as error:
         raise ConfigurationError(f"data.sources: engine: vLLM refuses it: {first_line(error)}") from error
 
 

@@ -181,13 +181,16 @@ def run_vllm(arguments: Sequence[str]) -> None:
         raise ConfigurationError(f"{arguments[0]}: vLLM ended with an error: {first_line(error)}") from error
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """Return the classes of the errors by which vLLM refuses an argument or a prompt: its own, ValueError before."""
+def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the classes of the errors by which vLLM refuses an argument or a prompt, and these: for `except`.
+
+    They are its own in newer releases (0.32), and ValueError before.
+    """
     try:
         from vllm.exceptions import VLLMClientError
     except ImportError:
-        return (ValueError,)
-    return (ValueError, VLLMClientError)
+        return (ValueError, *more)
+    return (ValueError, VLLMClientError, *more)
 
 
 def without_vllm(error: ImportError) -> ConfigurationError:

@@ -91,7 +91,7 @@ class OfflineEngine:
             return cls(LLM(model, **options))
         except AgentSpecError:
             raise
-        except (OSError, TypeError, RuntimeError, *refusals()) as error:
+        except refusals(OSError, TypeError, RuntimeError) as error:
             raise ConfigurationError(f"model {model}: vLLM refuses it or its options: {first_line(error)}") from error
 
     def tokenise(self, prompt: "str | Sequence[int] | Sequence[dict[str, Any]]") -> list[int]:
