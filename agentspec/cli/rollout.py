@@ -41,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
 
 def rollout(
     problems: Annotated[
-        Path, typer.Argument(help="Problems, .jsonl or .parquet: id, prompt or messages, and anything else.")
+        Path, typer.Argument(help="Problems, .jsonl (also .gz) or .parquet: id, prompt or messages, and anything else.")
     ],
     model: Annotated[str, typer.Option(help="Model name or path, as for vLLM.")],
     out: Annotated[Path, typer.Option(help="Samples, a JSON line each. Run again to go on with this file.")] = Path(
