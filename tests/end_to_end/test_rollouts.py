@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def finish(run: subprocess.Popen[str]) -> list[list[str]]:
     """Wait for a run; the rows of the table that it printed."""
     out, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors[-3000:]
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    return [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.strip()[:1].isdigit()]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
