@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -128,6 +129,7 @@ def rollout(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends vLLM's processes, too, as Ctrl-C does
     sampling_params(Sampling(temperature, top_p, max_tokens))  # what vLLM refuses, before its start takes minutes
     with Journal(out) as journal:
         # slow, so only once the arguments are known to be good

@@ -140,15 +140,33 @@ def test_a_rollout_killed_three_times_writes_each_sample_once(folder: Path) -> N
     assert len(keys) == len(set(keys)) == 3 * PROBLEMS * SAMPLES
 
 
+def engine_core(run: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (core,) = (pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return int(core)
+
+
+@pytest.mark.rl
+def test_a_rollout_that_is_told_to_end_leaves_no_engine_behind(folder: Path) -> None:
+    """As by a cluster's scheduler, which tells the command alone."""
+    out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
+    while run.poll() is None and (not out.exists() or not lines(out)):
+        time.sleep(0.01)
+    core = engine_core(run)
+    run.terminate()
+    _, errors = run.communicate(timeout=300)  # which waits for all that hold its pipes
+    assert run.returncode == 130 and "Traceback" not in errors
+    assert not Path(f"/proc/{core}").exists()
+    assert out.read_text().endswith("\n")
+
+
 @pytest.mark.rl
 def test_a_rollout_whose_engine_is_killed_ends(folder: Path) -> None:
     """As where memory is short. vLLM's client waits for ever for the next step's output."""
     out, run = folder / "rollouts.jsonl", start(folder, "rollouts.jsonl", "--epochs", "50")
     while run.poll() is None and (not out.exists() or not lines(out)):
         time.sleep(0.01)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    (core,) = (pid for pid in children if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(int(core), signal.SIGKILL)
+    os.kill(engine_core(run), signal.SIGKILL)
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 2 and "the engine's process died" in errors and "Traceback" not in errors
 

@@ -116,7 +116,7 @@ def test_the_bitmask_is_laid_out_for_the_longest_draft_of_the_step(config: Any) 
         assert len(cheap_steps.even_grammar_bitmask(fill, manager, {}, ["a", "b"], drafts)) == rows
         assert manager.vllm_config is config
     with pytest.raises(KeyError):
-        cheap_steps.even_grammar_bitmask(lambda *_: {}["missing"], manager, {}, ["a"], {})
+        cheap_steps.even_grammar_bitmask(lambda *_: dict[str, int]()["missing"], manager, {}, ["a"], {})
     assert manager.vllm_config is config
     assert max(allocated) == 512
 
