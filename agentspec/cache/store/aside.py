@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentspec.cache.store.base import NewEntry
 from agentspec.cache.store.breaker import CircuitBreaker
-from agentspec.cache.store.records import Record
+from agentspec.cache.store.records import Record, TurnRecord, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,13 @@ class QueuedRecord:
     namespace: str
     record: Record
     size: int
+
+    def entry(self) -> NewEntry:
+        """Return the record as an entry of its log. Raises InvalidInputError if it cannot be encoded."""
+        record = self.record
+        if not isinstance(record, TurnRecord):
+            return NewEntry(record.session, encode(record))
+        return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from agentspec.cache.store.aside import QueuedRecord, SetAside
 from agentspec.cache.store.base import QUEUE_BYTES, NewEntry, Retention, Store
 from agentspec.cache.store.breaker import CircuitBreaker, State
 from agentspec.cache.store.courtesy import Courtesy
-from agentspec.cache.store.records import Record, TurnRecord, encode
+from agentspec.cache.store.records import Record
 from agentspec.cache.store.trimmer import Trimmer
 from agentspec.errors import InvalidInputError, StoreUnavailableError
 
@@ -83,7 +83,7 @@ class BackgroundWriter:
         self._counts = WriterStats()
         self._forgotten: set[str] = set()  # erased sessions with records in flight
         self._overflowing = self._hurry = self._refusal_logged = False
-        self._lost = False  # whether an outage was logged that has not ended
+        self._lost = False  # whether a log line says that the store is lost, and none that it is back
         self._deadline: float | None = None
         lock = threading.Lock()  # never held during a call to the store, so that no caller waits
         self._work, self._settled = threading.Condition(lock), threading.Condition(lock)
@@ -277,8 +277,10 @@ class BackgroundWriter:
     def _encode_all(self, items: list[QueuedRecord]) -> list[NewEntry]:
         entries, courtesy = [], Courtesy()
         for item in items:
-            if (entry := self._encode(item.record)) is not None:
-                entries.append(entry)
+            try:
+                entries.append(item.entry())
+            except InvalidInputError as error:
+                self._log_refusal(error)
             courtesy.pause()
         return entries
 
@@ -296,16 +298,6 @@ class BackgroundWriter:
             logger.warning(
                 "agentspec: the store is back; %d records wait to be written, %d were dropped", left, dropped
             )
-
-    def _encode(self, record: Record) -> NewEntry | None:
-        """Return the record as an entry, or None if it cannot be encoded."""
-        try:
-            if not isinstance(record, TurnRecord):
-                return NewEntry(record.session, encode(record))
-            return NewEntry(record.session, encode(record), record.shared_by, f"{record.writer}:{record.number}")
-        except InvalidInputError as error:
-            self._log_refusal(error)
-            return None
 
     def _log_refusal(self, error: Exception) -> None:
         """Log why a record is given up, for the first one."""
