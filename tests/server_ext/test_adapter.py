@@ -87,6 +87,8 @@ def test_the_mended_expansion_fills_its_result_in_place_of_a_copy() -> None:
 def test_api_ids_lose_the_engines_decoration() -> None:
     assert vllm_adapter.api_request_id("chatcmpl-abc-12345678") == "chatcmpl-abc"
     assert vllm_adapter.api_request_id("1_cmpl-abc-0-deadbeef") == "cmpl-abc"
+    assert vllm_adapter.api_request_id("resp_abc_0-deadbeef") == "resp_abc"
+    assert vllm_adapter.api_request_id("resp_a_1_12-deadbeef") == "resp_a_1"
     for given in ("", "a\nb", "c\n", "5", "-1"):  # what callers send as X-Request-Id or request_id
         assert vllm_adapter.api_request_id(f"cmpl-{given}-0-deadbeef") == f"cmpl-{given}"
         assert vllm_adapter.api_request_id(f"chatcmpl-{given}-deadbeef") == f"chatcmpl-{given}"

@@ -29,7 +29,7 @@ RPC_METHOD = "agentspec_rpc"
 _RPC_SECONDS = 5.0
 _CHILD_PREFIX = re.compile(r"^\d+_")
 _ENGINE_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-_PROMPT_NUMBER = re.compile(r"^(cmpl-.*)-\d+$", re.DOTALL)
+_PART_NUMBER = re.compile(r"^(cmpl-.*)-\d+$|^(resp_.*)_\d+$", re.DOTALL)
 
 _PRESENTED = "agentspec_presented"
 _presented: ContextVar[Presented | None] = ContextVar(_PRESENTED, default=None)
@@ -41,11 +41,11 @@ ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 def api_request_id(engine_request_id: str) -> str:
     """Return the id under which the API returned an engine's request.
 
-    The engine adds a random suffix to that id, the sample's number in front (n > 1), and the prompt's number behind (a
-    completions request may hold several prompts).
+    The engine adds a random suffix to that id, the sample's number in front (n > 1), and a part's number behind (a
+    completions request may hold several prompts, a response several turns with vLLM's own tools).
     """
     plain = _ENGINE_SUFFIX.sub("", _CHILD_PREFIX.sub("", engine_request_id))
-    return _PROMPT_NUMBER.sub(r"\1", plain)
+    return _PART_NUMBER.sub(lambda found: found[1] or found[2], plain)
 
 
 async def ask_engines(
