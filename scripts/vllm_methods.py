@@ -33,6 +33,7 @@ READ = (
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
     "vllm.distributed.parallel_state:get_tp_group",
     "vllm.engine.arg_utils:EngineArgs.get_batch_defaults",
+    "vllm.exceptions:VLLMClientError",
     "vllm.utils.import_utils:has_arctic_inference",
     "vllm.v1.attention.backend:AttentionCGSupport",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",

@@ -182,13 +182,10 @@ def run_vllm(arguments: Sequence[str]) -> None:
 
 
 def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the classes of the errors by which vLLM refuses an argument or a prompt, and these: for `except`.
-
-    They are its own in newer releases (0.32), and ValueError before.
-    """
+    """Return the classes of the errors by which vLLM refuses an argument or a prompt, and these: for `except`."""
     try:
         from vllm.exceptions import VLLMClientError
-    except ImportError:
+    except ImportError:  # there is no vLLM
         return (ValueError, *more)
     return (ValueError, VLLMClientError, *more)
 
