@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -187,18 +187,23 @@ def test_a_record_that_cannot_be_encoded_costs_only_itself(store: FlakyStore, ca
     assert "prompt_tail" in caplog.text
 
 
-@pytest.mark.parametrize("error", [StoreError("too large"), RuntimeError("a bug")])
-def test_a_record_that_the_store_never_takes_is_found_and_given_up(
-    store: FlakyStore, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def refuse(store: FlakyStore, error: Exception, never: Callable[[int], bool]) -> None:
+    """Let a store refuse appends with records of numbers that it never takes."""
     original = store.append
 
     def picky(namespace: str, entries: list[NewEntry]) -> None:
-        if any(number_of(decode(payload)) == 13 for _, payload, *_ in entries):
+        if any(never(number_of(decode(payload))) for _, payload, *_ in entries):
             raise error
         original(namespace, entries)
 
     store.append = picky  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("error", [StoreError("too large"), RuntimeError("a bug")])
+def test_a_record_that_the_store_never_takes_is_found_and_given_up(
+    store: FlakyStore, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(store, error, lambda number: number == 13)
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(40):
         writer.put(NS, turn("s", number))
@@ -213,14 +218,7 @@ def test_records_that_the_store_never_takes_are_no_outage_in_the_log(
     store: FlakyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in an SQLite file with a damaged page: some sessions can be written, others cannot."""
-    original = store.append
-
-    def picky(namespace: str, entries: list[NewEntry]) -> None:
-        if any(number_of(decode(payload)) % 8 == 0 for _, payload, *_ in entries):
-            raise StoreError("malformed")
-        original(namespace, entries)
-
-    store.append = picky  # type: ignore[method-assign,assignment]
+    refuse(store, StoreError("malformed"), lambda number: number % 8 == 0)
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(64):
         writer.put(NS, turn("s", number))
@@ -452,14 +450,7 @@ def test_a_log_whose_append_is_unsure_gets_the_same_records_again_and_no_other_d
 
 
 def test_a_record_that_is_never_taken_costs_no_other_log_anything(store: FlakyStore) -> None:
-    original = store.append
-
-    def picky(namespace: str, entries: list[NewEntry]) -> None:
-        if any(number_of(decode(entry.payload)) == 13 for entry in entries):
-            raise StoreError("too large")
-        original(namespace, entries)
-
-    store.append = picky  # type: ignore[method-assign,assignment]
+    refuse(store, StoreError("too large"), lambda number: number == 13)
     writer = BackgroundWriter(store, breaker=quick())
     for number in range(60):
         writer.put(f"log-{number % 3}", turn("s", number))

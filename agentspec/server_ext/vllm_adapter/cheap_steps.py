@@ -155,8 +155,8 @@ def grammar_bitmask(
 ) -> Any:
     """Allocate a bitmask for the drafts of this step before vLLM fills it: a row for each position to verify."""
     ids, drafts = structured_output_request_ids, scheduled_spec_decode_tokens
-    if ids and manager.backend is not None and uses_agentspec(manager.vllm_config):
-        _make_room(manager, len(ids) + sum(len(drafts.get(request_id, ())) for request_id in ids))
+    if lengths := _masked_lengths(manager, ids, drafts):
+        _make_room(manager, len(lengths) + sum(lengths))
     return original(manager, requests, ids, drafts)
 
 
@@ -172,10 +172,11 @@ def even_grammar_bitmask(
     The worker divides the rows among the requests, however many there are.
     """
     ids, drafts, config = structured_output_request_ids, scheduled_spec_decode_tokens, manager.vllm_config
-    if not ids or manager.backend is None or not uses_agentspec(config):
+    lengths = _masked_lengths(manager, ids, drafts)
+    if not lengths:
         return original(manager, requests, ids, drafts)
-    longest = max(len(drafts.get(request_id, ())) for request_id in ids)
-    _make_room(manager, len(ids) * (1 + longest))
+    longest = max(lengths)
+    _make_room(manager, len(lengths) * (1 + longest))
     manager.vllm_config = _StepConfig(config, longest)
     try:
         return original(manager, requests, ids, drafts)
@@ -192,6 +193,13 @@ class _StepConfig:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vllm_config, name)
+
+
+def _masked_lengths(manager: Any, ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return the tokens of each draft that a grammar masks; an empty list where the bitmask is vLLM's matter alone."""
+    if not ids or manager.backend is None or not uses_agentspec(manager.vllm_config):
+        return []
+    return [len(drafts.get(request_id, ())) for request_id in ids]
 
 
 def _make_room(manager: Any, rows: int) -> None:
