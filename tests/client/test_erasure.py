@@ -6,17 +6,130 @@ import gc
 import sqlite3
 from pathlib import Path
 
+import openai
 import pytest
 
-from agentspec import AgentClient, AsyncAgentClient, StoreUnavailableError
+from agentspec import AgentClient, AsyncAgentClient, Stage, StoreUnavailableError
+from agentspec.cache.store import open_store
 from agentspec.client.erasure_list import ErasureList
 
 from .fake_server import FakeServer
+from .histories import connect, contents, salts_of_erasures, stored
 
 
-def salts_of_erasures(server: FakeServer) -> list[str | None]:
-    asked = [request for request in server.received if request.method == "DELETE"]
-    return [request.headers.get("x-cache-salt") for request in asked]
+def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
+    store = open_store("memory://")
+    with connect(server, store) as client:
+        session = client.session("a/b ü")
+        session.chat("one")
+        session.clear()
+        assert session.messages == []
+        server.erasing = [404, 405]  # the server has forgotten it already, or cannot erase
+        session.clear()
+        session.clear()
+    assert server.erased == ["a/b ü"] * 3
+    assert stored(store, "a/b ü") == []
+
+
+def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> None:
+    """Each salt makes another session of the same id on the server."""
+    with connect(server, "memory://") as client:
+        session = client.session("s")
+        session.chat("one", extra_body={"cache_salt": "mine"})
+        session.chat("two", extra_body={"cache_salt": "mine"})
+        session.chat("three")
+        server.erasing = [404]  # nothing was said without a salt
+        session.clear(cache_salts=["größer als 9"])
+    assert salts_of_erasures(server) == [None, "gr%C3%B6%C3%9Fer%20als%209", "mine"]
+    assert server.erased == ["s"] * 3
+
+
+async def test_clear_erases_the_sessions_of_all_cache_salts_with_asyncio(server: FakeServer) -> None:
+    async with AsyncAgentClient(base_url=server.url, model="small", store="memory://") as client:
+        session = client.session("s")
+        await session.chat("one", extra_body={"cache_salt": "mine"})
+        await session.clear()
+    assert salts_of_erasures(server) == [None, "mine"]
+
+
+def test_clear_erases_what_its_loops_said_in_other_sessions(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        session = client.session("s")
+        session.best_of("count", 2, lambda reply: 1.0)
+        session.pipeline("count", [Stage("plan", "Plan it:"), Stage("write", "Write it:")])
+        used = {chat.headers["x-session-id"] for chat in server.chats}
+        session.clear()
+    assert set(server.erased) == used | {"s"} and len(used) == 4
+    assert {name.rpartition(".")[2] for name in used if name.startswith("s.")} >= {"1", "2"}
+
+
+def test_clear_leaves_a_session_alone_whose_name_a_loop_might_choose(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        client.session("s.1").chat("my own")
+        session = client.session("s")
+        session.best_of("count", 2, lambda reply: 1.0)
+        session.clear()
+        assert "s.1" not in server.erased and "s" in server.erased
+        assert contents(client.session("s.1")) == ["my own", "answer 1"]
+
+
+def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> None:
+    with connect(server, "memory://") as client:
+        conversation = client.session("s")._conversation
+        for number in range(10_000):
+            conversation.add_helper(f"helper {number}")
+        conversation.add_helper("helper 9500")
+    assert len(conversation.helpers) == 1_000
+    assert {"helper 9001", "helper 9500", "helper 9999"} < set(conversation.helpers)
+
+
+def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:
+    for fake, tags in ((plain_server, "auto"), (server, "off")):
+        with connect(fake, "memory://", session_tags=tags) as client:
+            session = client.session("s")
+            session.chat("one")
+            session.clear()
+            assert session.messages == []
+        assert fake.erased == []
+
+
+def test_clear_that_the_server_refuses_changes_nothing(server: FakeServer) -> None:
+    with connect(server, "memory://", max_retries=0) as client:
+        session = client.session("s")
+        session.chat("one")
+        server.erasing = [403, 500]
+        with pytest.raises(openai.PermissionDeniedError):
+            session.clear()
+        with pytest.raises(openai.InternalServerError):
+            session.clear()
+        assert contents(session) == ["one", "answer 1"]
+        session.clear()
+        assert session.messages == []
+
+
+async def test_clear_with_asyncio(server: FakeServer) -> None:
+    store = open_store("memory://")
+    async with AsyncAgentClient(base_url=server.url, model="small", store=store, max_retries=0) as client:
+        session = client.session("s")
+        await session.chat("one")
+        server.erasing = [500]
+        with pytest.raises(openai.InternalServerError):
+            await session.clear()
+        assert len(session.messages) == 2
+        await session.clear()
+        assert session.messages == []
+    assert server.erased == ["s", "s"]
+    assert stored(store) == []
+
+
+def test_clear_of_an_unreachable_server_says_so(server: FakeServer) -> None:
+    with connect(server, "memory://", max_retries=0) as client:
+        session = client.session("s")
+        session.add({"role": "user", "content": "one"})
+        server.close()
+        with pytest.raises(openai.APIConnectionError):
+            session.clear()
+        assert contents(session) == ["one"]
 
 
 def test_salts_and_helpers_outlive_the_session_object(server: FakeServer) -> None:

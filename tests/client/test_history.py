@@ -1,63 +1,23 @@
-"""A session's history is never silently lost: outages, gaps, and two clients on one session."""
+"""A session's history is never silently lost: stores that are away or slow, and gaps."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-import uuid
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
-from urllib.parse import unquote
 
-import openai
 import pytest
 
-from agentspec import (
-    AgentClient,
-    AsyncAgentClient,
-    Gap,
-    InvalidInputError,
-    Session,
-    SessionConflictError,
-    Stage,
-    StoreError,
-    StoreUnavailableError,
-)
+from agentspec import AgentClient, AsyncAgentClient, Gap, InvalidInputError, StoreError, StoreUnavailableError
 from agentspec.cache.store import MessageRecord, NewEntry, Store, encode, open_store
 from agentspec.client.outbox import NAMESPACE, Outbox, read_session
 from agentspec.client.session_log import ClientView, Said
-from agentspec.testing.redis_server import RedisServer
 
 from .fake_server import FakeServer
+from .histories import connect, contents, stored, wait_until_stored
 from .stores import FailingStore
-
-
-def connect(server: FakeServer, store: Store | str, **options: Any) -> AgentClient:
-    return AgentClient(base_url=server.url, model="small", store=store, **options)
-
-
-def contents(session: Session) -> list[str]:
-    return [message["content"] for message in session.messages]
-
-
-def stored(store: Store, session: str = "s") -> list[tuple[int, str]]:
-    return [(position, message["content"]) for position, message in read_session(store, session).history]
-
-
-def wait_until_stored(store: Store, count: int, session: str = "s") -> None:
-    deadline = time.monotonic() + 180
-    while len(read_session(store, session).history) < count:
-        assert time.monotonic() < deadline, stored(store, session)
-        time.sleep(0.01)
-
 
 # --- A store that is away
 
@@ -227,118 +187,6 @@ def test_a_session_with_gaps_says_so(server: FakeServer, with_gaps: Store, caplo
     assert "agentspec: session 's': the store has lost 2 messages before message 2" in warnings
 
 
-# --- Two clients on one session
-
-
-def test_the_second_client_gets_a_conflict_before_anything_is_sent(server: FakeServer) -> None:
-    store = open_store("memory://")
-    with connect(server, store) as first, connect(server, store) as second:
-        first.session("s").chat("one")
-        mine, theirs = second.session("s"), first.session("s")
-        mine.load()
-        theirs.chat("two")
-        for _ in range(2):
-            with pytest.raises(SessionConflictError, match=r"fork\(\).*reload\(\)"):
-                mine.chat("three")
-        with pytest.raises(SessionConflictError):
-            mine.stream("three").until_done()
-        with pytest.raises(SessionConflictError):
-            mine.add({"role": "user", "content": "three"})
-        assert len(server.chats) == 2
-        branch = mine.fork()
-        branch.chat("three")
-        assert contents(branch) == ["one", "answer 1", "three", "answer 3"]
-        mine.reload()
-        mine.chat("three")
-        assert contents(mine) == ["one", "answer 1", "two", "answer 2", "three", "answer 4"]
-        with pytest.raises(SessionConflictError):
-            theirs.chat("four")
-    assert [position for position, _ in stored(store)] == list(range(6))
-
-
-def test_a_session_that_the_store_has_lost_is_not_put_down_to_another_client_alone(server: FakeServer) -> None:
-    store = open_store("memory://")
-    with connect(server, store) as client:
-        session = client.session("s")
-        session.chat("one")
-        wait_until_stored(store, 2)
-        store.erase_session(NAMESPACE, "s", mark=False)  # as Redis does that is restarted empty
-        with pytest.raises(SessionConflictError, match="or the store has lost some") as caught:
-            session.chat("two")
-        assert "erased it" in str(caught.value)
-        branch = session.fork()
-        branch.chat("three")
-        assert contents(branch) == ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
-        session.reload()
-        assert session.messages == []
-
-
-def test_both_at_once(server: FakeServer) -> None:
-    """The second answer comes too late to be stored. The session keeps it, so that a fork goes on from it."""
-    store = open_store("memory://")
-    server.hold = threading.Event()
-    with connect(server, store) as first, connect(server, store) as second:
-        sessions = [first.session("s"), second.session("s")]
-        errors: list[SessionConflictError] = []
-
-        def converse(session: Session, text: str) -> None:
-            try:
-                session.chat(text)
-            except SessionConflictError as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=converse, args=item) for item in zip(sessions, "ab", strict=True)]
-        for thread in threads:
-            thread.start()
-        while len(server.chats) < 2:
-            time.sleep(0.01)
-        server.hold.set()
-        for thread in threads:
-            thread.join()
-        assert len(errors) == 1
-        assert len(stored(store)) == 2
-        (loser,) = (session for session in sessions if contents(session)[0] != stored(store)[0][1])
-        assert len(loser.fork("branch").messages) == 2
-
-
-async def test_a_conflict_with_asyncio(server: FakeServer) -> None:
-    store = open_store("memory://")
-    async with (
-        AsyncAgentClient(base_url=server.url, model="small", store=store) as first,
-        AsyncAgentClient(base_url=server.url, model="small", store=store) as second,
-    ):
-        mine, theirs = first.session("s"), second.session("s")
-        await asyncio.gather(mine.load(), theirs.load())
-        await mine.chat("one")
-        with pytest.raises(SessionConflictError):
-            await theirs.chat("two")
-        with pytest.raises(SessionConflictError):
-            await theirs.stream("two").until_done()
-        assert (await theirs.fork("branch")).messages == []
-        await theirs.reload()
-        await theirs.chat("two")
-        assert len(theirs.messages) == 4
-
-
-def test_an_append_whose_answer_was_lost_is_no_conflict(server: FakeServer) -> None:
-    class Forgetful(FailingStore):
-        def append(self, *args: Any, **options: Any) -> Any:
-            super().append(*args, **options)
-            if self.failing:
-                raise StoreUnavailableError("append: the answer was lost")
-
-    store = Forgetful()
-    with connect(server, store) as client:
-        session = client.session("s")
-        session.chat("one")
-        store.failing = {"answers"}
-        session.chat("two")
-        store.failing = set()
-        wait_until_stored(store, 4)
-        session.chat("three")
-    assert [position for position, _ in stored(store)] == list(range(6))
-
-
 def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.client.outbox.WAIT_S", 2.0)
     store = FailingStore()
@@ -357,12 +205,6 @@ def test_a_slow_store_slows_one_call_at_most(server: FakeServer, monkeypatch: py
         wait_until_stored(store, 22, session.id)
 
 
-@pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
 def test_a_record_that_a_store_brings_back_is_read_once(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/h.db")
     said = [{"role": "user", "content": text} for text in ("a", "b", "b", "c")]
@@ -371,118 +213,6 @@ def test_a_record_that_a_store_brings_back_is_read_once(tmp_path: Path) -> None:
     assert stored(store) == [(0, "a"), (1, "b"), (2, "b"), (3, "c")]
     assert read_session(store, "s").next_position == 4
     store.close()
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_two_processes_on_one_session(
-    server: FakeServer, kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Each process goes on until a conflict, then reloads: nothing is lost, and nobody's turn is torn apart."""
-    url = f"sqlite:///{tmp_path / 's.db'}"
-    if kind == "redis":
-        url = request.getfixturevalue("redis_server").url
-    name = f"s-{uuid.uuid4().hex}"
-    script = f"""
-        import pathlib, sys, time
-        from agentspec import AgentClient, SessionConflictError
-        from agentspec.client import outbox
-        outbox.WAIT_S = 20.0  # on a busy machine a slow append must not pass for a store that is away
-        conflicts = 0
-        ready = [pathlib.Path({str(tmp_path)!r}, who) for who in "ab"]
-        with AgentClient(base_url={server.url!r}, model="small", store={url!r}, speculation=False) as client:
-            session = client.session({name!r})
-            session.load()  # so that whoever says something second has a conflict
-            pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()
-            while not all(path.exists() for path in ready):
-                time.sleep(0.01)
-            for number in range(15):
-                while True:
-                    try:
-                        session.chat(f"{{sys.argv[1]}}-{{number}}")
-                        break
-                    except SessionConflictError:
-                        conflicts += 1
-                        session.reload()
-        print(conflicts)
-    """
-    processes = [
-        subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), who], stdout=subprocess.PIPE, text=True)
-        for who in "ab"
-    ]
-    conflicts = [int(process.communicate(timeout=600)[0]) for process in processes]
-    assert sum(conflicts) > 0
-    store = open_store(url)
-    history = stored(store, name)
-    store.close()
-    assert [position for position, _ in history] == list(range(60))
-    asked = [content for _, content in history[::2]]
-    for who in "ab":
-        assert [content for content in asked if content.startswith(who)] == [f"{who}-{number}" for number in range(15)]
-    assert all(content.startswith("answer") for _, content in history[1::2])
-
-
-# --- Erasure
-
-
-def test_clear_erases_the_servers_copy_too(server: FakeServer) -> None:
-    store = open_store("memory://")
-    with connect(server, store) as client:
-        session = client.session("a/b ü")
-        session.chat("one")
-        session.clear()
-        assert session.messages == []
-        server.erasing = [404, 405]  # the server has forgotten it already, or cannot erase
-        session.clear()
-        session.clear()
-    assert server.erased == ["a/b ü"] * 3
-    assert stored(store, "a/b ü") == []
-
-
-def salts_of_erasures(server: FakeServer) -> list[str | None]:
-    asked = [request for request in server.received if request.method == "DELETE"]
-    return [request.headers.get("x-cache-salt") for request in asked]
-
-
-def test_clear_erases_the_sessions_of_all_cache_salts(server: FakeServer) -> None:
-    """Each salt makes another session of the same id on the server."""
-    with connect(server, "memory://") as client:
-        session = client.session("s")
-        session.chat("one", extra_body={"cache_salt": "mine"})
-        session.chat("two", extra_body={"cache_salt": "mine"})
-        session.chat("three")
-        server.erasing = [404]  # nothing was said without a salt
-        session.clear(cache_salts=["größer als 9"])
-    assert salts_of_erasures(server) == [None, "gr%C3%B6%C3%9Fer%20als%209", "mine"]
-    assert server.erased == ["s"] * 3
-
-
-async def test_clear_erases_the_sessions_of_all_cache_salts_with_asyncio(server: FakeServer) -> None:
-    async with AsyncAgentClient(base_url=server.url, model="small", store="memory://") as client:
-        session = client.session("s")
-        await session.chat("one", extra_body={"cache_salt": "mine"})
-        await session.clear()
-    assert salts_of_erasures(server) == [None, "mine"]
-
-
-def test_clear_erases_what_its_loops_said_in_other_sessions(server: FakeServer) -> None:
-    with connect(server, "memory://") as client:
-        session = client.session("s")
-        session.best_of("count", 2, lambda reply: 1.0)
-        session.pipeline("count", [Stage("plan", "Plan it:"), Stage("write", "Write it:")])
-        used = {chat.headers["x-session-id"] for chat in server.chats}
-        session.clear()
-    assert set(server.erased) == used | {"s"} and len(used) == 4
-    assert {name.rpartition(".")[2] for name in used if name.startswith("s.")} >= {"1", "2"}
-
-
-def test_clear_leaves_a_session_alone_whose_name_a_loop_might_choose(server: FakeServer) -> None:
-    with connect(server, "memory://") as client:
-        client.session("s.1").chat("my own")
-        session = client.session("s")
-        session.best_of("count", 2, lambda reply: 1.0)
-        session.clear()
-        assert "s.1" not in server.erased and "s" in server.erased
-        assert contents(client.session("s.1")) == ["my own", "answer 1"]
 
 
 @pytest.mark.parametrize("end", ["close", "use"])
@@ -510,82 +240,3 @@ def test_what_was_added_and_cannot_be_stored_is_said(server: FakeServer, caplog:
     with connect(server, store) as client:
         client.session("s").add({"role": "system", "content": "be brief"})
     assert "messages added to session 's' are lost" in caplog.text
-
-
-def test_sessions_of_loops_are_remembered_up_to_a_limit(server: FakeServer) -> None:
-    with connect(server, "memory://") as client:
-        conversation = client.session("s")._conversation
-        for number in range(10_000):
-            conversation.add_helper(f"helper {number}")
-        conversation.add_helper("helper 9500")
-    assert len(conversation.helpers) == 1_000
-    assert {"helper 9001", "helper 9500", "helper 9999"} < set(conversation.helpers)
-
-
-def test_clear_asks_no_server_that_cannot_know_the_session(server: FakeServer, plain_server: FakeServer) -> None:
-    for fake, tags in ((plain_server, "auto"), (server, "off")):
-        with connect(fake, "memory://", session_tags=tags) as client:
-            session = client.session("s")
-            session.chat("one")
-            session.clear()
-            assert session.messages == []
-        assert fake.erased == []
-
-
-def test_clear_that_the_server_refuses_changes_nothing(server: FakeServer) -> None:
-    with connect(server, "memory://", max_retries=0) as client:
-        session = client.session("s")
-        session.chat("one")
-        server.erasing = [403, 500]
-        with pytest.raises(openai.PermissionDeniedError):
-            session.clear()
-        with pytest.raises(openai.InternalServerError):
-            session.clear()
-        assert contents(session) == ["one", "answer 1"]
-        session.clear()
-        assert session.messages == []
-
-
-async def test_clear_with_asyncio(server: FakeServer) -> None:
-    store = open_store("memory://")
-    async with AsyncAgentClient(base_url=server.url, model="small", store=store, max_retries=0) as client:
-        session = client.session("s")
-        await session.chat("one")
-        server.erasing = [500]
-        with pytest.raises(openai.InternalServerError):
-            await session.clear()
-        assert len(session.messages) == 2
-        await session.clear()
-        assert session.messages == []
-    assert server.erased == ["s", "s"]
-    assert stored(store) == []
-
-
-def test_clear_of_an_unreachable_server_says_so(server: FakeServer) -> None:
-    with connect(server, "memory://", max_retries=0) as client:
-        session = client.session("s")
-        session.add({"role": "user", "content": "one"})
-        server.close()
-        with pytest.raises(openai.APIConnectionError):
-            session.clear()
-        assert contents(session) == ["one"]
-
-
-def test_ids_of_new_sessions_cannot_be_guessed(server: FakeServer) -> None:
-    with connect(server, "memory://") as client:
-        names = [client.session().id for _ in range(100)]
-        names += [client.session("s").fork().id for _ in range(10)]
-    assert len(set(names)) == 110
-    for name in names:
-        assert uuid.UUID(hex=name.removeprefix("session-")).version == 4  # 122 random bits
-
-
-@pytest.mark.parametrize("name", [".", ".."])
-def test_dots_as_an_id_are_a_session_as_others_are(server: FakeServer, name: str) -> None:
-    with AgentClient(base_url=server.url, model="small", store=None) as client:
-        session = client.session(name)
-        assert session.prime(["a text"]) == 1
-        session.clear()
-    assert server.erased == [name]
-    paths = [request.path for request in server.received if request.method in ("PUT", "DELETE")]
-    assert [unquote(path) for path in paths] == [f"/v1/agentspec/sessions/{name}"] * 2

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import openai
 import pytest
@@ -325,3 +327,23 @@ def _in_a_fork(call: Callable[[], object]) -> str:
     os.waitpid(child, 0)
     with os.fdopen(reading) as answer:
         return answer.read()
+
+
+def test_ids_of_new_sessions_cannot_be_guessed(server: FakeServer) -> None:
+    with connect(server, store="memory://") as client:
+        names = [client.session().id for _ in range(100)]
+        names += [client.session("s").fork().id for _ in range(10)]
+    assert len(set(names)) == 110
+    for name in names:
+        assert uuid.UUID(hex=name.removeprefix("session-")).version == 4  # 122 random bits
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_dots_as_an_id_are_a_session_as_others_are(server: FakeServer, name: str) -> None:
+    with connect(server) as client:
+        session = client.session(name)
+        assert session.prime(["a text"]) == 1
+        session.clear()
+    assert server.erased == [name]
+    paths = [request.path for request in server.received if request.method in ("PUT", "DELETE")]
+    assert [unquote(path) for path in paths] == [f"/v1/agentspec/sessions/{name}"] * 2
