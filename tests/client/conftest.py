@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from agentspec import AgentClient, AsyncAgentClient, LoopResult
 
 from .fake_server import FakeServer
 
@@ -30,3 +34,26 @@ def plain_server() -> Iterator[FakeServer]:
     fake = FakeServer(extension=False)
     yield fake
     fake.close()
+
+
+def _synchronous(server: FakeServer, loop: str, *arguments: Any, **options: Any) -> tuple[LoopResult[Any], list[Any]]:
+    with AgentClient(base_url=server.url, model="small", store=None, max_retries=0) as client:
+        session = client.session("s")
+        result = getattr(session, loop)(*arguments, **options)
+        return result, session.messages
+
+
+def _in_asyncio(server: FakeServer, loop: str, *arguments: Any, **options: Any) -> tuple[LoopResult[Any], list[Any]]:
+    async def main() -> tuple[LoopResult[Any], list[Any]]:
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None, max_retries=0) as client:
+            session = client.session("s")
+            result = await getattr(session, loop)(*arguments, **options)
+            return result, session.messages
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=[_synchronous, _in_asyncio], ids=["sync", "asyncio"])
+def run(request: pytest.FixtureRequest, server: FakeServer) -> Callable[..., tuple[LoopResult[Any], list[Any]]]:
+    """Runs a loop of a session named "s", and returns its result and the session's messages."""
+    return lambda loop, *arguments, **options: request.param(server, loop, *arguments, **options)

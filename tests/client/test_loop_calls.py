@@ -13,7 +13,7 @@ from agentspec import AgentClient, AsyncAgentClient, Budget, SessionBusyError
 from agentspec.client.budget import bounded_timeout, call_limits
 
 from .fake_server import FakeServer
-from .test_loops import calls, roles
+from .loop_runs import calls, roles
 
 
 def add(a: int) -> int:

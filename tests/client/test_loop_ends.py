@@ -1,0 +1,165 @@
+"""Loops that end early, and functions that return awaitables: the session stays usable."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from agentspec import AgentClient, AsyncAgentClient, Progress, Reply, SessionBusyError, Stage
+
+from .fake_server import FakeServer
+from .loop_runs import add, calls, short
+
+
+class TestEndingEarly:
+    def test_an_error_of_the_callback_frees_the_session(self, run: Any, server: FakeServer) -> None:
+        def stop(progress: Progress) -> None:
+            raise KeyboardInterrupt
+
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            for loop, arguments in (
+                ("refine", ("count", short)),
+                ("best_of", ("count", 2, lambda reply: 1.0)),
+                ("pipeline", ("count", [Stage("count", "Count")])),
+            ):
+                with pytest.raises(KeyboardInterrupt):
+                    getattr(session, loop)(*arguments, on_progress=stop)
+            before = len(session.messages)
+            assert before == 2  # refine's first attempt is a turn of the session; the others commit nothing
+            session.chat("go on")
+
+    def test_tools_that_were_interrupted_are_answered(self, server: FakeServer) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        server.answers = [calls(("add", '{"a": 2}'), ("interrupt", "{}"), ("add", '{"a": 3}'))]
+        with AgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            with pytest.raises(KeyboardInterrupt):
+                session.run_tools("go", [add, interrupt], at_once=1)
+            assert [message["content"] for message in session.messages[2:]][:2] == [
+                "3",
+                "error: cancelled before it ended",
+            ]
+            assert session.chat("go on").text  # the fake refuses unanswered tool calls
+
+    @pytest.mark.parametrize(
+        ("loop", "arguments"),
+        [
+            ("refine", ("count", short)),
+            ("best_of", ("count", 2, lambda reply: 1.0)),
+            ("pipeline", ("count", [Stage("count", "Count")])),
+            ("run_tools", ("count", [add])),
+        ],
+    )
+    async def test_a_cancelled_task_frees_the_session(self, server: FakeServer, loop: str, arguments: Any) -> None:
+        server.hold = threading.Event()
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            task = asyncio.create_task(getattr(session, loop)(*arguments))
+            while not server.chats:
+                await asyncio.sleep(0.01)
+            with pytest.raises(SessionBusyError):
+                await session.chat("meanwhile")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            server.hold.set()
+            assert session.messages == []
+            await session.chat("go on")
+
+    async def test_tools_of_a_cancelled_task_are_answered(self, server: FakeServer) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(60)
+
+        async def add(a: int) -> int:
+            added.set()
+            return a + 1
+
+        added = asyncio.Event()
+        server.answers = [calls(("wait", "{}"), ("add", '{"a": 3}'))]
+        async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+            session = client.session("s")
+            task = asyncio.create_task(session.run_tools("go", [add, wait]))
+            await added.wait()
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert session.messages[2]["content"] == "error: cancelled before it ended"
+            assert session.messages[3]["content"] == "4"
+            assert (await session.chat("go on")).text
+
+
+async def test_functions_of_an_asyncio_loop_may_be_asynchronous(server: FakeServer) -> None:
+    async def critic(reply: Reply) -> str | None:
+        return short(reply)
+
+    async def double(a: int) -> int:
+        return 2 * a
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        assert (await client.session().refine("count", critic)).done
+        server.answers = [calls(("double", json.dumps({"a": 4}))), {"content": "8"}]
+        result = await client.session().run_tools("double", [double])
+        assert result.attempts[0].tools[0].answer == "8"
+
+
+async def test_any_callable_of_an_asyncio_loop_may_be_asynchronous(server: FakeServer) -> None:
+    """Decorated functions, lambdas and objects return awaitables without being coroutine functions."""
+
+    async def double(a: int) -> int:
+        return 2 * a
+
+    @functools.wraps(double)
+    def traced(a: int) -> Any:
+        return double(a)
+
+    async def critic(reply: Reply) -> str | None:
+        return short(reply)
+
+    class Reward:
+        async def __call__(self, reply: Reply) -> float:
+            return 1.0
+
+    async with AsyncAgentClient(base_url=server.url, model="small", store=None) as client:
+        assert (await client.session().refine("count", lambda reply: critic(reply))).done
+        assert (await client.session().best_of("count", 2, Reward())).attempts[0].score == 1.0
+        server.answers = [calls(("double", json.dumps({"a": 4}))), {"content": "8"}]
+        result = await client.session().run_tools("double", [traced])
+        assert result.attempts[0].tools[0].answer == "8"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_synchronous_loop_refuses_what_returns_an_awaitable(server: FakeServer) -> None:
+    async def critic(reply: Reply) -> str | None:
+        return None
+
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        result = client.session().refine("count", lambda reply: critic(reply))  # type: ignore[arg-type, return-value]
+    assert result.stopped == "error" and "AsyncSession" in str(result.attempts[0].error)
+
+
+def test_a_synchronous_loop_refuses_asynchronous_functions(server: FakeServer) -> None:
+    async def critic(reply: Reply) -> str | None:
+        return None
+
+    with AgentClient(base_url=server.url, model="small", store=None) as client:
+        result = client.session().refine("count", critic)  # type: ignore[arg-type]
+    assert result.stopped == "error" and "AsyncSession" in str(result.attempts[0].error)
+
+
+def test_both_clients_have_the_same_loops() -> None:
+    from agentspec.client.loops import AsyncLoops, Loops
+
+    for name in ("refine", "best_of", "run_tools", "pipeline"):
+        one, other = inspect.signature(getattr(Loops, name)), inspect.signature(getattr(AsyncLoops, name))
+        assert list(one.parameters) == list(other.parameters)
+        assert [p.default for p in one.parameters.values()] == [p.default for p in other.parameters.values()]
