@@ -18,7 +18,7 @@ from agentspec.cache.store.convert import old_log_name
 from agentspec.cli.server import shown_time
 from agentspec.server_ext.persistence.model_key import find_model_key
 from tests.cli.test_cli import Program, agentspec
-from tests.server_ext.test_session_routes import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
+from tests.server_ext.session_server import ADA, ADMIN, BOB, PROMPT, TEXT, Server, Start, start
 from tests.store.test_convert import old_file
 
 __all__ = ["agentspec", "start"]

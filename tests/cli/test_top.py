@@ -17,7 +17,7 @@ from rich.console import Console
 
 from agentspec.cli.top import Sample, draw
 from tests.cli.test_cli import Program, agentspec
-from tests.server_ext.test_session_routes import ADA, BOB, Server, Start, start
+from tests.server_ext.session_server import ADA, BOB, Server, Start, start
 
 __all__ = ["agentspec", "start"]
 

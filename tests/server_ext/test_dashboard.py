@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentspec.server_ext.api.prometheus import exposition
-from tests.server_ext.test_engine import Engine
+from tests.server_ext.plain_engine import Engine
 from tests.server_ext.test_metrics import read
 
 FILE = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"

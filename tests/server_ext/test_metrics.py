@@ -17,7 +17,7 @@ from agentspec.cache import SOURCES
 from agentspec.server_ext.api import prometheus
 from agentspec.server_ext.api.prometheus import MetricsMiddleware, exposition
 from agentspec.server_ext.figures.metrics import Histogram, Metrics
-from tests.server_ext.test_engine import Engine
+from tests.server_ext.plain_engine import Engine
 
 VLLMS = b"# HELP vllm:steps_total Steps.\n# TYPE vllm:steps_total counter\nvllm:steps_total 3.0\n"
 OUTPUT = list(range(100, 140)) * 3

@@ -12,7 +12,7 @@ from agentspec.server_ext.figures.metrics import RequestFigures
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import DETAIL_KEY, RequestTagger
 
-from .test_engine import TEXT, Engine
+from .plain_engine import TEXT, Engine
 
 REQUEST, GLOBAL = SOURCES.index("request"), SOURCES.index("global")
 

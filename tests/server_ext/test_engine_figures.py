@@ -1,0 +1,156 @@
+"""What the engine counts and measures of its steps: the record, acceptance, the price of a token."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache.policy import DEFAULT_COST
+from agentspec.server_ext.step import Repetition, Step
+
+from .plain_engine import TEXT, Engine, Rows
+
+
+def test_the_record_has_a_line_a_step_and_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    engine = Engine(record=path)
+    engine.run("a", [1, 2, 3], TEXT, session="s")
+    steps = engine.run("b", [1, 2, 3, *TEXT, 4, 5, 100, 101], TEXT[2:], session="s")
+    engine.proposer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    mine = [line for line in lines if line["request"] == "b"]
+    assert len(mine) == steps
+    assert sum(line["tokens"] for line in mine) == len(TEXT) - 2
+    assert sum(line["accepted"] for line in mine) == len(TEXT) - 2 - steps
+    assert {"step", "request", "session", "source", "drafted", "accepted", "ns"} <= set(mine[0])
+    assert {line["source"] for line in mine} & {"session", "request"}
+    figures = engine.proposer.metrics.request("b")
+    assert figures is not None
+    assert figures["accepted"] == sum(figures["accepted_by_source"].values()) == len(TEXT) - 2 - steps
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_what_is_accepted_behind_the_end_of_a_response_is_nobodys(told_first: bool) -> None:
+    """The API server has found a stop text, and the engine takes steps until it hears of that."""
+    rows = Rows(verify_cost=0.01)
+    rows.step(("0",))
+    (draft,) = rows.repeat()
+    if told_first:
+        rows.proposer.note_lengths({"0": 5})
+    length, following = int(rows.lengths[0]), [*draft, 7]
+    rows.tokens[0, length : length + len(following)] = following
+    rows.lengths[0] += len(following)
+    verified, room = np.array([len(draft)], np.int32), np.full(1, 8, np.int32)
+    rows.proposer.propose(
+        Step(rows.batch, (), rows.tokens, rows.lengths[:1], room, verified, num_draft_tokens=len(draft))
+    )
+    figures = rows.proposer.request("0")
+    assert figures is not None and figures["drafted"] == len(draft) == 8
+    if not told_first:
+        assert figures["accepted"] == 8
+        rows.proposer.note_lengths({"0": 5})
+        figures = rows.proposer.request("0")
+        assert figures is not None
+    assert 5 >= figures["tokens"] >= figures["accepted"]
+
+
+@pytest.mark.parametrize(("repetition", "tokens"), [(Repetition(1, 4, 2), 7), (Repetition(4, 9, 2), 10), (None, 10)])
+def test_what_is_accepted_behind_a_repetition_that_ends_the_response_is_not_counted(
+    repetition: Repetition | None, tokens: int
+) -> None:
+    rows = Rows()
+    rows.step(("0",))
+    rows.proposer._requests.by_id["0"].repetition = repetition
+    rows.tokens[0, 4:13] = [7, 8, 9] * 3
+    verified, room = np.array([8], np.int32), np.full(1, 8, np.int32)
+    rows.proposer.propose(Step(rows.batch, (), rows.tokens, np.array([13], np.int32), room, verified, 8))
+    assert rows.tokens_and_steps("0") == (tokens, 2)
+
+
+def test_the_end_of_a_response_is_never_drafted() -> None:
+    """The step that accepts what stands before it samples it. vLLM takes it back then where streamed input follows."""
+    rows = Rows(verify_cost=0.01)
+    rows.step(("0", "1"))
+    rows.proposer._requests.by_id["0"].end_tokens = frozenset({8, 5})
+    ended, whole = rows.repeat()
+    assert ended == [7] and whole[:4] == [107, 108, 109, 107]
+
+
+def test_figures_count_steps_without_drafts_whenever_they_are_asked_for() -> None:
+    batch = Rows()
+    both, one = ("0", "1"), ("1",)
+    for _ in range(5):
+        assert batch.step(both) == [[], []]
+    assert batch.tokens_and_steps("0") == batch.tokens_and_steps("1") == (5, 5)
+    batch.step(both)
+    batch.step(both, drafted=2)  # 3 tokens each
+    batch.step(both)
+    assert batch.tokens_and_steps("0") == (10, 8)
+    batch.proposer.finish("0")
+    for _ in range(4):
+        batch.step(one)
+    assert batch.tokens_and_steps("0") == (10, 8)
+    assert batch.tokens_and_steps("1") == (14, 12)
+    batch.step(("2", "1"))
+    batch.step(one)
+    assert batch.tokens_and_steps("1") == (16, 14)
+    assert batch.tokens_and_steps("2") == (1, 1)
+    assert batch.proposer.stats()["steps"] == 14
+
+
+def test_a_token_that_was_sampled_behind_an_accepted_end_is_not_counted() -> None:
+    """The response ends within the draft, but vLLM's row still has the token behind it when the step is counted."""
+    batch = Rows()
+    both = ("0", "1")
+    batch.step(both)
+    batch.proposer._requests.by_id["0"].end_tokens = frozenset({5})  # its tokens count up from 3
+    batch.step(both, drafted=3)
+    assert batch.tokens_and_steps("0") == (3, 2)
+    assert batch.tokens_and_steps("1") == (5, 2)
+
+
+def test_the_given_price_goes_with_every_step() -> None:
+    batch = Rows(verify_cost=0.07)
+    for _ in range(40):
+        batch.step(("0",), seconds=0.01)
+    assert batch.costs == [0.07] * 40
+    assert batch.proposer.stats()["verify_cost"]["given"] == 0.07
+    assert batch.proposer.stats()["verify_cost"]["steps"] == 0
+
+
+def test_the_price_is_measured_where_none_is_given() -> None:
+    batch = Rows()
+    for number in range(150):
+        drafted = number % 3
+        batch.step(("0",), drafted=drafted, seconds=0.01 + 0.001 * drafted)
+    assert batch.costs[0] == DEFAULT_COST
+    assert batch.costs[-1] == pytest.approx(0.1, rel=0.1)
+    figures = batch.proposer.stats()["verify_cost"]
+    assert figures["given"] is None
+    assert figures["cost"] == pytest.approx(0.1, rel=0.1)
+    assert figures["ms_per_draft_token"] == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("slowest", "budget"), [(1, 20), (2, 40), (5, 160)])
+def test_a_batch_whose_rows_all_accept_much_may_draft_more(slowest: int, budget: int) -> None:
+    """The budget of two rows at a price of .1: one gets 5 tokens a step, the other ``slowest``."""
+    batch = Rows(verify_cost=0.1)
+    budgets = []
+    for _ in range(80):
+        batch.lengths[:2] += (4, slowest - 1)  # step() adds one
+        batch.step(("0", "1"))
+        budgets.append(batch.proposer.stats()["step_budget"]["tokens"])
+    assert budgets[0] == 20 and budgets == sorted(budgets)
+    assert budgets[-1] == pytest.approx(budget, rel=0.12)
+    batch.lengths[0] += 4
+    batch.step(("0", "2", "3"))  # new rows count with the start of those before
+    start = (8 * 1 + 8 * 5 + 8 * slowest) / 24
+    assert batch.proposer.stats()["step_budget"]["tokens"] == pytest.approx(30 * (2 * (start - 0.5) - 1), rel=0.1)
+
+
+def test_steps_of_unknown_duration_are_not_measured() -> None:
+    batch = Rows()
+    for number in range(60):
+        batch.step(("0",), drafted=number % 2)
+    assert batch.proposer.stats()["verify_cost"]["steps"] == 0

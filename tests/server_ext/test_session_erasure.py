@@ -1,0 +1,149 @@
+"""Erasing a session over HTTP: what is left of it, of others, and where."""
+
+import json
+import logging
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentspec.cache.store import open_store
+from agentspec.server_ext.engine import DraftingEngine
+from agentspec.server_ext.identity import Identity
+
+from .session_server import ADA, BOB, TEXT, VOCABULARY, Start, start
+
+__all__ = ["start"]
+
+
+class TestErasure:
+    def test_nothing_is_left_of_it_and_all_is_left_of_others(self, start: Start, tmp_path: Path) -> None:
+        record = tmp_path / "steps.jsonl"
+        server = start(ADA, BOB, record=record)
+        ada, bob = server.identity(ADA, "fix-42"), server.identity(BOB, "fix-42")
+        secret, other = list(range(600, 660)), list(range(700, 760))
+        for engine in (0, 1):
+            server.say(ada, secret, engine=engine)
+        server.say(bob, other)
+        server.say(server.identity(ADA, "two"), TEXT)
+        assert all(server.draws_on(ada, secret, engine) for engine in (0, 1))
+        server.wait(lambda: str(ada.session) in record.read_text())
+        database = tmp_path / "log.db"
+        coded = coded_text(database, ada)
+        assert stored(database, coded) and stored(database, str(ada.session))
+        server.start("running", ada, [9], [8, 7])
+        answer = server.erase(ADA, "fix-42")
+        assert (answer.status_code, answer.json()["complete"]) == (200, True), answer.text
+        assert not stored(database, coded)
+        steps = [json.loads(line) for line in record.read_text().splitlines()]
+        assert {step["session_key"] for step in steps} >= {None, bob.session}
+        assert str(ada.session) not in record.read_text()
+        assert not any(server.drafts(ada, secret, engine) for engine in (0, 1))
+        assert server.draws_on(bob, other) and server.draws_on(server.identity(ADA, "two"))
+        assert server.call(ADA, "GET", "fix-42").status_code == 404
+        assert (server.listed(ADA), server.listed(BOB)) == (["two"], ["fix-42"])
+        server.engines[0].finish("running", 2)  # keeps nothing
+        server.say(server.identity(ADA, "two"), TEXT)
+        assert server.listed(ADA) == ["two"]
+        assert server.erase(ADA, "fix-42").status_code == 200  # erased already
+        server.say(ada, secret)
+        assert server.draws_on(ada, secret)  # the name can be used again
+
+    def test_the_snapshot_goes_and_the_next_one_is_without_it(self, start: Start, tmp_path: Path) -> None:
+        server = start(ADA, engines=1)
+        engine = server.engines[0]
+        snapshot = tmp_path / "snapshot"
+        server.engines = [
+            DraftingEngine(engine.settings, engine._persistence, VOCABULARY, 16, snapshot=snapshot),
+        ]
+        server.engines[0].warm_up()
+        secret = list(range(600, 660))
+        server.say(server.identity(ADA, "one"), secret)
+        server.say(server.identity(ADA, "two"))
+        keeper = server.engines[0]._keeper
+        assert keeper is not None and keeper.save() and stored(snapshot, secret) and stored(snapshot, TEXT)
+        assert server.erase(ADA, "one").json()["complete"]
+        assert not snapshot.exists()
+        assert keeper.save() and stored(snapshot, TEXT) and not stored(snapshot, secret[8:])
+
+    def test_a_guessed_name_of_anothers_session_erases_nothing(self, start: Start) -> None:
+        server = start(ADA, BOB)
+        server.say(server.identity(ADA, "one"))
+        unknown, guessed = (server.erase(BOB, name) for name in ("unknown", "one"))
+        assert unknown.status_code == guessed.status_code == 200
+        assert guessed.json() == {**unknown.json(), "id": "one"}
+        assert server.listed(ADA) == ["one"] and server.draws_on(server.identity(ADA, "one"))
+
+    def test_sessions_under_an_adapter_and_of_a_tenant_go_too(self, start: Start) -> None:
+        server = start(ADA, tenant="acme")
+        with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        server.say(server.identity(ADA, "one"))
+        server.say(with_adapter, list(range(600, 660)))
+        assert server.draws_on(with_adapter, list(range(600, 660)))
+        server.call(ADA, "DELETE", "one")
+        assert not server.drafts(with_adapter, list(range(600, 660)))
+        assert not server.drafts(server.identity(ADA, "one"))
+
+    def test_a_session_whose_turns_never_reached_the_store_goes_too(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = start(ADA, engines=1)
+        monkeypatch.setattr(server.engines[0]._persistence, "save", lambda turn, identity: None)
+        with_adapter = server.identity(ADA, "one", adapter="tuned@/adapters/tuned")
+        server.say(with_adapter)
+        assert server.draws_on(with_adapter)
+        assert server.erase(ADA, "one").status_code == 200
+        assert not server.drafts(with_adapter)
+
+    def test_while_another_process_reads_old_pages_it_is_not_complete(self, start: Start, tmp_path: Path) -> None:
+        server = start(ADA, engines=1)
+        server.say(server.identity(ADA, "one"))
+        coded = coded_text(tmp_path / "log.db", server.identity(ADA, "one"))
+        assert stored(tmp_path / "log.db", coded)
+        reader = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM entries").fetchone()
+        waiting = server.call(ADA, "DELETE", "one")
+        assert (waiting.status_code, waiting.json()["complete"]) == (202, False)
+        assert server.listed(ADA) == []
+        reader.execute("COMMIT")
+        reader.close()
+        assert waiting.json()["records"] == 1
+        assert server.erase(ADA, "one").status_code == 200
+        assert server.erased == 0  # the answer before has counted them
+        assert not stored(tmp_path / "log.db", coded)
+
+
+def coded_text(database: Path, identity: Identity) -> bytes:
+    """The end of a session's newest record, which is text in the store's coding."""
+    with closing(open_store(f"sqlite:///{database}")) as store:
+        records = [entry.payload for log in store.namespaces() for entry in store.read(log, session=identity.session)]
+    return records[-1][-24:]
+
+
+def stored(file: Path, what: Sequence[int] | str | bytes) -> bool:
+    """Whether a file, or a database's files, hold these token ids, this text or these bytes."""
+    if isinstance(what, str):
+        what = what.encode()
+    wanted = what if isinstance(what, bytes) else np.array(what, np.int32).tobytes()
+    return any(wanted in each.read_bytes() for each in file.parent.glob(f"{file.name}*"))
+
+
+@pytest.mark.parametrize("before", ["", "/behind/a/proxy"])
+@pytest.mark.parametrize("rest", ["a-session-of-ada", "a%20b?only_new=true", "a/b", ""])
+def test_the_access_log_names_no_session(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: str, rest: str
+) -> None:
+    log = logging.getLogger("uvicorn.access")
+    monkeypatch.setattr(log, "filters", [])  # another test's server may have changed it
+    start(engines=1)
+    with caplog.at_level(logging.INFO, log.name):
+        for path in (f"{before}/v1/agentspec/sessions/{rest}", "/v1/agentspec/sessions?limit=5", "/v1/models"):
+            log.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:9", "DELETE", path, "1.1", 200)  # as uvicorn does
+        log.info("a line of another form: %s", rest)
+    lines = caplog.messages
+    assert lines[0] == f'127.0.0.1:9 - "DELETE {before}/v1/agentspec/sessions/… HTTP/1.1" 200'
+    assert "sessions?limit=5 " in lines[1] and "/v1/models" in lines[2] and lines[3].endswith(rest)

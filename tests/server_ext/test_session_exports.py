@@ -1,0 +1,201 @@
+"""Exports and imports of sessions, and texts that prime one: what is kept, and what is refused by field."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+
+from agentspec.server_ext.api import session_routes
+from tests.server_ext.fuzz import fuzz
+
+from .session_server import ADA, BOB, PROMPT, TEXT, VOCABULARY, Server, Start, start
+from .test_endpoints import without_tokenizer
+
+__all__ = ["start"]
+
+
+class TestExportAndImport:
+    def test_a_session_moves_to_another_caller_and_serves_itself_alone(self, start: Start) -> None:
+        server = start(ADA, BOB)
+        server.say(server.identity(ADA, "one"))
+        server.say(server.identity(ADA, "one"), [*TEXT[10:], 7, 8], [*PROMPT, *TEXT, 6])
+        export = server.call(ADA, "GET", "one")
+        turns = export.json()["turns"]
+        assert [turn["response"] for turn in turns] == [TEXT, [*TEXT[10:], 7, 8]]
+        assert server.call(BOB, "GET", "one").status_code == 404
+        bob, alone = server.identity(BOB, "copy/of one"), server.identity(BOB, "other")
+        assert not server.drafts(bob)
+        answer = server.call(BOB, "PUT", "copy/of one", content=export.content)
+        assert answer.json() == {"id": "copy/of one", "turns": 2, "added": 2}
+        for engine in (0, 1):
+            assert server.draws_on(bob, engine=engine) and not server.drafts(alone, engine=engine)
+        assert server.call(BOB, "GET", "copy/of one").json()["turns"] == turns
+        assert server.listed(BOB) == ["copy/of one"]
+
+    def test_importing_again_adds_what_is_missing(self, start: Start) -> None:
+        server = start(ADA)
+        server.say(server.identity(ADA, "one"))
+        first = server.call(ADA, "GET", "one").content
+        server.say(server.identity(ADA, "one"), [7, 8, 9], [*PROMPT, *TEXT, 6])
+        both = server.call(ADA, "GET", "one").content
+        for content, added in ((first, 1), (first, 0), (both, 1), (both, 0), (first, 0)):
+            assert server.call(ADA, "PUT", "copy", content=content).json()["added"] == added
+        assert server.call(ADA, "GET", "copy").json()["turns"] == json.loads(both)["turns"]
+
+    def test_engines_with_stores_of_their_own_get_a_copy_each(self, start: Start) -> None:
+        server = start(ADA, url="memory://")
+        server.say(server.identity(ADA, "one"), engine=1)
+        export = server.call(ADA, "GET", "one").content
+        assert server.call(ADA, "PUT", "copy", content=export).json()["added"] == 1
+        assert all(server.draws_on(server.identity(ADA, "copy"), engine=engine) for engine in (0, 1))
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            (lambda body: "[]", "body"),
+            (lambda body: "{", "body"),
+            (lambda body: "", "body"),
+            (lambda body: body | {"version": 2}, "version"),
+            (lambda body: body | {"version": True}, "version"),
+            (lambda body: body | {"log": "0" * 16}, "log"),
+            (lambda body: body | {"turns": 5}, "turns"),
+            (lambda body: body | {"more": 1}, "more"),
+            (lambda body: {name: body[name] for name in body if name != "turns"}, "turns"),
+            (lambda body: with_turn(body, kept=-1), "turns.0.kept"),
+            (lambda body: with_turn(body, kept=2**32), "turns.0.kept"),
+            (lambda body: with_turn(body, number=0), "turns.0.number"),
+            (lambda body: with_turn(body, number="1"), "turns.0.number"),
+            (lambda body: with_turn(body, writer="x"), "turns.0.writer"),
+            (lambda body: with_turn(body, parent="g" * 16), "turns.0.parent"),
+            (lambda body: with_turn(body, prompt=[-1]), "turns.0.prompt.0"),
+            (lambda body: with_turn(body, prompt=[1.5]), "turns.0.prompt.0"),
+            (lambda body: with_turn(body, response=[VOCABULARY]), "turns.0"),
+            (lambda body: with_turn(body, response=[2**40]), "turns.0.response.0"),
+            (lambda body: with_turn(body, created=float("nan")), "turns.0.created"),
+            (lambda body: with_turn(body, weights="a\nb"), "turns.0"),
+        ],
+    )
+    def test_a_wrong_import_is_refused_by_field_and_changes_nothing(
+        self, start: Start, change: Callable[[Any], Any], field: str
+    ) -> None:
+        server = start(ADA, engines=1)
+        server.say(server.identity(ADA, "one"))
+        body = change(server.call(ADA, "GET", "one").json())
+        answer = server.call(ADA, "PUT", "copy", content=body if isinstance(body, str) else json.dumps(body))
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["detail"].startswith(field)
+        assert server.listed(ADA) == ["one"]
+
+    def test_a_body_without_end_is_refused(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(session_routes, "_MAX_BODY", 1000)
+        assert start(ADA).call(ADA, "PUT", "copy", content=b" " * 1001).status_code == 413
+
+    def test_a_long_session_comes_in_parts(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("agentspec.server_ext.session_admin._PART_BYTES", 1000)
+        server = start(ADA)
+        for number in range(30):
+            server.say(server.identity(ADA, "one"), [number, *TEXT])
+        turns = server.call(ADA, "GET", "one").json()["turns"]
+        assert [turn["response"][0] for turn in turns] == list(range(30))
+
+    def test_an_engine_forgets_what_it_exported(self, start: Start) -> None:
+        """A session may take megabytes, which no budget counts."""
+        server = start(ADA)
+        server.say(server.identity(ADA, "one"))
+        for _ in range(3):
+            assert server.call(ADA, "GET", "one").status_code == 200
+        assert not any(engine._sessions._jobs for engine in server.engines)
+
+
+class TestTexts:
+    """Sessions primed with texts and messages, in the tokens of the model that is served."""
+
+    TEXT = "abcdefghijklmnopqrstuvwxyz"
+
+    @pytest.fixture
+    def server(self, start: Start) -> Server:
+        server = start(ADA, BOB)
+        tokenizer = SimpleNamespace(
+            encode=lambda text, add_special_tokens: [ord(c) for c in text],
+            apply_chat_template=lambda messages, **_: "".join(f"{m['role']}: {m['content']}" for m in messages),
+        )
+        server.get_tokenizer = lambda: tokenizer
+        return server
+
+    def put(self, server: Server, session: str, body: Any, key: str = ADA, **more: Any) -> Any:
+        return server.call(key, "PUT", session, content=json.dumps({"version": 1, **body}), **more)
+
+    @pytest.mark.parametrize("body", [{"texts": [TEXT]}, {"messages": [{"role": "user", "content": TEXT}]}])
+    def test_are_drafted_from_by_their_session_alone(self, server: Server, body: Any) -> None:
+        answer = self.put(server, "one", body)
+        assert answer.json() == {"id": "one", "turns": 1, "added": 1}, answer.text
+        tokens = [ord(c) for c in self.TEXT]
+        for engine in (0, 1):
+            assert server.draws_on(server.identity(ADA, "one"), tokens, engine)
+            assert not server.drafts(server.identity(ADA, "two"), tokens, engine)
+            assert not server.drafts(server.identity(BOB, "one"), tokens, engine)
+        assert self.put(server, "one", body).json()["added"] == 0
+        assert self.put(server, "twice", {"texts": [self.TEXT, self.TEXT]}).json()["added"] == 1
+        assert server.erase(ADA, "one").status_code == 200
+        assert not server.drafts(server.identity(ADA, "one"), tokens)
+
+    def test_only_a_new_session_is_primed_where_that_is_asked_for(self, server: Server) -> None:
+        only: dict[str, Any] = {"params": {"only_new": "true"}}
+        assert self.put(server, "one", {"texts": ["0123456789"]}, **only).json()["added"] == 1
+        assert self.put(server, "one", {"texts": [self.TEXT]}, **only).json()["added"] == 0
+        server.say(server.identity(ADA, "two"))
+        assert self.put(server, "two", {"texts": [self.TEXT]}, **only).json()["added"] == 0
+        assert self.put(server, "two", {"texts": [self.TEXT]}).json()["added"] == 1
+
+    def test_a_server_without_a_tokenizer_says_so(self, server: Server) -> None:
+        server.get_tokenizer = without_tokenizer
+        answer = self.put(server, "one", {"texts": [self.TEXT]})
+        assert (answer.status_code, "--skip-tokenizer-init" in answer.json()["detail"]) == (400, True)
+
+    def test_messages_without_a_usable_template_count_as_their_texts(self, server: Server) -> None:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": self.TEXT}]
+        assert self.put(server, "one", {"messages": messages}).json()["added"] == 1
+        assert server.draws_on(server.identity(ADA, "one"), [ord(c) for c in self.TEXT])
+
+    @pytest.mark.parametrize(
+        ("body", "field"),
+        [
+            ({"texts": "abc"}, "texts"),
+            ({"texts": [1]}, "texts.0"),
+            ({"messages": ["hello"]}, "messages.0"),
+            ({"texts": [], "more": 1}, "more"),
+            ({"texts": ["\u2603"]}, "turns.0"),
+            ({"texts": ["whole", "half a pair: \ud83d"]}, "texts.1"),
+            ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages"),
+        ],
+    )
+    def test_wrong_ones_are_refused_by_field(self, server: Server, body: Any, field: str) -> None:
+        answer = self.put(server, "one", body)
+        assert answer.status_code == 400 and answer.json()["detail"].startswith(field), answer.text
+
+
+def with_turn(body: Any, **changes: Any) -> Any:
+    return body | {"turns": [body["turns"][0] | changes]}
+
+
+def test_fuzzed_exports_requests_settings_and_key_files_are_used_or_refused() -> None:
+    outcomes = fuzz(6_000, seed=1)
+    for outcome in ("export: 2 records", "export: refused", "request: nobody", "request: scope session", "keys: read"):
+        assert outcomes[outcome] > 10
+    assert outcomes["settings: read"] > 10 and outcomes["settings: refused"] > 10
+
+
+@pytest.mark.parametrize("item", ["-1,", "1,", '"x",', "[],", "{},"])
+def test_the_largest_import_takes_memory_in_proportion(item: str) -> None:
+    count = session_routes._MAX_BODY // 8 // len(item)
+    body = '{"version": 1, "id": "s", "log": "x", "turns": [{"prompt": [' + item * count + "0]}]}"
+    tracemalloc.start()
+    with pytest.raises(HTTPException, match="turns"):
+        session_routes._parse(body.encode())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 30 * len(body)

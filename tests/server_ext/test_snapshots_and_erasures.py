@@ -1,0 +1,243 @@
+"""A snapshot brings back nothing that was erased, and is used where it cannot."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from agentspec.cache.store import Retention, snapshot_path
+from agentspec.errors import StoreUnavailableError
+from agentspec.server_ext.persistence.persistence import Persistence
+from tests.store.helpers import wait_until
+
+from .replicas import NS, TENANT, Start, meet, patience, start, stored, text
+
+__all__ = ["patience", "start"]
+
+
+def test_a_restarted_engine_drafts_nothing_that_was_erased_meanwhile(start: Start, tmp_path: Path) -> None:
+    first = start(snapshot=tmp_path / "snapshot")
+    first.say([1, 2, 3], text(100))
+    first.say([1, 2, 3], text(200), "kept")
+    first.stop()
+    assert (tmp_path / "snapshot").exists()
+    other = start()
+    other.erase("s")
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.drafts(text(200, 5)) == text(205, 4)
+    assert again.drafts(text(100, 5)) == []
+    assert not (tmp_path / "snapshot").exists()
+    other.say([1, 2, 3], text(300), "more")
+    again.wait(lambda: again.drafts(text(300, 5)) == text(305, 4))
+
+
+# An erasure ends while the snapshot that still holds its session is renamed; then the process is killed.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentspec.cache import SuffixCache
+from tests.server_ext.replicas import NS, Replica, text
+
+folder = Path(sys.argv[1])
+replica = Replica(f"sqlite:///{folder}/log.db", snapshot=folder / "snapshot")
+replica.say([1, 2, 3], text(100))
+replica.say([1, 2, 3], text(200), "kept")
+replica.persistence._writer.flush(60)
+while replica.persistence.places().get(NS) != replica.store.newest(NS):
+    pass
+save = SuffixCache.save
+
+def renamed_too_late(cache, path, **names):
+    save(cache, path, **names)
+    content = path.read_bytes()
+    replica.erase("s")
+    assert not path.exists()
+    path.write_bytes(content)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SuffixCache.save = renamed_too_late
+replica.engine._keeper.save()
+"""
+
+
+def test_a_kill_between_a_snapshots_renaming_and_its_check_brings_nothing_back(start: Start, tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    assert np.array(text(100), np.int32).tobytes() in (tmp_path / "snapshot").read_bytes()
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.drafts(text(100, 5)) == [] and again.drafts(text(100, 5), "s") == []
+    assert again.drafts(text(200, 5)) == text(205, 4)
+    assert not (tmp_path / "snapshot").exists()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_snapshot_older_than_an_erasure_brings_nothing_back_of_a_session_that_is_used_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: bool
+) -> None:
+    """Whether or not a request had its log followed before the snapshot was checked."""
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    here.say([1, 2, 3], text(100))
+    here.say([1, 2, 3], text(300), "stays")
+    here.stop()
+    elsewhere.erase("s")
+    elsewhere.say([1, 2, 3], text(200))
+    assert elsewhere.persistence._writer.flush(60)
+    check = Persistence.catch_up_erasures
+
+    def late(persistence: Persistence, cache: SuffixCache, places: Mapping[str, str]) -> bool:
+        if followed:
+            persistence._begin_following(NS, TENANT)
+        return check(persistence, cache, places)
+
+    monkeypatch.setattr(Persistence, "catch_up_erasures", late)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
+    again.begin([4, 5], "s")
+    again.wait(lambda: not again.cache.needs_load(TENANT, "s"))
+    assert again.drafts(text(200, 5), "s") == text(205, 4)
+    assert again.drafts(text(100, 5), "s") == []
+
+
+def test_nothing_is_drafted_from_a_snapshot_before_it_is_known_what_was_erased(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start waits for the store for so long only; then requests come."""
+    from agentspec.cache.store import SQLiteStore
+    from agentspec.server_ext.persistence.warm_restart import SnapshotKeeper
+
+    first, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    first.say([1, 2, 3], text(100))
+    first.say([1, 2, 3], text(300), "stays")
+    first.stop()
+    elsewhere.erase("s")
+    asked, answers, tombstones = threading.Event(), threading.Event(), SQLiteStore.tombstones
+
+    def slow(*args: Any, **more: Any) -> dict[str, str]:
+        asked.set()
+        assert answers.wait(60)
+        return tombstones(*args, **more)
+
+    monkeypatch.setattr(SQLiteStore, "tombstones", slow)
+    monkeypatch.setattr(SnapshotKeeper, "wait_loaded", lambda *_: asked.wait(60) and b"")
+    monkeypatch.setattr(Persistence, "warm_up", lambda *_: 0)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5)) == again.drafts(text(300, 5)) == []
+    answers.set()
+    again.wait(lambda: again.drafts(text(300, 5)))
+    assert again.drafts(text(100, 5)) == [] and again.engine.stats()["steps_held_back"] > 0
+
+
+def test_a_snapshot_older_than_what_the_store_keeps_is_deleted(start: Start, tmp_path: Path) -> None:
+    """By then the tombstones of sessions that were erased since may be gone, too."""
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    here.say([1, 2, 3], text(100))
+    here.stop()
+    elsewhere.erase("s")
+    elsewhere.store.trim(Retention(days=1e-9))
+    assert not elsewhere.store.tombstones(NS)
+    month_ago = time.time() - 31 * 86_400
+    os.utime(tmp_path / "snapshot", (month_ago, month_ago))
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.tenants() == [] and not (tmp_path / "snapshot").exists()
+    assert again.drafts(text(100, 5), "s") == []
+
+
+def test_snapshots_of_models_that_are_not_served_any_more_are_deleted_with_age(start: Start, tmp_path: Path) -> None:
+    def snapshot(store: str, log: str) -> Path:
+        path = snapshot_path(f"sqlite:///{tmp_path}/{store}", log, 0)
+        assert path is not None
+        path.write_bytes(b"text")
+        return path
+
+    old, young, of_another_store = snapshot("log.db", "0.1"), snapshot("log.db", "0.2"), snapshot("other.db", "0.1")
+    month_ago = time.time() - 31 * 86_400
+    for path in (old, of_another_store):
+        os.utime(path, (month_ago, month_ago))
+    start(snapshot=snapshot("log.db", NS))
+    wait_until(lambda: not old.exists())
+    assert young.exists() and of_another_store.exists()
+
+
+def test_a_snapshot_is_not_used_where_retention_may_have_taken_a_tombstone(start: Start, tmp_path: Path) -> None:
+    """Retention by size or number takes tombstones that are younger than the snapshot."""
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    here.stop()
+    elsewhere.erase("s")
+    elsewhere.say([1, 2, 3], text(300), "stays")
+    assert elsewhere.persistence._writer.flush(60)
+    elsewhere.store.trim(Retention(records=1))
+    assert not elsewhere.store.tombstones(NS)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert not again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5), "s") == again.drafts(text(100, 5)) == []
+
+
+def test_a_snapshot_is_used_as_long_as_what_came_after_it_is_in_the_store(start: Start, tmp_path: Path) -> None:
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100), "stays")
+    here.stop()
+    elsewhere.erase("s")
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
+    assert again.drafts(text(100, 5), "stays") == text(105, 4)
+
+
+def test_a_snapshot_is_not_used_while_the_store_cannot_tell_what_was_erased(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentspec.cache.store import SQLiteStore
+
+    first = start(snapshot=tmp_path / "snapshot")
+    first.say([1, 2, 3], text(100))
+    first.stop()
+
+    def away(*_: object, **__: object) -> dict[str, str]:
+        raise StoreUnavailableError("away")
+
+    monkeypatch.setattr(SQLiteStore, "tombstones", away)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.cache.tenants() == [] and again.drafts(text(100, 5)) == []
+
+
+def test_a_snapshot_that_cannot_be_deleted_keeps_a_session_nowhere_else(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file system may have become read-only. Whoever erases is told, and a start on it is not held back."""
+    here, elsewhere = start(snapshot=tmp_path / "snapshot"), start()
+    meet(here, elsewhere)
+    here.say([1, 2, 3], text(100))
+    here.say([1, 2, 3], text(300), "stays")
+    assert here.persistence._writer.flush(60)
+    wait_until(lambda: here.persistence.places().get(NS) == here.store.newest(NS))
+    assert here.engine._keeper is not None and here.engine._keeper.save()
+    unlink = Path.unlink
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        if path == tmp_path / "snapshot":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(AssertionError, match="snapshot: cannot be deleted, and holds what was erased: Read-only"):
+        here.erase("s")
+    assert [record.session for record in stored(here)] == ["stays"]
+    wait_until(lambda: not elsewhere.cache.has_session(TENANT, "s"))
+    elsewhere.erase("other")
+    wait_until(lambda: here.follower("erased") == 1)
+    again = start(snapshot=tmp_path / "snapshot", preload=0)
+    assert again.engine._keeper is not None and again.engine._keeper.is_loaded()
+    assert again.cache.has_session(TENANT, "stays") and not again.cache.has_session(TENANT, "s")
