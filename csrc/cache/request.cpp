@@ -124,7 +124,11 @@ void Request::choose_sibling() {
   best.clear();
   const auto ask = [&](Request* other) {
     if (!takes_part(*other)) return;
-    other->index.look_up(index.text(), match);
+    if (other == before) {
+      other->index.look_up(index.text(), match, &state.sibling_end);
+    } else {
+      other->index.look_up(last_of(index.text(), kAskedTokens), match);
+    }
     ++asked;
     if (match.length <= best.length) return;
     best = match;
@@ -139,7 +143,10 @@ void Request::choose_sibling() {
     if (member != this && member != before) ask(member);
   }
   next_asked = (next_asked + passed) % members.size();
-  if (sibling != before && state.resume.source == kSibling) state.resume.drop();
+  if (sibling != before) {
+    state.sibling_end = {};
+    if (state.resume.source == kSibling) state.resume.drop();
+  }
 }
 
 void Request::forget_sibling() {

@@ -147,6 +147,7 @@ struct ResumePoint {
 struct MatchState {
   std::array<Match, kSources> matches;
   std::array<std::uint64_t, kSources> versions{};  // versions of the sources when they were matched
+  KnownEnd own_end, sibling_end;  // where the text's end belonged in the indexes that only grow
   ResumePoint resume;
   std::vector<Token> ends;   // tokens that end the response: nothing is drafted behind one
   std::size_t begin = 0;     // length of the context when the response began
@@ -154,10 +155,15 @@ struct MatchState {
   bool started = false;
   bool fresh = false;  // the matches were brought up to date and no token has come since
 
+  KnownEnd* known_end(std::size_t source) {
+    return source == kRequest ? &own_end : source == kSibling ? &sibling_end : nullptr;
+  }
+
   // Forgets what was found in a source.
   void forget(std::uint8_t source) {
     matches[source].clear();
     versions[source] = 0;
+    if (source == kSibling) sibling_end = {};
     if (resume.source == source) resume.drop();
   }
 };

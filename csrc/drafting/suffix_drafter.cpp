@@ -21,7 +21,8 @@ void drop_outdated(const Sources& sources, MatchState& state) {
   }
 }
 
-// Updates the matches: keeps those that were followed and searches for the others.
+// Updates the matches: keeps those that were followed and searches for the others. The sibling's is up to date unless
+// its index has changed since it was chosen.
 void refresh(const Sources& sources, std::span<const Token> text, MatchState& state) {
   if (state.started) drop_outdated(sources, state);
   for (std::size_t s = 0; s < kSources; ++s) {
@@ -32,8 +33,8 @@ void refresh(const Sources& sources, std::span<const Token> text, MatchState& st
     }
     const std::uint64_t version = sources[s]->version();
     const bool followed = state.started && match.listed > 0 && match.complete();
-    if (version == state.versions[s] && (state.fresh || followed)) continue;
-    sources[s]->look_up(text, match);
+    if (version == state.versions[s] && (state.fresh || followed || s == kSibling)) continue;
+    sources[s]->look_up(text, match, state.known_end(s));
     state.versions[s] = version;
   }
   state.started = state.fresh = true;

@@ -20,6 +20,12 @@ std::uint32_t count_below(const Key* keys, std::uint32_t size, const Key& key, b
   return base;
 }
 
+// Returns whether a position shares the whole query. Most that share much but not all differ at its far end.
+bool shares(const Query& query, const Token* text, Position position) {
+  if (position < query.length || *(text + position - query.length) != *(query.end - query.length)) return false;
+  return compare(query, text, position, 0).common >= query.length;
+}
+
 // Descends the tree in small moves, so that several searches can take turns: while one waits for memory, the others
 // move.
 class Search {
@@ -156,7 +162,7 @@ Found SortedPositions::search(const Token* text, const Query& query) const {
 
 // Most contexts share little with any other. Where many share much, as in a text that repeats itself, the query is
 // probably longer than all of them. So the last and the first of them are compared first.
-Found SortedPositions::search_deep(const Token* text, std::span<const Token> context) const {
+Found SortedPositions::search_deep(const Token* text, std::span<const Token> context, const Neighbours& known) const {
   const std::size_t shallow = std::min(context.size(), kShallow);
   Found found = search(text, Query::of_context(context, shallow, Query::Tie::kFirst));
   if (found.right < shallow || shallow == context.size()) return found;
@@ -169,8 +175,11 @@ Found SortedPositions::search_deep(const Token* text, std::span<const Token> con
     const std::size_t middle = tried == 0 ? high - 1 : tried == 1 ? low : low + (high - low) / 2;
     Place place = begin;
     tree_.skip(place, middle);
-    const std::size_t known = std::max<std::size_t>(shallow, std::min(found.left, found.right));
-    const Order order = compare(query, text, tree_.at(place), known);
+    const Position position = tree_.at(place);
+    std::size_t shared = std::max<std::size_t>(shallow, std::min(found.left, found.right));
+    if (position == known.left) shared = std::max<std::size_t>(shared, known.left_common);
+    if (position == known.right) shared = std::max<std::size_t>(shared, known.right_common);
+    const Order order = compare(query, text, position, shared);
     if (order.less) {
       high = middle;
       found.right = order.common;
@@ -201,11 +210,11 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   std::array<Search, 2> searches;
   std::array<Place*, 2> results;
   std::size_t open = 0;
-  if (found.left >= length && !first_in_leaf(text, queries[0], extent.low)) {
+  if (found.left >= length && !find_first(text, queries[0], extent.low)) {
     searches[open] = Search(tree_, text, queries[0]);
     results[open++] = &extent.low;
   }
-  if (found.right >= length && !last_in_leaf(text, queries[1], extent.high)) {
+  if (found.right >= length && !find_last(text, queries[1], extent.high)) {
     searches[open] = Search(tree_, text, queries[1]);
     results[open++] = &extent.high;
   }
@@ -214,40 +223,45 @@ Extent SortedPositions::extent(const Token* text, std::span<const Token> context
   return extent;
 }
 
-// Moves `place` to the first position in its leaf that shares the whole query; false if there may be more before.
-bool SortedPositions::first_in_leaf(const Token* text, const Query& query, Place& place) const {
+// Moves `place` to the first position that shares the whole query, as the one before `place` does; false if that may lie
+// in an earlier leaf.
+bool SortedPositions::find_first(const Token* text, const Query& query, Place& place) const {
+  if (place.slot == 0) return false;
   const Position* const leaf = tree_.leaf_at(place);
-  const std::uint32_t behind = place.slot;
-  std::uint32_t low = 0, high = behind;
+  const std::uint32_t known = place.slot - 1;
+  std::uint32_t low = 0, high = known;
   while (low < high) {
-    const std::uint32_t middle = high - std::min((high - low + 1) / 2, behind - high + 1);
-    if (compare(query, text, leaf[middle], 0).common >= query.length) {
+    const std::uint32_t middle = high - std::min((high - low + 1) / 2, known - high + 1);
+    if (shares(query, text, leaf[middle])) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
   place.slot = low;
-  return low > 0 || (place.chunk == 0 && place.leaf == 0);
+  Place before = place;
+  return low > 0 || !tree_.previous(before) || !shares(query, text, tree_.at(before));
 }
 
-// Moves `place` behind the last position in its leaf that shares the whole query; false if there may be more behind.
-bool SortedPositions::last_in_leaf(const Token* text, const Query& query, Place& place) const {
+// Moves `place` behind the last position that shares the whole query, as the one at `place` does; false if that may lie
+// in a later leaf.
+bool SortedPositions::find_last(const Token* text, const Query& query, Place& place) const {
   if (!tree_.normalise(place)) return true;
   const Position* const leaf = tree_.leaf_at(place);
   const std::uint32_t count = tree_.leaf_size(place);
-  const std::uint32_t first = place.slot;
+  const std::uint32_t first = place.slot + 1;
   std::uint32_t low = first, high = count;
   while (low < high) {
     const std::uint32_t middle = low + std::min((high - low) / 2, low - first);
-    if (compare(query, text, leaf[middle], 0).common >= query.length) {
+    if (shares(query, text, leaf[middle])) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
   place.slot = low;
-  return low < count;
+  Place behind = place;
+  return low < count || !tree_.normalise(behind) || !shares(query, text, tree_.at(behind));
 }
 
 Neighbours SortedPositions::neighbours(const Found& found) const {

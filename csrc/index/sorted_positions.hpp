@@ -38,8 +38,9 @@ class SortedPositions {
 
   // Finds where a query belongs.
   Found search(const Token* text, const Query& query) const;
-  // Finds where a whole context belongs. Stays fast if it is long and many others share much of it.
-  Found search_deep(const Token* text, std::span<const Token> context) const;
+  // Finds where a whole context belongs. Stays fast if it is long and many others share much of it. What the context
+  // is known to share with some positions is not compared again.
+  Found search_deep(const Token* text, std::span<const Token> context, const Neighbours& known = {}) const;
   // Returns the places that share `length` tokens with the context. `found`: where the context belongs, if known.
   Extent extent(const Token* text, std::span<const Token> context, std::size_t length) const;
   Extent extent(const Token* text, std::span<const Token> context, std::uint32_t length, const Found& found) const;
@@ -55,8 +56,8 @@ class SortedPositions {
   void erase_batch(const Token* text, std::span<const Position> positions);
 
  private:
-  bool first_in_leaf(const Token* text, const Query& query, Place& place) const;
-  bool last_in_leaf(const Token* text, const Query& query, Place& place) const;
+  bool find_first(const Token* text, const Query& query, Place& place) const;
+  bool find_last(const Token* text, const Query& query, Place& place) const;
   bool find_in_leaf(Place& place, Position position) const;
   bool find_near(Place& place, Position position) const;
   bool find_between(Place low, Place high, Position position, Place& place) const;

@@ -153,15 +153,37 @@ void SuffixIndex::insert_next(Position position) {
   sorted_.tree().insert(text, found.place, position);
 }
 
-void SuffixIndex::look_up(std::span<const Token> context, Match& match) const {
+void SuffixIndex::look_up(std::span<const Token> context, Match& match, KnownEnd* known) const {
   match.clear();
+  const Neighbours near = known ? still_near(context, *known) : Neighbours{};
+  if (known) *known = {};
   if (context.empty() || sorted_.tree().size() == 0) return;
   const Token* const text = text_.data() + kPad;
-  const Found found = sorted_.search_deep(text, context);
+  const Found found = sorted_.search_deep(text, context, near);
   const std::uint32_t length = std::max(found.left, found.right);
+  if (known && length >= kDeep) *known = {context.size(), sorted_.neighbours(found)};
   remember_end(context, found);
   if (length == 0) return;
   list(sorted_.extent(text, context, length, found), length, match);
+}
+
+// Returns what positions share with a context that has become longer: those behind the known ones, if the new tokens
+// stand there too.
+Neighbours SuffixIndex::still_near(std::span<const Token> context, const KnownEnd& known) const {
+  Neighbours near = known.near;
+  if (known.length > context.size()) return {};
+  const auto added = context.subspan(known.length);
+  const auto follow = [&](Position& position, std::uint32_t& common) {
+    if (position + added.size() > size() || !std::ranges::equal(added, text().subspan(position, added.size()))) {
+      common = 0;
+      return;
+    }
+    position += static_cast<Position>(added.size());
+    common += static_cast<std::uint32_t>(added.size());
+  };
+  if (near.left_common > 0) follow(near.left, near.left_common);
+  if (near.right_common > 0) follow(near.right, near.right_common);
+  return near;
 }
 
 // Remembers where the end of the text belongs, if that is the context. The place is right for the whole text where the

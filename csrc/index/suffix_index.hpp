@@ -30,6 +30,13 @@ struct Match {
   void clear() { length = count = listed = 0; }
 };
 
+// Remembers next to which positions a context belonged, so that a look-up of the context with more tokens behind it need
+// not compare again what they share. Valid while nothing is removed from the index.
+struct KnownEnd {
+  std::size_t length = 0;  // of the context
+  Neighbours near;
+};
+
 // Holds an append-only token log with its positions sorted by what precedes them.
 //
 // A position is sorted by its context: text[p-1], text[p-2], ... back to a boundary or the start, without a limit of
@@ -51,8 +58,9 @@ class SuffixIndex {
   // thirds of the text; otherwise 0, as any number is as good.
   std::size_t piece(std::size_t most) const;
 
-  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none.
-  void look_up(std::span<const Token> context, Match& match) const;
+  // Finds the longest match of the context among the indexed positions. Clears `match` if there is none. `known`: what an
+  // earlier look-up found for the beginning of the same context, which is brought up to date.
+  void look_up(std::span<const Token> context, Match& match, KnownEnd* known = nullptr) const;
 
   // Finds the occurrences of exactly the last `length` tokens of the context. Clears `match` if there are none.
   void look_up(std::span<const Token> context, std::size_t length, Match& match) const;
@@ -124,6 +132,7 @@ class SuffixIndex {
     Found found;
   };
 
+  Neighbours still_near(std::span<const Token> context, const KnownEnd& known) const;
   void remember_end(std::span<const Token> context, const Found& found) const;
   std::size_t sort();
   void insert_next(Position position);

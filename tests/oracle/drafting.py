@@ -22,7 +22,7 @@ from tests.oracle.scoring import (
 )
 
 _TAIL = 256  # tokens of context that look-ups within a draft see
-INDEXES = len(SOURCES) - 1  # sources but the draft model
+INDEXES, SIBLING = len(SOURCES) - 1, SOURCES.index("sibling")  # sources but the draft model
 _LONG_ENOUGH = 32  # tokens of a match that make searching other sources needless
 _LISTED_ENOUGH = 4  # listed occurrences that may stand for all of them
 CAUTION = 1.3  # multiplies the cost: a token that looks best of several has a somewhat overrated probability
@@ -241,13 +241,17 @@ def _drafted(path: list[ScoredPosition], length: int) -> Draft:
 
 
 def _refresh(sources: Sources, context: list[int], state: MatchState) -> None:
-    """Search again for the matches that could not be followed or whose source has changed."""
+    """Search again for the matches that could not be followed or whose source has changed.
+
+    The sibling's was searched for when it was chosen.
+    """
     for at, source in enumerate(sources):
         match = state.matches[at]
         if source is None:
             state.matches[at] = Match()
             continue
-        if state.started and source.version == state.versions[at] and match.positions and match.complete:
+        followed = state.started and match.positions and match.complete
+        if source.version == state.versions[at] and (followed or at == SIBLING):
             continue
         match = source.look_up(context)
         state.matches[at], state.versions[at] = match, source.version

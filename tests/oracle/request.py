@@ -16,7 +16,8 @@ from tests.oracle.session import BLOCK, Context, Turn
 
 CHECKED = MAX_DRAFT + 1  # tokens at the end of a known text that a step compares with the engine's
 PUBLIC, SIBLING = SOURCES.index("public"), SOURCES.index("sibling")
-ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step
+ASKED_SIBLINGS = 8  # running requests of a group that one of them looks into in each step,
+ASKED_TOKENS = 1024  # and tokens of its end that it looks for, but for the present sibling
 
 Drafter = SuffixDrafter | ArcticSuffixRule
 
@@ -132,7 +133,8 @@ class Request:
             self.next_asked = (self.next_asked + passed) % len(members)
         best = Match()
         for other in asked:
-            match = other.index.look_up(self.index.text)
+            text = self.index.text
+            match = other.index.look_up(text if other is before else text[-ASKED_TOKENS:])
             if match.length > best.length:
                 best, self.sibling, self.state.versions[SIBLING] = match, other, other.index.version
         self.state.matches[SIBLING] = best

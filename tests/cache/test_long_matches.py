@@ -1,0 +1,103 @@
+"""Matches of thousands of tokens: right to the last one, and no dearer than short ones."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+import pytest
+
+from agentspec.cache import SuffixCache
+from tests.cache.streams import Pair, fibonacci
+from tests.timing import assert_fast, cpu
+
+RNG = np.random.default_rng(5)
+RANDOM = RNG.integers(0, 5000, 1500).tolist()
+TEXTS = {
+    "one token": [7] * 3000,
+    "a period of 700": (RANDOM[:700] * 5)[:3000],
+    "a copy": RANDOM * 2,
+    "a copy with other tokens here and there": RANDOM + [3 if n % 400 == 399 else t for n, t in enumerate(RANDOM)],
+    "the Fibonacci word": fibonacci(3000),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_that_repeats_itself_is_drafted_as_the_oracle_does(name: str) -> None:
+    """The text goes on in pieces, so that a step's look-up begins with what the one before it has compared."""
+    text, pair = TEXTS[name], Pair(vocab_size=6000)
+    pair.start("r", text[:2400], None, None)
+    pair.catch_up(10**9)
+    at = 2400
+    for count in [1, 2, 5, 1, 17, 3, 40, 1, 1, 130, 2, 1]:
+        pair.propose(["r"], 16)
+        pair.extend("r", text[at : at + count])
+        at += count
+
+
+def test_siblings_of_a_long_prompt_are_asked_as_the_oracle_does() -> None:
+    """They agree in more tokens than one looks for, then differ, and then come together again."""
+    prompt, answer = RANDOM[:1300], RANDOM[1300:]
+    pair = Pair(vocab_size=6000)
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        pair.start(name, prompt, None, "t", group="g")
+    pair.catch_up(10**9)
+    for step in range(24):
+        for number, name in enumerate(names):
+            if step >= 2 * number:  # each is a little behind the one before it
+                at = 3 * (step - 2 * number)
+                pair.extend(name, [answer[at], answer[at + 1], number if at == 12 else answer[at + 2]])
+        pair.propose(names, 8)
+
+
+def alone(text: Sequence[int], known: int) -> Callable[[], None]:
+    """Returns a step of one request whose text goes on after so many tokens."""
+    cache = SuffixCache()
+    cache.start("r", text[:known])
+    cache.catch_up()
+    rest = iter(text[known:])
+
+    def step() -> None:
+        cache.propose(["r"], [16])
+        cache.extend("r", [next(rest)])
+
+    return step
+
+
+def siblings(prompt: int) -> Callable[[], None]:
+    """Returns a step of eight requests with a prompt of so many tokens, which say the same one behind the other."""
+    rng, cache = np.random.default_rng(1), SuffixCache()
+    names, said = [f"r{number}" for number in range(8)], rng.integers(0, 50_000, 1000).tolist()
+    shared = rng.integers(0, 50_000, prompt)
+    for number, name in enumerate(names):
+        cache.start(name, shared, group="g")
+        cache.extend(name, said[: 8 - number])
+    cache.catch_up()
+    steps = iter(range(1000))
+
+    def step() -> None:
+        cache.propose(names, [16] * len(names))
+        at = next(steps)
+        for number, name in enumerate(names):
+            cache.extend(name, [said[8 - number + at]])
+
+    return step
+
+
+def times(step: Callable[[], None]) -> float:
+    return median(cpu(step) for _ in range(200))
+
+
+def test_a_step_costs_as_much_behind_a_long_text_as_behind_a_short_one() -> None:
+    """Each figure is a step's time over that of the same step with a fortieth of the text before it."""
+    long, short = 80_000, 2000
+
+    def measure() -> dict[str, float]:
+        period = RANDOM[:500] * 200
+        return {
+            "one token": times(alone([7] * (long + 300), long)) / times(alone([7] * (short + 300), short)),
+            "period": times(alone(period, long)) / times(alone(period, short)),
+            "siblings": times(siblings(long)) / times(siblings(short)),
+        }
+
+    assert_fast(measure, **{"one token": 2.5, "period": 2.5, "siblings": 2.5})
