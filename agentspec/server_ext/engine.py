@@ -20,7 +20,8 @@ from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.batch_lookup import BatchLookup
 from agentspec.server_ext.cached_requests import CachedRequests
 from agentspec.server_ext.figures.accounts import Accounts
-from agentspec.server_ext.figures.metrics import Metrics, Recorder
+from agentspec.server_ext.figures.metrics import Metrics
+from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.fusion import DraftFusion, StepModel
 from agentspec.server_ext.identity.prompt_groups import PromptGroups
@@ -76,16 +77,16 @@ class DraftingEngine:
             score_suffix_drafts=settings.score_suffix_drafts,
         )
         self._persistence = persistence
-        self._recorder = Recorder(settings.record, shares.figures // 8) if settings.record else None
+        self._step_record = StepRecord(settings.record, shares.figures // 8) if settings.record else None
         self._traces = Traces(shares.figures // 8)
-        self._accounts = Accounts(self.metrics, self._traces, self._recorder)
+        self._accounts = Accounts(self.metrics, self._traces, self._step_record)
         self._groups = PromptGroups(shares.figures // 4)
         self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups, self._count_error)
         self._turnover = Turnover(self._cached.start, self._cached.keep)
         lengths = self.pricing.acceptance_lengths
         self._requests = RunningRequests(self._turnover, self.metrics, self._traces, lengths)
         self._sessions = SessionAdmin(
-            self.cache, persistence, self._requests.states, self._traces, self._recorder, self._drop_snapshot
+            self.cache, persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
         )
         persistence.follow(self.cache, self._sessions.erased_elsewhere)
         self._keeper: SnapshotKeeper | None = None
@@ -212,7 +213,7 @@ class DraftingEngine:
             "store": stored,
             "snapshot": None if self._keeper is None else self._keeper.stats(),
             "public": None if self._public is None else self._public.stats(),
-            "record": {"lost": 0 if self._recorder is None else self._recorder.lost},
+            "record": {"lost": 0 if self._step_record is None else self._step_record.lost},
             "model": self.fusion.stats(),
         }
 
@@ -239,8 +240,8 @@ class DraftingEngine:
         self._persistence.close()
         if self._keeper is not None:
             self._keeper.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._step_record is not None:
+            self._step_record.close()
         if self._indexing is not None:
             self._indexing.join(_JOIN_SECONDS)
 

@@ -15,7 +15,7 @@ from typing import Any
 from agentspec.cache import SuffixCache
 from agentspec.cache.store import Erasure, NewEntry, SessionUsage, Store, TurnRecord, decode
 from agentspec.errors import AgentSpecError, RecordError, StoreError, StoreUnavailableError
-from agentspec.server_ext.figures.metrics import Recorder
+from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.persistence.persistence import Persistence
 from agentspec.server_ext.step import RequestState
@@ -41,8 +41,8 @@ class _Job:
 class SessionAdmin:
     """Run jobs on the sessions of one engine.
 
-    states: returns the states of its requests. traces: those of requests that asked for one. recorder: its step record,
-    if one is written. erased: called when a session has left the cache. It may raise StoreError.
+    states: returns the states of its requests. traces: those of requests that asked for one. step_record: None: none is
+    written. erased: called when a session has left the cache. It may raise StoreError.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class SessionAdmin:
         persistence: Persistence,
         states: Callable[[], Iterable[RequestState]],
         traces: Traces | None = None,
-        recorder: Recorder | None = None,
+        step_record: StepRecord | None = None,
         erased: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._persistence = persistence
         self._states = states
         self._traces = traces
-        self._recorder = recorder
+        self._step_record = step_record
         self._erased = erased
         self._jobs: dict[str, _Job] = {}  # by the name that the asker chose, oldest first
 
@@ -151,7 +151,7 @@ class SessionAdmin:
             self._traces.erase(session)
         for state in self._of(session):
             state.identity = replace(state.identity, session=None, session_name=None)
-        return () if self._recorder is None else (self._recorder.erase(session),)
+        return () if self._step_record is None else (self._step_record.erase(session),)
 
     def _of(self, session: str) -> list[RequestState]:
         return [state for state in self._states() if state.identity.session == session]

@@ -13,7 +13,8 @@ import pytest
 
 from agentspec.errors import StoreError
 from agentspec.server_ext.figures.accounts import Accounts
-from agentspec.server_ext.figures.metrics import Metrics, Recorder, RequestFigures, _blank_session
+from agentspec.server_ext.figures.metrics import Metrics, RequestFigures
+from agentspec.server_ext.figures.step_record import StepRecord, _blank_session
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.identity import Identity
 from agentspec.server_ext.step import AcceptanceLength, Batch, RequestState, Step
@@ -31,16 +32,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) -> None:
     """Or a request that ends before its start would have none, and the others fewer tokens than were said."""
-    recorder = Recorder(tmp_path / "steps.jsonl")
+    step_record = StepRecord(tmp_path / "steps.jsonl")
     state = RequestState("r", Identity(), RequestFigures(), AcceptanceLength(0, 0), 10)
-    accounts = Accounts(Metrics(), Traces(1000), recorder)
+    accounts = Accounts(Metrics(), Traces(1000), step_record)
     zeros, tokens = np.zeros(1, np.int32), np.zeros((1, 20), np.int32)
     for number in (7, 8):
         step = Step(Batch(("r",), zeros), (), tokens, np.array([number + 4], np.int32), zeros, zeros, 0)
         accounts.undrafted(number, step, [state])
-    recorder.close()
+    step_record.close()
     found = [
-        (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(recorder.path)
+        (one["step"], one["request"], one["tokens"], one["drafted"], one["source"]) for one in lines(step_record.path)
     ]
     assert found == [(7, "r", 1, 0, None), (8, "r", 1, 0, None)]
     assert (state.figures.tokens, state.figures.steps) == (2, 2)
@@ -48,15 +49,15 @@ def test_steps_of_a_request_that_waits_for_its_start_have_lines(tmp_path: Path) 
 
 def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    recorder = Recorder(path)
+    step_record = StepRecord(path)
     given = [line(1, "fix-42", KEY), line(2, "fix-42", OTHER), line(3, None, None), line(4, "fix-42", KEY)]
     for item in given:
-        recorder.add(item)
-    recorder.erase(KEY).result(60)
+        step_record.add(item)
+    step_record.erase(KEY).result(60)
     blank = {"session": None, "session_key": None}
     assert lines(path) == [{**given[0], **blank}, given[1], given[2], {**given[3], **blank}]
-    recorder.add(line(5, "next", OTHER))
-    recorder.close()
+    step_record.add(line(5, "next", OTHER))
+    step_record.close()
     assert lines(path)[-1]["session"] == "next"
     assert KEY not in path.read_text()
 
@@ -64,24 +65,24 @@ def test_an_erased_sessions_lines_lose_its_name_and_nothing_else(tmp_path: Path)
 @pytest.mark.parametrize("name", ["a", "ä" * 100, 'quote"d', f'"session_key":"{KEY}"', "\\"])
 def test_any_name_goes_and_no_other_line_is_taken_for_it(tmp_path: Path, name: str) -> None:
     path = tmp_path / "steps.jsonl"
-    recorder = Recorder(path)
+    step_record = StepRecord(path)
     other = line(1, f'"session_key":"{KEY}"', OTHER)
     for item in (other, line(2, name, KEY), other):
-        recorder.add(item)
-    recorder.erase(KEY).result(60)
+        step_record.add(item)
+    step_record.erase(KEY).result(60)
     assert lines(path) == [other, {**line(2, None, None)}, other]
-    recorder.close()
+    step_record.close()
 
 
 def test_a_line_that_a_killed_process_left_half_written_is_overwritten_and_holds_nothing_up(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     torn = json.dumps(line(1, "fix-42", KEY), separators=(",", ":")).removesuffix(":1}")
     path.write_text(f"{torn}{json.dumps(line(2, 'other', OTHER))}\n")
-    recorder = Recorder(path)
-    recorder.add(line(3, "fix-42", KEY))
-    recorder.erase(KEY).result(60)
-    recorder.add(line(4, "other", OTHER))
-    recorder.close()
+    step_record = StepRecord(path)
+    step_record.add(line(3, "fix-42", KEY))
+    step_record.erase(KEY).result(60)
+    step_record.add(line(4, "other", OTHER))
+    step_record.close()
     broken, *whole = path.read_text().splitlines()
     assert not broken.strip()
     assert [json.loads(text) for text in whole] == [line(3, None, None), line(4, "other", OTHER)]
@@ -90,9 +91,9 @@ def test_a_line_that_a_killed_process_left_half_written_is_overwritten_and_holds
 def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
     """Lines keep their places, so nothing that others append is lost."""
     path = tmp_path / "steps.jsonl"
-    recorder = Recorder(path)
+    step_record = StepRecord(path)
     for step in range(20_000):
-        recorder.add(line(step, "fix-42", KEY))
+        step_record.add(line(step, "fix-42", KEY))
     stop = threading.Event()
     appended = 0
 
@@ -105,10 +106,10 @@ def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=append)
     thread.start()
-    recorder.erase(KEY).result(60)
+    step_record.erase(KEY).result(60)
     stop.set()
     thread.join()
-    recorder.close()
+    step_record.close()
     found = lines(path)
     assert sum(item["session"] == "theirs" for item in found) == appended
     assert sum(item["session"] is None for item in found) == 20_000
@@ -116,13 +117,13 @@ def test_another_process_can_append_meanwhile(tmp_path: Path) -> None:
 
 _FULL = """
 import resource, sys
-from agentspec.server_ext.figures.metrics import Recorder
+from agentspec.server_ext.figures.step_record import StepRecord
 from tests.server_ext.test_step_record import KEY, line
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-recorder = Recorder(sys.argv[1])
+step_record = StepRecord(sys.argv[1])
 for step in range(100):
-    recorder.add(line(step, "fix-42", KEY))
-recorder.close()
+    step_record.add(line(step, "fix-42", KEY))
+step_record.close()
 """
 
 
@@ -170,45 +171,45 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_a_new_record_is_its_owners_alone(tmp_path: Path) -> None:
     """Where callers have no keys, whoever knows a session's name has the session."""
-    recorder = Recorder(tmp_path / "new" / "steps.jsonl")
-    assert recorder.path.stat().st_mode & 0o777 == 0o600
-    recorder.path.unlink()
-    recorder.add(line(1, "fix-42", KEY))
-    recorder.close()
-    assert recorder.path.stat().st_mode & 0o777 == 0o600
+    step_record = StepRecord(tmp_path / "new" / "steps.jsonl")
+    assert step_record.path.stat().st_mode & 0o777 == 0o600
+    step_record.path.unlink()
+    step_record.add(line(1, "fix-42", KEY))
+    step_record.close()
+    assert step_record.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_record_that_was_moved_away_holds_up_no_erasure(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "steps.jsonl")
-    recorder.path.unlink()
-    recorder.erase(KEY).result(60)
-    recorder.add(line(1, "fix-42", OTHER))
-    recorder.close()
-    assert lines(recorder.path) == [line(1, "fix-42", OTHER)]
+    step_record = StepRecord(tmp_path / "steps.jsonl")
+    step_record.path.unlink()
+    step_record.erase(KEY).result(60)
+    step_record.add(line(1, "fix-42", OTHER))
+    step_record.close()
+    assert lines(step_record.path) == [line(1, "fix-42", OTHER)]
 
 
 def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    recorder = Recorder(path, max_bytes=4 * 1024)
+    step_record = StepRecord(path, max_bytes=4 * 1024)
     path.unlink()
     path.mkdir()
     for number in range(3):
-        recorder.add(line(number, "fix-42", KEY))
-    recorder._stop.set()
-    recorder._thread.join()  # it writes what waits
-    assert recorder.lost == 3
+        step_record.add(line(number, "fix-42", KEY))
+    step_record._stop.set()
+    step_record._thread.join()  # it writes what waits
+    assert step_record.lost == 3
     path.rmdir()
     for number in range(10):  # of which four have room
-        recorder.add(line(number, "fix-42", KEY))
-    recorder._write()
-    assert recorder.lost == 3 + 6 and len(lines(path)) == 4
+        step_record.add(line(number, "fix-42", KEY))
+    step_record._write()
+    assert step_record.lost == 3 + 6 and len(lines(path)) == 4
 
 
 def test_a_record_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    recorder = Recorder(path)
+    step_record = StepRecord(path)
     path.unlink()
     path.mkdir()
     with pytest.raises(StoreError, match=r"steps\.jsonl"):
-        recorder.erase(KEY).result(60)
-    recorder.close()
+        step_record.erase(KEY).result(60)
+    step_record.close()

@@ -6,7 +6,8 @@ import numpy as np
 
 from agentspec.cache import SOURCES, StepDrafts
 from agentspec.server_ext.batch_lookup import BatchLookup
-from agentspec.server_ext.figures.metrics import Metrics, Recorder
+from agentspec.server_ext.figures.metrics import Metrics
+from agentspec.server_ext.figures.step_record import StepRecord
 from agentspec.server_ext.figures.traces import Traces
 from agentspec.server_ext.step import RequestState, Step
 
@@ -14,24 +15,24 @@ from agentspec.server_ext.step import RequestState, Step
 class Accounts:
     """Count steps. A row's steps without drafts are counted together: at its next draft, or when somebody asks.
 
-    recorder: writes the step record; None: there is none.
+    step_record: None: none is written.
     """
 
-    def __init__(self, metrics: Metrics, traces: Traces, recorder: Recorder | None) -> None:
+    def __init__(self, metrics: Metrics, traces: Traces, step_record: StepRecord | None) -> None:
         self._metrics = metrics
         self._traces = traces
-        self._recorder = recorder
+        self._step_record = step_record
 
     @property
     def bytes(self) -> int:
         """Return the memory that figures, traces and waiting lines of the step record take, about."""
-        return self._metrics.bytes + self._traces.bytes + (0 if self._recorder is None else self._recorder.bytes)
+        return self._metrics.bytes + self._traces.bytes + (0 if self._step_record is None else self._step_record.bytes)
 
     def note(self, number: int, lookup: BatchLookup, step: Step, drafts: StepDrafts, ns: int) -> None:
         """Count a step. number: of the step. drafts: for the next one. ns: time that a row's draft took."""
         lookup.steps += 1
         rows: Sequence[int] = ()
-        if self._recorder is not None or self._traces.running:
+        if self._step_record is not None or self._traces.running:
             rows = range(len(lookup.states))
         elif step.num_draft_tokens:
             rows = np.flatnonzero(lookup.pick(step.num_verified_draft_tokens)).tolist()
@@ -117,8 +118,8 @@ class Accounts:
 
     def _record(self, number: int, state: RequestState, added: int, drafted: int = 0, accepted: int = 0) -> None:
         """Write a line of the step record, if there is one."""
-        if self._recorder is not None:
-            self._recorder.add(
+        if self._step_record is not None:
+            self._step_record.add(
                 {
                     "step": number,
                     "request": state.request_id,

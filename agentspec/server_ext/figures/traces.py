@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from agentspec.cache import SOURCES
 
@@ -75,6 +75,12 @@ class Trace:
         return steps
 
 
+class HoldsTrace(Protocol):
+    """Hold the trace of a request, as its figures do (`RequestFigures`). None: it has none, or it was dropped."""
+
+    trace: Trace | None
+
+
 class Traces:
     """Keep the traces of the latest requests that asked for one. running: traced requests that have not ended.
 
@@ -85,15 +91,15 @@ class Traces:
         self.bytes = 0
         self.running = 0
         self._max_bytes = max_bytes
-        self._held: deque[Any] = deque()
+        self._held: deque[tuple[HoldsTrace, Trace]] = deque()  # oldest first
         self._lock = threading.Lock()  # sessions may be erased by another thread
 
-    def begin(self, figures: Any, session: str | None, shares_corpus: bool) -> Trace:
-        """Return a new trace, kept with the figures of its request (`RequestFigures`)."""
+    def begin(self, figures: HoldsTrace, session: str | None, shares_corpus: bool) -> Trace:
+        """Return a new trace, kept with the figures of its request."""
         trace = figures.trace = Trace(session, shares_corpus)
         self.running += 1
         with self._lock:
-            self._held.append(figures)
+            self._held.append((figures, trace))
             self._grow(trace.bytes)
         return trace
 
@@ -108,17 +114,17 @@ class Traces:
     def erase(self, session: str) -> None:
         """Drop the traces of a session."""
         with self._lock:
-            gone = [figures for figures in self._held if figures.trace.session == session]
-            self._held = deque(figures for figures in self._held if figures.trace.session != session)
-            for figures in gone:
-                self._drop(figures)
+            gone = [held for held in self._held if held[1].session == session]
+            self._held = deque(held for held in self._held if held[1].session != session)
+            for held in gone:
+                self._drop(*held)
 
     def _grow(self, size: int) -> None:
         self.bytes += size
         while self.bytes > self._max_bytes and self._held:
-            self._drop(self._held.popleft())
+            self._drop(*self._held.popleft())
 
-    def _drop(self, figures: Any) -> None:
-        self.bytes -= figures.trace.bytes
-        figures.trace.dropped = True
+    def _drop(self, figures: HoldsTrace, trace: Trace) -> None:
+        self.bytes -= trace.bytes
+        trace.dropped = True
         figures.trace = None

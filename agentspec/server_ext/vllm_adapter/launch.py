@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
-from agentspec.server_ext.figures.metrics import make_record
+from agentspec.server_ext.figures.step_record import make_record
 from agentspec.server_ext.identity.callers import ApiKeysFile, check_secrets, server_secret
 from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
