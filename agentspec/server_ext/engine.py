@@ -312,7 +312,7 @@ class DraftingEngine:
                 self._leave_batch()  # counts the tokens of the request while its state is known
                 # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
                 said = max(known.length - known.prompt_length - 1, 0)
-                before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.waits else ()
+                before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
                 self._requests.end(new.request_id, said, partial(tuple, before))
             self._requests.begin(new, self._steps)
         work = latest.allowance.work if latest else DEFAULT_WORK_SECONDS

@@ -60,8 +60,8 @@ class RunningRequests:
         """
         for request_id, length in lengths.items():
             state = self.by_id.get(request_id) or self.turnover.ending(request_id)
-            if state is not None and state.told is None:
-                state.told = length
+            if state is not None and state.told_length is None:
+                state.told_length = length
                 counted = state.length - state.prompt_length - state.uncounted
                 state.figures.take_back(max(counted - length, 0))
 

@@ -163,14 +163,14 @@ class RequestState:
     """steps of its batch that its figures count"""
     uncounted: int = 0
     """tokens of its text that its figures leave out, because they lie behind the end of the response"""
-    told: int | None = None
-    """length of its response, in tokens, as the API server told it; None: it did not"""
+    told_length: int | None = None
+    """tokens of its response that the caller got, as the API server told it; None: it did not"""
+    awaits_start: bool = False
+    """whether the cache is yet to start it, so that it gets no drafts"""
     started: bool = False
-    """whether the cache has started it"""
+    """whether the cache has started it: false while that waits, and for good where it failed"""
     failed: bool = False
-    """whether an error occurred for it, after which it gets no drafts"""
-    waits: bool = False
-    """whether the cache has not started it yet, so that it gets no drafts"""
+    """whether an error occurred for it, or its tenant was forgotten, after which it gets no drafts"""
     draft_source: str | None = None
     """source of the first token of its latest draft, for the step record"""
     draft_ns: int = 0
@@ -191,7 +191,7 @@ class RequestState:
     @property
     def gets_drafts(self) -> bool:
         """Return whether it has started in the cache, and did not fail."""
-        return not (self.failed or self.waits)
+        return not (self.failed or self.awaits_start)
 
 
 @dataclass(slots=True, eq=False)

@@ -48,8 +48,8 @@ class Ending:
     output_limit: int | None
     until: float = 0.0
 
-    def waits(self) -> bool:
-        return self.state.told is None and time.monotonic() < self.until
+    def awaits_length(self) -> bool:
+        return self.state.told_length is None and time.monotonic() < self.until
 
 
 class Turnover:
@@ -74,7 +74,7 @@ class Turnover:
 
     def __bool__(self) -> bool:
         """Return whether there is something to do now."""
-        return any(isinstance(item, Beginning) or not item.waits() for item in self._waiting)
+        return any(isinstance(item, Beginning) or not item.awaits_length() for item in self._waiting)
 
     def states(self) -> list[RequestState]:
         """Return the state of each request that waits; twice for one that ended before its start. For any thread."""
@@ -86,16 +86,16 @@ class Turnover:
         return [state for state in begun if not state.failed]
 
     def begin(self, state: RequestState, new: NewRequest) -> None:
-        """Let a request wait for its start. Until then ``state.waits`` is true."""
-        state.waits = True
+        """Let a request wait for its start. Until then ``state.awaits_start`` is true."""
+        state.awaits_start = True
         self._waiting.append(Beginning(state, new))
 
     def end(self, state: RequestState, output_limit: int | None, text: Text | None, until: float = 0.0) -> None:
         """Let a request wait for its end. Forget it if it still waits for its start and ``text`` is None.
 
-        until: time until which it waits for ``state.told``.
+        until: time until which it waits for ``state.told_length``.
         """
-        if state.waits:
+        if state.awaits_start:
             place = next(i for i, item in enumerate(self._waiting) if item.state is state)
             beginning = self._waiting[place]
             if text is None or state.failed or not isinstance(beginning, Beginning):
@@ -151,7 +151,7 @@ class Turnover:
         for item in self._waiting:
             session, request_id = item.state.identity.session, item.state.request_id
             if isinstance(item, Ending):
-                if not item.waits():
+                if not item.awaits_length():
                     rest.append(item)
                     sessions.add(session)
                     ids.add(request_id)
@@ -166,7 +166,7 @@ class Turnover:
         untold: even those that wait to be told the lengths of their responses.
         """
         for item in list(self._waiting):
-            if isinstance(item, Ending) and item.waits() and not untold:
+            if isinstance(item, Ending) and item.awaits_length() and not untold:
                 continue
             if isinstance(item, Ending) or item.text is not None:
                 self._do(item, None)
@@ -174,7 +174,7 @@ class Turnover:
 
     def _do(self, item: Beginning | Ending, prompt: Sequence[int] | Int32 | None) -> None:
         if isinstance(item, Ending):
-            lengths = [length for length in (item.output_limit, item.state.told) if length is not None]
+            lengths = [length for length in (item.output_limit, item.state.told_length) if length is not None]
             self._finish(item.state, min(lengths, default=None))
             return
         response: Sequence[int] = ()
@@ -182,10 +182,10 @@ class Turnover:
             text = item.text()
             prompt, response = text[: item.state.prompt_length], text[item.state.prompt_length :]
         assert prompt is not None
-        item.state.waits = False
+        item.state.awaits_start = False
         if not item.state.failed:
             self._start(item.state, item.new, prompt, response)
 
 
 def _may_be_done(item: Beginning | Ending) -> bool:
-    return isinstance(item, Beginning) or not item.state.waits
+    return isinstance(item, Beginning) or not item.state.awaits_start

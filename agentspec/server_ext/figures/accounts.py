@@ -51,7 +51,7 @@ class Accounts:
     @staticmethod
     def _add_quiet(state: RequestState, steps: int) -> None:
         """Add steps without drafts. Each of them added one token."""
-        state.figures.tokens += steps if state.told is None else 0
+        state.figures.tokens += steps if state.told_length is None else 0
         state.figures.steps += steps
         state.length += steps
 
@@ -78,7 +78,7 @@ class Accounts:
     def _count_gained(state: RequestState, step: Step, row: int, length: int) -> int:
         """Return how many tokens a row of the engine's array gained, without those behind the end of the response."""
         gained = length - state.length
-        added = gained if state.told is None else 0
+        added = gained if state.told_length is None else 0
         if added > 1 and state.end_tokens:  # an accepted draft may hold the end, and a token was sampled behind it
             new = step.tokens[row, state.length : length].tolist()
             if not state.end_tokens.isdisjoint(new):
@@ -104,7 +104,7 @@ class Accounts:
             state.noted = lookup.steps
             added = self._count_gained(state, step, engine_rows[i], lengths[i])
             drafted, accepted = self._metrics.add_step(state.figures, added, *by_source)
-            if state.told is not None or state.uncounted:
+            if state.told_length is not None or state.uncounted:
                 state.figures.take_back(0)  # what this step accepted lies behind the end of the response
             begin, end = drafts.offsets[i], drafts.offsets[i + 1]
             if state.trace is not None:
