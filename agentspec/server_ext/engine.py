@@ -32,7 +32,7 @@ from agentspec.server_ext.public_corpus import PublicCorpus, Tokenize
 from agentspec.server_ext.running_requests import RunningRequests
 from agentspec.server_ext.session_admin import SessionAdmin
 from agentspec.server_ext.settings import MemoryShares, Settings
-from agentspec.server_ext.step import DraftRows, Step
+from agentspec.server_ext.step import DraftRows, NewRequest, Step
 from agentspec.server_ext.turnover import Text, Turnover
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class DraftingEngine:
         self._groups = PromptGroups(shares.figures // 4)
         self._cached = CachedRequests(self.cache, persistence, self.metrics, self._groups, self._count_error)
         self._turnover = Turnover(self._cached.start, self._cached.keep)
-        lengths = self.pricing.acceptance_lengths
+        lengths, self._work_time = self.pricing.acceptance_lengths, self.pricing.work_time
         self._requests = RunningRequests(self._turnover, self.metrics, self._traces, lengths)
         self._sessions = SessionAdmin(
             self.cache, persistence, self._requests.states, self._traces, self._step_record, self._drop_snapshot
@@ -94,16 +94,12 @@ class DraftingEngine:
             self._keeper = keep_snapshot(snapshot, self.cache, persistence, settings, note=self.pricing.cost.dump)
         self._public: PublicCorpus | None = None
         if settings.public is not None:
-            file = Path(settings.public).expanduser()
-            self._public = PublicCorpus(file, self.cache, shares.cache // 2, tokenize)
+            self._public = PublicCorpus(settings.public, self.cache, shares.cache // 2, tokenize)
         self._new_weights = False  # whether weights were loaded since the latest step
         self._new_epoch = False  # whether an epoch began since the latest step
         self._lookup: BatchLookup | None = None  # the latest step's batch; None as soon as one of its requests ends
         self._steps = 0
         self._held_back = 0  # steps whose drafts were dropped, because an erasure by others may have been missed
-        self._worked_ns = 0  # CPU time that the cache had spent beside drafting by the latest step
-        self._beside_ns = 0  # this thread's CPU time for work beside drafting, since the latest step
-        self._put_off = False  # whether the latest step had no time to apply stored turns
         self._model_seconds = 0.0  # time that the draft model took in the latest step
         self._logged: set[str] = set()
         self._indexing: threading.Thread | None = None  # runs from warm_up to close
@@ -124,7 +120,7 @@ class DraftingEngine:
         indexing = threading.Thread(target=self.cache.index_until_closed, name="agentspec-indexing", daemon=True)
         indexing.start()
         self._indexing = indexing
-        self._worked_ns = self.cache.worked_ns()  # so that no step is charged for this work
+        self._work_time.note_cache(self.cache.worked_ns())
         return restored
 
     def note_new_weights(self) -> None:
@@ -150,7 +146,7 @@ class DraftingEngine:
         """
         if not self.settings.enabled:
             return _no_drafts(step)
-        self.pricing.tick()
+        self._work_time.tick()
         try:
             return self._propose(step, model)
         except Exception as error:  # without drafts the requests still run
@@ -180,7 +176,7 @@ class DraftingEngine:
         self._requests.end(request_id, output_limit, text, may_be_shorter=may_be_shorter)
         if not self._requests.by_id:
             self._turnover.finish_all()
-        self._beside_ns += time.thread_time_ns() - begin
+        self._work_time.spend_since(begin)
 
     def note_lengths(self, lengths: Mapping[str, int]) -> None:
         """Note how many tokens of their responses callers got (`RunningRequests.note_lengths`)."""
@@ -266,9 +262,7 @@ class DraftingEngine:
         if largest is not None and count > largest:
             most, model = 0, None
         begin = time.perf_counter_ns()
-        # Starting and finishing requests used up a part of the time. A quarter is left in any case, for indexing.
-        work = allowance.work / 2 if loading else allowance.work
-        work = max(work / 4, work - 1e-9 * self._beside_ns)
+        work = self._work_time.for_indexing(allowance.work, halved=loading)
         drafts = self._draft(step, lookup, most, model, allowance.cost, work)
         took = time.perf_counter_ns() - begin
         self._measure(took)
@@ -307,35 +301,36 @@ class DraftingEngine:
         """Start and finish requests, and apply stored turns, as far as there is time."""
         begin, latest = time.thread_time_ns(), self._lookup
         for new in step.started:
-            known = self._requests.by_id.get(new.request_id)
-            if known is not None:
-                self._leave_batch()  # counts the tokens of the request while its state is known
-                # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
-                said = max(known.length - known.prompt_length - 1, 0)
-                before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
-                self._requests.end(new.request_id, said, partial(tuple, before))
-            self._requests.begin(new, self._steps)
+            self._begin(new)
         work = latest.allowance.work if latest else DEFAULT_WORK_SECONDS
         if self._turnover:
             self._leave_batch()
             if step.started:  # a step with prompts takes long, so more of its time may go into this
-                work = max(work, self.pricing.latest_work())
-            self._turnover.advance(step, 0.0 if self._put_off else max(work - 1e-9 * self._beside_ns, 0.0))
+                work = max(work, self._work_time.in_latest_step())
+            self._turnover.advance(step, self._work_time.for_turnover(work))
             if starting := self._turnover.starting():
                 self._accounts.undrafted(self._steps + 1, step, starting)
-        left = work / 2 - 1e-9 * (time.thread_time_ns() - begin)  # the other half is for indexing what is applied
-        self._put_off = left <= 0 and not self._put_off  # never twice: steps that all begin requests would load nothing
-        if not self._put_off:
-            self._persistence.apply_loaded(self.cache, max(left, 0.0))
-        self._beside_ns += time.thread_time_ns() - begin
+        seconds = self._work_time.for_stored_turns(work, begin)
+        if seconds is not None:
+            self._persistence.apply_loaded(self.cache, seconds)
+        self._work_time.spend_since(begin)
+
+    def _begin(self, new: NewRequest) -> None:
+        """Let a request wait for its start. One that is known has grown by streamed input: end its response before."""
+        known = self._requests.by_id.get(new.request_id)
+        if known is not None:
+            self._leave_batch()  # counts the tokens of the request while its state is known
+            # vLLM drops the last token of a response that streamed input follows; the prompt begins with the rest.
+            said = max(known.length - known.prompt_length - 1, 0)
+            before = np.asarray(new.prompt[: known.prompt_length + said]).tolist() if known.awaits_start else ()
+            self._requests.end(new.request_id, said, partial(tuple, before))
+        self._requests.begin(new, self._steps)
 
     def _measure(self, took: int) -> None:
         """Count the time of a step's drafting call, in ns, and the CPU time of all work beside drafting."""
-        worked = self.cache.worked_ns()
-        in_call, self._worked_ns = worked - self._worked_ns, worked
-        beside, self._beside_ns = self._beside_ns + in_call, 0
+        in_call, work = self._work_time.take(self.cache.worked_ns())
         self.metrics.draft_seconds.observe(1e-9 * (took - in_call))
-        self.metrics.beside_seconds.observe(1e-9 * beside)
+        self.metrics.beside_seconds.observe(1e-9 * work)
 
     def _draft(
         self, step: Step, lookup: BatchLookup, most: int, model: StepModel | None, cost: float, work: float

@@ -39,8 +39,9 @@ class PublicCorpus:
     in the file; None: such text is skipped. Errors are logged and counted, never raised.
     """
 
-    def __init__(self, path: Path, cache: SuffixCache, max_bytes: int, tokenize: Tokenize | None = None) -> None:
-        self._path, self._cache, self._max_bytes, self._tokenize = path, cache, max_bytes, tokenize
+    def __init__(self, path: str | Path, cache: SuffixCache, max_bytes: int, tokenize: Tokenize | None = None) -> None:
+        self._path, self._cache = Path(path).expanduser(), cache
+        self._max_bytes, self._tokenize = max_bytes, tokenize
         self._stats: dict[str, Any] = {"state": "waiting", "texts": 0, "tokens": 0, "bytes": 0, "left_out": 0}
         self._skipped = 0
         self._closing = False

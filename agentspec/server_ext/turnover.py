@@ -49,6 +49,7 @@ class Ending:
     until: float = 0.0
 
     def awaits_length(self) -> bool:
+        """Return whether it waits to be told how long its response was."""
         return self.state.told_length is None and time.monotonic() < self.until
 
 

@@ -148,7 +148,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("engine", "turnover", "pricing.step_pricing"):
+    for module in ("engine", "turnover", "pricing.work_time"):
         monkeypatch.setattr(f"agentspec.server_ext.{module}.time", clock)
     return clock
 

@@ -1,6 +1,5 @@
 """Say what the drafts of a step may cost, from what earlier steps took and gave. Needs no engine and does no I/O."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +8,10 @@ from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
 from agentspec.server_ext.pricing.acceptance_length import AcceptanceLengths
 from agentspec.server_ext.pricing.draft_budget import DraftBudget, EngineLimits, expected_tokens
 from agentspec.server_ext.pricing.step_cost import StepCost
+from agentspec.server_ext.pricing.work_time import WorkTime
 from agentspec.server_ext.settings import LONGEST_STEP
 from agentspec.server_ext.step import AcceptanceLength
 
-_WORK_SHARE = 0.02
-"""Most CPU time that work beside drafting takes of a decode step, as a share of its duration."""
 _PRICED_STEPS = 16
 """Most steps until an allowance follows what the rows accept."""
 
@@ -24,7 +22,7 @@ class Allowance:
 
     cost: price of verifying one more token, as a share of a decode step. tokens: most draft tokens of a step.
     by_latency: whether the duration of steps is what limits them. row_tokens: most draft tokens of one row. work: CPU
-    time for what waits beside drafting, in seconds a step. All hold for this version of the step cost, and before step
+    seconds of a step for work beside drafting (`WorkTime`). All hold for this version of the step cost, and before step
     ``until``.
     """
 
@@ -55,22 +53,7 @@ class StepPricing:
         self.cost = StepCost(given, longest_step)
         self.budget = DraftBudget(step_tokens, limits)
         self.acceptance_lengths = AcceptanceLengths()
-        self._called = 0.0  # when `tick` was called last
-        self._elapsed = 0.0  # seconds between its last two calls
-        self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
-
-    def tick(self) -> None:
-        """Note the time at which a step ends."""
-        now = time.perf_counter()
-        if self._called:
-            self._elapsed = now - self._called
-            usual = self._usual or self._elapsed
-            self._usual = usual + 0.1 * (min(self._elapsed, 2.0 * usual) - usual)
-        self._called = now
-
-    def latest_work(self) -> float:
-        """Return the CPU time for what waits beside drafting after the step that ended last, in seconds."""
-        return _work_in(self._elapsed)
+        self.work_time = WorkTime()
 
     def is_valid(self, allowance: Allowance, step: int) -> bool:
         """Return whether the allowance still holds at a step."""
@@ -82,7 +65,7 @@ class StepPricing:
         rows: measure and length in tokens of each row that gets drafts.
         """
         prices = self.cost.at(count)
-        seconds = self._usual if prices.row_seconds is None else count * prices.row_seconds
+        seconds = None if prices.row_seconds is None else count * prices.row_seconds
         affordable = self.cost.affordable_tokens(count, self.acceptance_lengths.lowest(rows, step, count))
         tokens = self.budget.tokens(count, affordable)
         return Allowance(
@@ -90,7 +73,7 @@ class StepPricing:
             tokens=tokens,
             by_latency=self.budget.limited_by == "latency",
             row_tokens=self.budget.most(len(rows), tokens),
-            work=_work_in(seconds) if seconds else DEFAULT_WORK_SECONDS,
+            work=self.work_time.in_step(seconds),
             version=self.cost.version,
             until=step + _PRICED_STEPS,
         )
@@ -109,8 +92,3 @@ class StepPricing:
         else:
             leave_out = False
         return [[] for _ in range(len(drafts.offsets) - 1)] if leave_out else self.budget.cut(drafts, allowance.tokens)
-
-
-def _work_in(seconds: float) -> float:
-    """Return the CPU time for what waits beside drafting in a step of so many seconds."""
-    return min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS)

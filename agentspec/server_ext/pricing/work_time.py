@@ -1,0 +1,86 @@
+"""Measure the CPU time that steps spend on work beside drafting, and divide what they may spend.
+
+That work is starting and finishing requests, applying stored turns, indexing and evicting. A step spends at most
+_WORK_SHARE of its duration on it, and DEFAULT_WORK_SECONDS; what is left waits for later steps. A step's duration is
+measured in wall-clock time, the work in CPU time of the engine's thread.
+"""
+
+import time
+
+from agentspec.cache.suffix_cache import DEFAULT_WORK_SECONDS
+
+_WORK_SHARE = 0.02
+"""Most CPU time that the work takes, as a share of a step's duration."""
+
+
+class WorkTime:
+    """Divide a step's CPU time for work: to starts and ends first, then to stored turns, then to indexing.
+
+    Steps are told by ``tick``. ``allowed`` is a step's time for work, in seconds, as ``in_step`` or ``in_latest_step``
+    returns it.
+    """
+
+    def __init__(self) -> None:
+        self._called = 0.0  # when `tick` was called last
+        self._elapsed = 0.0  # seconds between its last two calls
+        self._usual = 0.0  # seconds between calls, of late; pauses and prompts weigh little. 0.0: not known yet
+        self._spent_ns = 0  # spent since the latest step, except by the cache
+        self._cache_ns = 0  # spent by the cache up to the latest step
+        self._put_off = False  # whether the latest step had no time to apply stored turns
+
+    def tick(self) -> None:
+        """Note the time at which a step ends."""
+        now = time.perf_counter()
+        if self._called:
+            self._elapsed = now - self._called
+            usual = self._usual or self._elapsed
+            self._usual = usual + 0.1 * (min(self._elapsed, 2.0 * usual) - usual)
+        self._called = now
+
+    def in_step(self, seconds: float | None) -> float:
+        """Return the time for work in a step of so many seconds. None: as many as steps have taken of late."""
+        seconds = self._usual if seconds is None else seconds
+        return min(_WORK_SHARE * seconds, DEFAULT_WORK_SECONDS) if seconds else DEFAULT_WORK_SECONDS
+
+    def in_latest_step(self) -> float:
+        """Return the time for work in a step as long as the one that ended last."""
+        return min(_WORK_SHARE * self._elapsed, DEFAULT_WORK_SECONDS)
+
+    def for_turnover(self, allowed: float) -> float:
+        """Return the seconds for starting and finishing requests: none where they made stored turns wait just now."""
+        return 0.0 if self._put_off else max(allowed - 1e-9 * self._spent_ns, 0.0)
+
+    def for_stored_turns(self, allowed: float, begin: int) -> float | None:
+        """Return the seconds for applying stored turns; None: they wait for the next step.
+
+        The other half of the step's time is for indexing what is applied. They never wait twice: steps that all begin
+        requests would apply nothing. begin: the thread's time when the step began to work, in nanoseconds.
+        """
+        left = allowed / 2 - 1e-9 * (time.thread_time_ns() - begin)
+        self._put_off = left <= 0 and not self._put_off
+        return None if self._put_off else max(left, 0.0)
+
+    def for_indexing(self, allowed: float, *, halved: bool) -> float:
+        """Return the seconds for indexing: what starts and ends have left, and a quarter in any case.
+
+        halved: whether stored turns had the other half of the step's time.
+        """
+        half = allowed / 2 if halved else allowed
+        return max(half / 4, half - 1e-9 * self._spent_ns)
+
+    def spend_since(self, begin: int) -> None:
+        """Note that the thread has worked since ``begin``, its time then in nanoseconds."""
+        self._spent_ns += time.thread_time_ns() - begin
+
+    def note_cache(self, worked_ns: int) -> None:
+        """Note what the cache has spent by now (``SuffixCache.worked_ns``), so that no step is charged for it."""
+        self._cache_ns = worked_ns
+
+    def take(self, worked_ns: int) -> tuple[int, int]:
+        """Return the nanoseconds of the cache's work since the latest step, and of all work, and begin anew.
+
+        worked_ns: what the cache has spent by now (``SuffixCache.worked_ns``).
+        """
+        by_cache = worked_ns - self._cache_ns
+        spent, self._cache_ns, self._spent_ns = self._spent_ns + by_cache, worked_ns, 0
+        return by_cache, spent
