@@ -169,7 +169,7 @@ def _drafting_options(given: dict[str, Any], plain: bool, settings: dict[str, An
     """
     from agentspec.rollout import rollout_options
     from agentspec.rollout.generator import PLAIN_OPTIONS
-    from agentspec.server_ext.vllm_adapter.launch import SWITCH
+    from agentspec.server_ext.vllm_adapter.speculative_config import SWITCH
 
     if plain:
         os.environ[SWITCH] = "0"

@@ -160,7 +160,7 @@ def speculative_config(method: str, max_draft: int | None = None) -> dict[str, A
     if method in ("none", "vllm"):
         return None
     if method == "agentspec":
-        from agentspec.server_ext.vllm_adapter.launch import own_config as agentspec_config
+        from agentspec.server_ext.vllm_adapter.speculative_config import own_config as agentspec_config
 
         return agentspec_config(max_draft)
     config: dict[str, Any] = {"method": method}

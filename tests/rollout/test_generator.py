@@ -9,7 +9,7 @@ import pytest
 
 from agentspec.errors import AgentSpecError
 from agentspec.rollout import Journal, OfflineEngine, Plan, Problem, RolloutGenerator, Sample
-from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 vllm = pytest.importorskip("vllm")
 

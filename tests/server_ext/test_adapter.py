@@ -25,7 +25,7 @@ from agentspec.server_ext.fusion.draft_model import Int64, ModelDraft
 from agentspec.server_ext.vllm_adapter import cheap_steps, runner
 from agentspec.server_ext.vllm_adapter.cheap_steps import metadata_without_drafts
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter
-from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass, returned_tokens
 
 

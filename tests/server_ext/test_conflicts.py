@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentspec.errors import ConfigurationError
-from agentspec.server_ext.vllm_adapter import launch
-from agentspec.server_ext.vllm_adapter.engine_arguments import conflict
+from agentspec.server_ext.vllm_adapter import speculative_config
+from agentspec.server_ext.vllm_adapter.speculative_config import conflict
 from agentspec.server_ext.vllm_launch import engine_options
 from tests.server_ext.vllm_configs import DENSE, MAMBA, engine_args
 
@@ -43,7 +43,7 @@ def test_an_engine_that_everybody_switched_on_stays_as_it_is(
 ) -> None:
     arguments = SimpleNamespace(speculative_config=config, additional_config={}, **option)
     model, parallel = attention_only(), SimpleNamespace(pipeline_parallel_size=1)
-    launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
+    speculative_config.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
     assert arguments.speculative_config == config
     assert arguments.additional_config == {}
     assert bool(re.search(message, caplog.text)) == (config is None)

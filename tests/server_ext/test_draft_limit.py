@@ -8,22 +8,16 @@ import pytest
 from agentspec.cache.policy import MAX_DRAFT
 from agentspec.errors import AgentSpecError
 from agentspec.server_ext.settings import Settings
-from agentspec.server_ext.vllm_adapter import engine_arguments
-from agentspec.server_ext.vllm_adapter.engine_arguments import (
-    LEAST_STATES,
-    MOST_STATES,
-    STATE_SHARE,
-    _state_bytes,
-    describe,
-)
-from agentspec.server_ext.vllm_adapter.launch import engine_options
+from agentspec.server_ext.vllm_adapter import speculative_config
+from agentspec.server_ext.vllm_adapter.draft_limit import LEAST_STATES, MOST_STATES, STATE_SHARE, _state_bytes
+from agentspec.server_ext.vllm_adapter.speculative_config import describe, engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, MAMBA, engine_args
 
 
 @pytest.fixture(autouse=True)
 def _no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models with recurrent states are refused on a CPU."""
-    monkeypatch.setattr(engine_arguments, "on_cpu", lambda: False)
+    monkeypatch.setattr(speculative_config, "on_cpu", lambda: False)
 
 
 def draft_limit(

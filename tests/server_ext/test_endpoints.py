@@ -19,7 +19,7 @@ from agentspec.server_ext.identity import Identity, RequestTagger
 from agentspec.server_ext.identity.callers import Callers, Presented
 from agentspec.server_ext.settings import Settings
 from agentspec.server_ext.vllm_adapter import frontend
-from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 ADMIN = "the key of the administrator"
 

@@ -10,8 +10,8 @@ import torch
 
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.vllm_adapter import cheap_steps
-from agentspec.server_ext.vllm_adapter.launch import engine_options
 from agentspec.server_ext.vllm_adapter.runner import engine_limits
+from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 from tests.server_ext.vllm_configs import DENSE, engine_args
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from agentspec.server_ext import vllm_adapter
-from agentspec.server_ext.vllm_adapter import cheap_steps, engine_arguments
+from agentspec.server_ext.vllm_adapter import cheap_steps, speculative_config
 from agentspec.server_ext.vllm_adapter.cheap_steps import drafts_are_ragged
-from agentspec.server_ext.vllm_adapter.launch import engine_options
+from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 from tests.server_ext.vllm_configs import DENSE, HYBRID, engine_args
 
 DEFAULT_SIZES: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -248,7 +248,7 @@ def test_sizes_that_the_user_chose_stay(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("patched")
 def test_models_with_states_keep_vllms_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_arguments, "on_cpu", lambda: False)
+    monkeypatch.setattr(speculative_config, "on_cpu", lambda: False)
     engine = Engine(tmp_path, 4, HYBRID)
     assert not drafts_are_ragged(engine.config)
     assert engine.config.uniform_decode_query_len == engine.runner.uniform_decode_query_len == 5

@@ -12,8 +12,9 @@ from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEng
 from agentspec.server_ext import vllm_adapter
 from agentspec.server_ext.settings import Settings, load_settings
 from agentspec.server_ext.speculative_methods import translate
-from agentspec.server_ext.vllm_adapter import launch
-from agentspec.server_ext.vllm_adapter.launch import PROPOSER_PATH, serve_arguments
+from agentspec.server_ext.vllm_adapter import speculative_config
+from agentspec.server_ext.vllm_adapter.launch import serve_arguments
+from agentspec.server_ext.vllm_adapter.speculative_config import PROPOSER_PATH
 
 ARCTIC = {
     "method": "arctic",
@@ -213,14 +214,14 @@ class TestOffline:
 
     def test_arctic_becomes_our_proposer(self) -> None:
         arguments = self.arguments(dict(ARCTIC), {"other": 1})
-        launch.translate_method(arguments)
+        speculative_config.translate_method(arguments)
         assert arguments.speculative_config["model"] == PROPOSER_PATH
         assert arguments.additional_config["agentspec"]["speculator"] == ARCTIC["model"]
         assert arguments.additional_config["other"] == 1
 
     def test_vllms_short_options_mean_the_same(self) -> None:
         arguments = self.arguments(None, spec_method="arctic", spec_model="folder", spec_tokens=3)
-        launch.translate_method(arguments)
+        speculative_config.translate_method(arguments)
         assert arguments.additional_config["agentspec"] == {
             "speculator": "folder",
             "speculator_tokens": 3,
@@ -231,7 +232,7 @@ class TestOffline:
     @pytest.mark.parametrize("config", [None, {"method": "ngram", "prompt_lookup_max": 3}])
     def test_other_methods_are_left_alone(self, config: dict[str, Any] | None) -> None:
         arguments = self.arguments(config)
-        launch.translate_method(arguments)
+        speculative_config.translate_method(arguments)
         assert arguments.speculative_config == config
         assert arguments.additional_config == {}
 
@@ -239,9 +240,9 @@ class TestOffline:
     def test_where_the_peer_is_installed_it_takes_a_section_of_settings(
         self, additional: dict[str, Any], ours: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(launch, "_has_arctic_inference", lambda: True)
+        monkeypatch.setattr(speculative_config, "_has_arctic_inference", lambda: True)
         arguments = self.arguments({"method": "suffix"}, additional)
-        launch.translate_method(arguments)
+        speculative_config.translate_method(arguments)
         assert (arguments.speculative_config["method"] == "custom_class") == ours
 
     def test_vllm_itself_makes_such_a_config(self) -> None:
@@ -267,12 +268,12 @@ class TestSwitch:
         arguments = TestOffline.arguments(config, **more)
         model = SimpleNamespace(runner_type=runner, is_hybrid=False, is_attention_free=False)
         parallel = SimpleNamespace(pipeline_parallel_size=stages)
-        launch.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
+        speculative_config.switch_on(arguments, model, parallel, {"AGENTSPEC": "1"})
         return arguments
 
     def test_an_engine_without_a_method_drafts(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO"):
-            assert self.switched().speculative_config == launch.own_config()
+            assert self.switched().speculative_config == speculative_config.own_config()
         assert caplog.messages == ["agentspec: AGENTSPEC=1: this engine drafts from suffix indexes"]
 
     @pytest.mark.parametrize("environ", [{}, {"AGENTSPEC": ""}, {"AGENTSPEC": "0"}])
@@ -281,7 +282,7 @@ class TestSwitch:
     ) -> None:
         arguments = TestOffline.arguments(None)
         with caplog.at_level("DEBUG"):
-            launch.switch_on(arguments, None, None, environ)
+            speculative_config.switch_on(arguments, None, None, environ)
         assert arguments.speculative_config is None and not caplog.messages
 
     @pytest.mark.parametrize(("method", "beside"), [("eagle3", True), ("ngram", True), ("mlp_speculator", False)])
@@ -300,4 +301,4 @@ class TestSwitch:
 
     def test_another_value_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="AGENTSPEC='yes': 1 lets"):
-            launch.switch_on(None, None, None, {"AGENTSPEC": "yes"})
+            speculative_config.switch_on(None, None, None, {"AGENTSPEC": "yes"})

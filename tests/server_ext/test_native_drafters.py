@@ -19,10 +19,10 @@ from agentspec.server_ext import FREE, vllm_adapter
 from agentspec.server_ext.fusion.calibrator import UNKNOWN
 from agentspec.server_ext.fusion.draft_model import RESTS
 from agentspec.server_ext.vllm_adapter import native_drafters, runner
-from agentspec.server_ext.vllm_adapter.launch import engine_options, uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, as_model_draft
 from agentspec.server_ext.vllm_adapter.native_methods import adopt, as_configured, drafter_tokens
 from agentspec.server_ext.vllm_adapter.skipped_passes import SkippedPasses
+from agentspec.server_ext.vllm_adapter.speculative_config import engine_options, uses_agentspec
 from agentspec.server_ext.vllm_adapter.step_reader import ForwardPass
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"

@@ -11,7 +11,8 @@ import pytest
 from agentspec.errors import ConfigurationError, UnsupportedEngineError
 from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import check_version
-from agentspec.server_ext.vllm_adapter.launch import engine_options, hand_on, prepare_environment, serve_arguments
+from agentspec.server_ext.vllm_adapter.launch import hand_on, prepare_environment, serve_arguments
+from agentspec.server_ext.vllm_adapter.speculative_config import engine_options
 
 
 def test_defaults_are_the_embedded_store_and_no_tenant() -> None:

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from agentspec.server_ext.vllm_adapter import thinking_budget
+from agentspec.server_ext.vllm_adapter import sampling_faults
 
 VOCABULARY = 12
 START = [10]
@@ -69,13 +69,13 @@ def test_it_is_forced_where_vllm_forces_it_without_drafts(seed: int) -> None:
         def never(*_: object) -> None:
             raise AssertionError("vLLM's own counting was asked")
 
-        thinking_budget.update_state(never, holder, outputs, drafts)
-        behind = thinking_budget.apply_to_logits(never, holder, torch.zeros((3, VOCABULARY)), any(drafts), drafts)
+        sampling_faults.update_thinking(never, holder, outputs, drafts)
+        behind = sampling_faults.force_end_of_thinking(never, holder, torch.zeros((3, VOCABULARY)), any(drafts), drafts)
         ends = [at + len(draft) for at, draft in zip(read, drafts, strict=True)]
         assert forced(behind) == [row[at] for row, at in zip(expected, ends, strict=True)]
         if any(drafts):
             inside = torch.zeros((sum(map(len, drafts)), VOCABULARY))
-            thinking_budget.apply_to_logits(never, holder, inside, False, drafts)
+            sampling_faults.force_end_of_thinking(never, holder, inside, False, drafts)
             spans = zip(expected, read, ends, strict=True)
             assert forced(inside) == [token for row, at, to in spans for token in row[at:to]]
         read = [
@@ -87,8 +87,8 @@ def test_it_is_forced_where_vllm_forces_it_without_drafts(seed: int) -> None:
 def test_an_engine_without_speculation_keeps_vllms_counting() -> None:
     holder = holder_of([11], [[1, *START]], [2], 0)
     calls = []
-    thinking_budget.update_state(lambda *of: calls.append(of), holder, [[]], [[]], None)
-    thinking_budget.apply_to_logits(lambda *of: calls.append(of), holder, torch.zeros((1, 2)), False, [[]])
+    sampling_faults.update_thinking(lambda *of: calls.append(of), holder, [[]], [[]], None)
+    sampling_faults.force_end_of_thinking(lambda *of: calls.append(of), holder, torch.zeros((1, 2)), False, [[]])
     assert len(calls) == 2
 
 
@@ -108,5 +108,5 @@ def test_a_step_searches_what_is_new_however_long_the_response_is(
     text = [3] * 500
     for length in range(400, 500):
         searched.clear()
-        thinking_budget.update_state(lambda *_: None, holder, [text[:length]], [[3] * 8])
+        sampling_faults.update_thinking(lambda *_: None, holder, [text[:length]], [[3] * 8])
     assert sum(searched) < 50

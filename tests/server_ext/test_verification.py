@@ -22,8 +22,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from agentspec.server_ext.vllm_adapter import verification
-from agentspec.server_ext.vllm_adapter.verification import only_argmax_decides, verified
+from agentspec.server_ext.vllm_adapter import cpu, sampling_faults
+from agentspec.server_ext.vllm_adapter.cpu import only_argmax_decides, verified
 
 VOCABULARY = 50
 
@@ -39,7 +39,7 @@ def never(*_: Any) -> Any:
     raise AssertionError("vLLM's own verification was called")
 
 
-verify = functools.partial(verification.verify, never)
+verify = functools.partial(cpu.verify, never)
 current_platform.import_kernels()
 
 
@@ -183,7 +183,7 @@ def test_named_tokens_have_their_log_probabilities_at_each_position(most: int | 
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=found)
 
     wanted = sampling(2, max_num_logprobs=most, logprob_token_ids={0: [7, 8], 1: [9]})
-    output = verification.named_logprobs(forward, sampler, metadata, None, logits, wanted)
+    output = sampling_faults.named_logprobs(forward, sampler, metadata, None, logits, wanted)
     tokens, found = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY, (), output.logprobs_tensors)
     assert tokens == [best[:3].tolist(), best[4:].tolist()] and found is not None
     rows = [(best[i].item(), 7, 8) for i in range(3)] + [(best[4].item(), 9)]
@@ -213,14 +213,14 @@ def test_a_draft_counts_towards_min_tokens_at_the_token_behind_it() -> None:
         return behind[:, end].isinf().tolist(), inside[:, end].isinf().tolist()
 
     wanted = sampling(2, logitsprocs=LogitsProcessors([processor]))
-    found = verification.min_tokens_behind_drafts(forward, None, metadata, None, None, wanted)
+    found = sampling_faults.min_tokens_behind_drafts(forward, None, metadata, None, None, wanted)
     assert found == ([False, True], [True] * 5)
     assert processor.apply(torch.zeros((2, VOCABULARY)))[:, end].isinf().tolist() == [True, True]
 
 
 PAGE_FAULTS = """
 import random, resource, sys, torch
-from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
+from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory
 
 kept = len(sys.argv) > 1 and keep_freed_memory(int(sys.argv[1]))
 numbers = random.Random(1)
@@ -231,7 +231,7 @@ def faults(steps):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(kept, faults(20), faults(20))
 """
-NOT_CHOSEN = {name: value for name, value in os.environ.items() if name not in verification.USERS_CHOICE}
+NOT_CHOSEN = {name: value for name, value in os.environ.items() if name not in cpu.USERS_CHOICE}
 """The environment, without what a user may say of freed memory."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone can be told what to keep")
@@ -265,7 +265,7 @@ def test_the_first_logits_come_in_huge_pages() -> None:
 @of_glibc
 def test_memory_can_be_made_ready_for_the_first_logits() -> None:
     code = """
-from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
+from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory
 def resident():
     return 4 * int(open("/proc/self/statm").read().split()[1])
 before = resident()

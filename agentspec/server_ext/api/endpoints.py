@@ -31,7 +31,7 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     ask_or_refuse,
     drafting_engine,
 )
-from agentspec.server_ext.vllm_adapter.launch import what_drafts
+from agentspec.server_ext.vllm_adapter.speculative_config import what_drafts
 
 logger = logging.getLogger("vllm.agentspec")
 router = APIRouter(prefix=ROUTES)

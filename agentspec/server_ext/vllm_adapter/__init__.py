@@ -1,8 +1,8 @@
 """Connect agentspec to vLLM. All that depends on vLLM's internals is here, so a new version changes nothing else.
 
-``launch``        turns ``agentspec serve`` into ``vllm serve``, takes over speculative methods
-``command_line``  finds options in all ways that vLLM spells them, its YAML file included
-``engine_arguments``  finds options that exclude drafts, chooses the longest draft by model, says what drafts
+``launch``        turns ``agentspec serve`` into ``vllm serve``: finds and adds options, runs vLLM's command line
+``speculative_config``  decides whether an engine drafts, by which method and with which options; says what drafts
+``draft_limit``   chooses the longest draft by model
 ``frontend``      writes identities into requests in the API server, and asks the engines for their figures
 ``runner``        drafts in the worker, from an object on vLLM's model runner
 ``step_reader``   reads the runner's batch after a step into a ``Step``
@@ -12,8 +12,8 @@
 ``skipped_passes``   lets them leave out passes, and make up for those later
 ``cheap_steps``   keeps a step from costing as much as if every row drafted ``num_speculative_tokens`` tokens: work,
                   buffers and CUDA graphs
-``verification``  corrects vLLM's rejection sampler, and makes it cheaper on CPUs
-``thinking_budget``  ends thinking beside drafts where vLLM ends it without
+``sampling_faults``  corrects what vLLM samples otherwise with drafts than without
+``cpu``           makes verification cheaper on CPUs
 ``shutdown``      gives engines the time to save when a server is stopped
 ``offline``       runs an ``LLM`` of this process step by step, for rollouts
 
@@ -34,18 +34,18 @@ from agentspec.errors import UnsupportedEngineError
 from agentspec.server_ext.settings import check_draft_limit, load_settings
 from agentspec.server_ext.vllm_adapter import (
     cheap_steps,
+    cpu,
     frontend,
-    launch,
     native_methods,
     runner,
+    sampling_faults,
     shutdown,
-    thinking_budget,
-    verification,
+    speculative_config,
 )
-from agentspec.server_ext.vllm_adapter.engine_arguments import on_cpu
+from agentspec.server_ext.vllm_adapter.cpu import on_cpu
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
-from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
+from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 __all__ = [
     "PATCHES",
@@ -193,7 +193,7 @@ _THINKING = "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder"
 
 # fmt: off
 PATCHES = (
-    Patch("frontend", _ENGINE_ARGS, "create_speculative_config", launch.create_speculative_config,
+    Patch("frontend", _ENGINE_ARGS, "create_speculative_config", speculative_config.create_speculative_config,
           "translates the user's speculative method, decides a draft limit that nobody gave"),
     Patch("all", _CONFIG, "uniform_decode_query_len", cheap_steps.uniform_decode_query_len,
           "full CUDA graphs are for steps without drafts", since=(0, 29)),
@@ -233,7 +233,7 @@ PATCHES = (
           "notes whether the step drafted anything, sends a rollout's figures of drafts before a stop text"),
     Patch("engine core", _CORE, "post_step", cheap_steps.post_step,
           "asks the worker for no drafts where there are none"),
-    Patch("worker", _SAMPLING, "expand_batch_to_tokens", verification.expand_batch_to_tokens,
+    Patch("worker", _SAMPLING, "expand_batch_to_tokens", sampling_faults.expand_batch_to_tokens,
           "the CPU build loses the sampling parameters of draft positions", cpu_only=True),
     Patch("worker", _WORKER, RPC_METHOD, worker_rpc,
           "answers the HTTP routes", adds=True),
@@ -273,15 +273,15 @@ PATCHES = (
           "captures full graphs for steps with drafts"),
     Patch("runner", _RUNNER, "_build_attention_metadata", cheap_steps.build_attention_metadata,
           "prepares their replay as they were captured"),
-    Patch("runner", _SAMPLER, "forward", verification.named_logprobs,
+    Patch("runner", _SAMPLER, "forward", sampling_faults.named_logprobs,
           "returns the log probabilities of logprob_token_ids; vLLM returns none, or ends the engine"),
-    Patch("runner", _SAMPLER, "forward", verification.min_tokens_behind_drafts,
+    Patch("runner", _SAMPLER, "forward", sampling_faults.min_tokens_behind_drafts,
           "counts drafts towards min_tokens at the token behind them"),
-    Patch("runner", _THINKING, "update_state", thinking_budget.update_state,
+    Patch("runner", _THINKING, "update_state", sampling_faults.update_thinking,
           "counts thinking beside drafts as without"),
-    Patch("runner", _THINKING, "apply_to_logits", thinking_budget.apply_to_logits,
+    Patch("runner", _THINKING, "apply_to_logits", sampling_faults.force_end_of_thinking,
           "ends it in the right row and at the right token"),
-    Patch("runner", _SAMPLER, "forward", verification.verify,
+    Patch("runner", _SAMPLER, "forward", cpu.verify,
           "reads greedy choices without copies of the logits", cpu_only=True),
 )
 # fmt: on
@@ -299,7 +299,8 @@ def register() -> None:
         check_version(vllm.__version__)
     except UnsupportedEngineError as error:
         # Leave this vLLM alone. If it is told to use agentspec's proposer, the proposer raises the same error.
-        logger.log(logging.WARNING if launch.is_switched_on() else logging.DEBUG, "agentspec stays out: %s", error)
+        level = logging.WARNING if speculative_config.is_switched_on() else logging.DEBUG
+        logger.log(level, "agentspec stays out: %s", error)
         return
     install([patch for patch in current_patches() if patch.process != "runner"])
 

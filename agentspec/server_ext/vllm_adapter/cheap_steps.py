@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from agentspec.server_ext.vllm_adapter.engine_arguments import keeps_states
-from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
+from agentspec.server_ext.vllm_adapter.draft_limit import keeps_states
 from agentspec.server_ext.vllm_adapter.runner import extension_of
+from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 _NO_DRAFTS = "agentspec_no_drafts"
 """Attribute of the model runner's output, and then of the scheduler: True after a step that drafted nothing."""

@@ -1,8 +1,9 @@
-"""Turn the user's options into vLLM's configuration: ``agentspec serve``, offline options, and the draft limit.
+"""Turn ``agentspec serve`` into ``vllm serve``, and run vLLM's command line.
 
 ``agentspec serve`` passes on everything that ``vllm serve`` takes; an option given by the user wins over agentspec's.
-When vLLM makes its speculative configuration, agentspec takes over methods of ArcticInference, stands beside those of
-vLLM (``native_methods``), and chooses the draft limit by model where the user gave none.
+vLLM merges several spellings of one option: with dots, abbreviated, repeated, in the YAML file that ``--config`` names.
+agentspec puts options of its own into two of them, so it must find what the user said there, or that would be lost: who
+may share, for example.
 """
 
 import importlib.metadata
@@ -10,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,18 @@ from pydantic import ValidationError
 
 from agentspec.errors import ConfigurationError, SpeculatorError, UnsupportedEngineError, first_line
 from agentspec.server_ext.figures.step_record import make_record
-from agentspec.server_ext.identity.callers import ApiKeysFile, check_secrets, server_secret
-from agentspec.server_ext.settings import ENVIRONMENT, Settings, check_draft_limit, load_settings
+from agentspec.server_ext.identity.callers import ApiKeysFile, check_secrets
+from agentspec.server_ext.settings import ENVIRONMENT, Settings, json_object, load_settings
 from agentspec.server_ext.speculative_methods import METHODS, translate
 from agentspec.server_ext.vllm_adapter import native_methods
-from agentspec.server_ext.vllm_adapter.command_line import CommandLine
-from agentspec.server_ext.vllm_adapter.engine_arguments import (
-    conflict,
-    default_draft_limit,
-    describe,
-    schedule_synchronously,
-)
+from agentspec.server_ext.vllm_adapter.speculative_config import check_given_limit, own_config, with_underscores
 
 logger = logging.getLogger("vllm.agentspec")
 
-PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
-"""Class that vLLM loads as its ``custom_class``."""
-
-SWITCH = "AGENTSPEC"
-"""Environment variable that lets engines draft which nobody configured."""
-
 _SPECULATIVE_FLAGS = ("--speculative-config", "-sc")
 _PIPELINE_FLAGS = ("--pipeline-parallel-size", "-pp")
+_FILE = "--config"
+_LEAST_ABBREVIATION = len("--add")
 
 
 def serve_arguments(
@@ -56,27 +47,14 @@ def serve_arguments(
     Raises ConfigurationError or UnsupportedEngineError before vLLM takes a minute to start.
     """
     line = CommandLine(arguments)
-    stages = line.value(*_PIPELINE_FLAGS)
-    if stages is not None and str(stages) != "1":
-        raise UnsupportedEngineError(
-            f"--pipeline-parallel-size {stages}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
-            "use --tensor-parallel-size, or start plain 'vllm serve'"
-        )
-    _check_given_limit(max_draft)
-    if (argument := line.begins_with("--spec-")) is not None:
-        raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
-    for name in Settings.model_fields:
-        if line.in_file(f"--{name.replace('_', '-')}") is not None:
-            raise ConfigurationError(
-                f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
-                f"additional-config: {{agentspec: {{{name}: …}}}}"
-            )
+    _check_line(line)
+    check_given_limit(max_draft)
     translated: dict[str, Any] = {}
     method = line.take_object(*_SPECULATIVE_FLAGS)
-    config = None if method is None else _with_underscores(method)
+    config = None if method is None else with_underscores(method)
     if config is not None and config.get("method") in METHODS:
         translation = translate(config, max_draft)
-        _check_given_limit(translation.max_draft)
+        check_given_limit(translation.max_draft)
         max_draft, translated, config = translation.max_draft, translation.settings, None
     elif config is not None:
         native_methods.check_name(config)
@@ -88,14 +66,54 @@ def serve_arguments(
     if isinstance(store := additional["agentspec"].pop("store", None), str):  # else the environment's URL replaces it
         _warn_of_password(store, "--additional-config")
         environ["AGENTSPEC_STORE"] = environ.get("AGENTSPEC_STORE") or store
-    _check_speculator(checked.speculator, checked.speculator_tokens)
-    check_secrets()
-    if checked.api_keys_file is not None:
-        ApiKeysFile(checked.api_keys_file)
-    if checked.record is not None:
-        make_record(checked.record)
+    _check_files(checked)
     own = ["--speculative-config", json.dumps(config or own_config(max_draft))]
     return [*line.rest, *own, "--additional-config", json.dumps(additional)]
+
+
+def _check_line(line: "CommandLine") -> None:
+    """Raise ConfigurationError or UnsupportedEngineError for options beside which agentspec cannot draft."""
+    stages = line.value(*_PIPELINE_FLAGS)
+    if stages is not None and str(stages) != "1":
+        raise UnsupportedEngineError(
+            f"--pipeline-parallel-size {stages}: vLLM's V1 engine cannot verify drafts over several pipeline stages; "
+            "use --tensor-parallel-size, or start plain 'vllm serve'"
+        )
+    if (argument := line.begins_with("--spec-")) is not None:
+        raise ConfigurationError(f"{argument}: give the speculative method as --speculative-config '{{…}}'")
+    for name in Settings.model_fields:
+        if line.in_file(f"--{name.replace('_', '-')}") is not None:
+            raise ConfigurationError(
+                f"--config: {name.replace('_', '-')} is no option of vLLM's; give it in that file as "
+                f"additional-config: {{agentspec: {{{name}: …}}}}"
+            )
+
+
+def _check_files(settings: Settings) -> None:
+    """Raise an error now for a speculator, secret, file of API keys or step record that the server could not use."""
+    _check_speculator(settings.speculator, settings.speculator_tokens)
+    check_secrets()
+    if settings.api_keys_file is not None:
+        ApiKeysFile(settings.api_keys_file)
+    if settings.record is not None:
+        make_record(settings.record)
+
+
+def _check_speculator(name: str | None, tokens: int | None) -> None:
+    """Raise SpeculatorError for a folder that holds no speculator, or none that drafts so many tokens.
+
+    A hub's speculator is checked when it is loaded.
+    """
+    if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
+        return
+    from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
+    from agentspec.server_ext.speculator.config import SpeculatorConfig
+
+    values = read_config(find_folder(name))
+    try:
+        SpeculatorConfig.from_json(values).positions(tokens)
+    except SpeculatorError as error:
+        raise SpeculatorError(f"speculator {name}: {error}") from None
 
 
 def hand_on(environ: MutableMapping[str, str] = os.environ, **options: str | None) -> None:
@@ -121,44 +139,84 @@ def _warn_of_password(url: str, option: str) -> None:
         )
 
 
-def engine_options(
-    *, max_draft: int | None = None, speculative_config: Mapping[str, Any] | None = None, **settings: Any
-) -> dict[str, Any]:
-    """Return keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
-
-    ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
-    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model. speculative_config: a
-    method of vLLM's or ArcticInference's to draft beside; None: the suffix indexes draft alone.
-    Raises ConfigurationError for a wrong setting.
-    """
-    additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
-    _check_given_limit(max_draft)
-    if speculative_config is None:
-        config = own_config(max_draft)
-    else:
-        config = dict(speculative_config)
-        if max_draft is not None:
-            additional["agentspec"]["max_draft"] = max_draft
-    load_settings(additional)
-    return {"speculative_config": config, "additional_config": additional}
+# --- Finding options in vLLM's command line
 
 
-def own_config(max_draft: int | None = None) -> dict[str, Any]:
-    """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
+class CommandLine:
+    """Hold the arguments of ``vllm serve``, and what its file says. rest: the arguments that were not taken."""
 
-    max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
-    """
-    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
-    return config if max_draft is None else {**config, "num_speculative_tokens": max_draft}
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.rest = list(arguments)
+        self._file: dict[str, Any] = {}
+        self._file = _read_file(self.value(_FILE))
+
+    def value(self, *names: str) -> Any:
+        """Return an option's value, the last one as for vLLM, else the file's; None where it is missing."""
+        values = [value for _, _, value in self._places(names)]
+        return values[-1] if values else self.in_file(*names)
+
+    def in_file(self, *names: str) -> Any:
+        """Return what the file says of an option; None where it says nothing."""
+        found = (self._file.get(name.lstrip("-")) for name in names)
+        return next((value for value in found if value is not None), None)
+
+    def begins_with(self, prefix: str) -> str | None:
+        """Return an option of the arguments or the file whose name begins so, None if there is none."""
+        return next((each for each in self._given() if _plain(each).startswith(prefix)), None)
+
+    def take_object(self, *names: str) -> dict[str, Any] | None:
+        """Remove an option from the arguments, and return the JSON object that it holds, else the file's.
+
+        Where it stands several times the last one counts, as for vLLM. Raises ConfigurationError for a value that is no
+        object, and for spellings that would hide another value from agentspec.
+        """
+        spelled = names[0]
+        for argument in self._given():
+            name = _plain(argument.partition("=")[0])
+            abbreviated = len(name) >= _LEAST_ABBREVIATION and spelled.startswith(name) and name != spelled
+            if abbreviated or name.startswith(tuple(f"{each}." for each in names)):
+                raise ConfigurationError(f"{argument}: give it in full, as {spelled} '{{…}}'")
+        given = self.value(*names)
+        for begin, end, _ in reversed(self._places(names)):
+            del self.rest[begin:end]
+        if given is None or isinstance(given, Mapping):
+            return None if given is None else dict(given)
+        return json_object(spelled, str(given))
+
+    def _given(self) -> list[str]:
+        """Return the arguments, and the file's options as if they were some."""
+        return [*self.rest, *(f"--{key}" for key in self._file)]
+
+    def _places(self, names: Sequence[str]) -> list[tuple[int, int, str]]:
+        """Return where these options stand: begin, end, and value."""
+        places = []
+        for i, argument in enumerate(self.rest):
+            name, equals, value = argument.partition("=")
+            if _plain(name) in names:
+                end = i + (1 if equals else 2)
+                places.append((i, end, value if equals else "".join(self.rest[i + 1 : end])))
+        return places
 
 
-def uses_agentspec(vllm_config: Any) -> bool:
-    """Return whether this engine drafts with agentspec."""
-    spec = vllm_config.speculative_config
-    if spec is None:
-        return False
-    own = spec.method == "custom_class" and spec.model == PROPOSER_PATH
-    return own or native_methods.drafter_tokens(spec) is not None
+def _plain(name: str) -> str:
+    """Return an option's name with dashes: vLLM takes underscores, too."""
+    begin, dot, rest = name.partition(".")
+    return begin.replace("_", "-") + dot + rest if name.startswith("--") else name
+
+
+def _read_file(path: Any) -> dict[str, Any]:
+    """Return a file's options, with dashes. An unreadable file is empty: vLLM says what is wrong with it."""
+    if not path or not str(path).endswith((".yaml", ".yml")):
+        return {}
+    try:
+        import yaml  # vLLM needs it
+    except ImportError:  # so vLLM is missing, which `run_vllm` says
+        return {}
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {_plain(f"--{key}")[2:]: value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 # --- Running vLLM's command line
@@ -220,186 +278,3 @@ def name_cpu_build() -> None:
         original("vllm")
     except importlib.metadata.PackageNotFoundError:
         importlib.metadata.version = version
-
-
-def _check_given_limit(max_draft: int | None) -> None:
-    """Raise ConfigurationError for a draft limit out of range. None is accepted: the engine chooses."""
-    if max_draft is not None:
-        check_draft_limit(max_draft)
-
-
-def _check_speculator(name: str | None, tokens: int | None) -> None:
-    """Raise SpeculatorError for a folder that holds no speculator, or none that drafts so many tokens.
-
-    A hub's speculator is checked when it is loaded.
-    """
-    if name is None or not (name.startswith((".", "/", "~")) or Path(name).is_dir()):
-        return
-    from agentspec.server_ext.speculator.checkpoint import find_folder, read_config
-    from agentspec.server_ext.speculator.config import SpeculatorConfig
-
-    values = read_config(find_folder(name))
-    try:
-        SpeculatorConfig.from_json(values).positions(tokens)
-    except SpeculatorError as error:
-        raise SpeculatorError(f"speculator {name}: {error}") from None
-
-
-def _with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a speculative config whose keys have underscores; vLLM takes dashes too."""
-    return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
-
-
-# --- Where vLLM makes its speculative configuration
-
-
-def create_speculative_config(
-    original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
-) -> Any:
-    """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    switch_on(engine_args, target_model_config, target_parallel_config)
-    translate_method(engine_args)
-    leave_pooling_models(engine_args, target_model_config)
-    set_draft_limit(engine_args, target_model_config, target_parallel_config)
-    own = _is_own(engine_args)
-    beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
-    spec = original(engine_args, target_model_config, target_parallel_config)
-    if spec is not None and beside:
-        draft_beside(spec, engine_args, target_model_config, target_parallel_config)
-    if spec is not None and (own or beside):
-        schedule_synchronously(engine_args, target_model_config)
-        settings = load_settings(engine_args.additional_config)
-        server_secret(settings)  # for the processes that vLLM starts
-        if settings.record is not None:
-            make_record(settings.record)  # an error of the worker's comes later, and stands in its log alone
-        if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
-            logger.info("agentspec: %s", what_drafts(spec, settings))
-    return spec
-
-
-def what_drafts(spec: Any, settings: Settings, *, has_keys: bool | None = None) -> str:
-    """Return the line of `describe` for ``spec``, vLLM's SpeculativeConfig of an engine that drafts with agentspec."""
-    beside = native_methods.drafter_tokens(spec) is not None
-    method = spec.method if beside else "speculator" if settings.speculator else None
-    return describe(settings, method, spec.num_speculative_tokens, has_keys=has_keys)
-
-
-def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config: Any) -> None:
-    """Draft beside the method of vLLM that ``spec``, its SpeculativeConfig, names.
-
-    Raises ConfigurationError or UnsupportedEngineError with the remedy where that cannot work.
-    """
-    native_methods.check_method(spec)
-    settings = load_settings(engine_args.additional_config)
-    if settings.speculator is not None:
-        raise ConfigurationError(
-            f"speculator and --speculative-config {spec.method!r}: there is one draft model; give one of them"
-        )
-    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
-    native_methods.adopt(spec, limit)
-
-
-def _is_own(engine_args: Any) -> bool:
-    """Return whether the engine's speculative method is agentspec's own."""
-    return bool(_with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH)
-
-
-def _has_settings(engine_args: Any) -> bool:
-    """Return whether the engine has agentspec's settings, which ``agentspec serve`` always gives."""
-    additional = engine_args.additional_config
-    return isinstance(additional, Mapping) and "agentspec" in additional
-
-
-def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``AGENTSPEC=1`` asks every engine to draft. Raises ConfigurationError for another value."""
-    asked = environ.get(SWITCH) or "0"
-    if asked not in ("0", "1"):
-        raise ConfigurationError(f"{SWITCH}={asked!r}: 1 lets every vLLM engine draft with agentspec, 0 does nothing")
-    return asked == "1"
-
-
-def switch_on(
-    engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
-) -> None:
-    """Let an engine draft with agentspec although nobody configured it for that, where ``AGENTSPEC=1`` asks for it.
-
-    So trainers that make their own engine need no change. An engine with a method of vLLM's drafts beside it. One that
-    cannot draft stays as it is.
-    """
-    if not is_switched_on(environ):
-        return
-    given = _with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
-    reason = conflict(engine_args, model_config, environ)
-    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
-        engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
-        logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
-    elif given is not None or getattr(engine_args, "spec_model", None) is not None:
-        logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
-    elif model_config.runner_type != "generate":
-        logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
-    elif reason is not None:
-        logger.warning("agentspec: %s=1: no drafts: %s", SWITCH, reason)
-    elif parallel_config.pipeline_parallel_size > 1:
-        logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
-    else:
-        engine_args.speculative_config = own_config()
-        logger.info("agentspec: %s=1: this engine drafts from suffix indexes", SWITCH)
-
-
-def translate_method(engine_args: Any) -> None:
-    """Translate ``method: arctic`` and ``suffix`` into agentspec's own method and settings.
-
-    That is where the engine has agentspec settings, an "agentspec" section in ``additional_config``, which
-    ``agentspec serve`` always gives; or where ArcticInference is not installed. Raises ConfigurationError for a key
-    that the method does not know.
-    """
-    config = _with_underscores(engine_args.speculative_config)
-    aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
-    for key, alias in aliases.items():
-        value = getattr(engine_args, alias, None)
-        if value is not None:
-            config.setdefault(key, value)
-    additional = engine_args.additional_config
-    additional = dict(additional) if isinstance(additional, Mapping) else {}
-    method = config.get("method")
-    if method not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
-        return
-    translation = translate(config, (additional.get("agentspec") or {}).get("max_draft"))
-    additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
-    load_settings(additional)  # report wrong settings now
-    engine_args.additional_config = additional
-    _check_given_limit(translation.max_draft)
-    engine_args.speculative_config = own_config(translation.max_draft)
-    for alias in aliases.values():
-        setattr(engine_args, alias, None)
-
-
-def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
-    """Take agentspec's method from an engine whose model generates no text, such as a model of embeddings."""
-    if _is_own(engine_args) and model_config.runner_type != "generate":
-        engine_args.speculative_config = None
-        logger.info("agentspec: this model generates no text, so nothing is drafted")
-
-
-def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
-    """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
-
-    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
-    """
-    given = _with_underscores(engine_args.speculative_config)
-    if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
-        return
-    if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
-        return
-    settings = load_settings(engine_args.additional_config)
-    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
-    limit = max(limit, settings.speculator_tokens or 1)
-    engine_args.speculative_config = {**engine_args.speculative_config, "num_speculative_tokens": limit}
-
-
-def _has_arctic_inference() -> bool:
-    from vllm.utils.import_utils import has_arctic_inference
-
-    return bool(has_arctic_inference())

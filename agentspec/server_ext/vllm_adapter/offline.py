@@ -9,7 +9,8 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidInputError, RolloutError, first_line
 from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD
-from agentspec.server_ext.vllm_adapter.launch import refusals, uses_agentspec, without_vllm
+from agentspec.server_ext.vllm_adapter.launch import refusals, without_vllm
+from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from agentspec.server_ext.pricing import EngineLimits
 from agentspec.server_ext.public_corpus import Tokenize
 from agentspec.server_ext.settings import MemoryShares, Settings, check_draft_limit, load_settings
 from agentspec.server_ext.step import spread_drafts
+from agentspec.server_ext.vllm_adapter.cpu import keep_freed_memory, on_cpu
 from agentspec.server_ext.vllm_adapter.draft_models import BoundModel, ModelDrafter, build_draft_model
-from agentspec.server_ext.vllm_adapter.engine_arguments import on_cpu
-from agentspec.server_ext.vllm_adapter.launch import uses_agentspec
 from agentspec.server_ext.vllm_adapter.native_drafters import NativeDrafter, limit_numba_threads
 from agentspec.server_ext.vllm_adapter.native_methods import drafter_tokens
 from agentspec.server_ext.vllm_adapter.shutdown import note_saved
+from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 from agentspec.server_ext.vllm_adapter.step_reader import (
     ForwardPass,
     StepReader,
@@ -37,7 +37,6 @@ from agentspec.server_ext.vllm_adapter.step_reader import (
     returned_tokens,
     text_of,
 )
-from agentspec.server_ext.vllm_adapter.verification import keep_freed_memory
 
 logger = logging.getLogger("vllm.agentspec")
 

@@ -1,105 +1,19 @@
-"""Read the arguments of an engine: what excludes drafts, how long drafts may be, and what drafts.
+"""Choose the longest draft of a request by model, where the user gives no number.
 
-vLLM refuses what excludes a drafter on the host too, but at the end of a traceback, some of it not before the model is
-loaded. It is told the longest draft before it makes its configuration. Where the user gives no number, the model
-decides.
+vLLM is told the longest draft before it makes its configuration. docs/engine-limits.md says what it costs.
 """
 
 import logging
-import os
-from collections.abc import Mapping
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 from agentspec.cache.policy import MAX_DRAFT
-from agentspec.errors import ConfigurationError
-from agentspec.server_ext.settings import Settings
 
 logger = logging.getLogger("vllm.agentspec")
 
 STATE_SHARE = 0.25
 LEAST_STATES, MOST_STATES = 4, 16
-
-
-def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why this engine cannot draft with agentspec, and the remedy. None: it can.
-
-    model_config: vLLM's ModelConfig of the served model.
-    """
-    if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
-        return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
-    if getattr(engine_args, "async_scheduling", None):
-        return (
-            "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
-            "doesn't wait for; leave the option out"
-        )
-    if getattr(engine_args, "logits_processors", None):
-        return (
-            "--logits-processors: vLLM runs no custom logits processors with speculative decoding; leave the option "
-            "out, or start plain 'vllm serve'"
-        )
-    if keeps_states(model_config) and on_cpu():
-        return (
-            f"{model_config.architectures[0]} on a CPU: with any speculative decoding vLLM's CPU build ends at a model "
-            "with recurrent states, or answers other text; start plain 'vllm serve'"
-        )
-    return None
-
-
-def on_cpu() -> bool:
-    """Return whether vLLM serves on a CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
-    """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
-
-    Raises ConfigurationError with the remedy where an option or the model excludes drafts.
-    """
-    if (reason := conflict(engine_args, model_config)) is not None:
-        raise ConfigurationError(reason)
-    engine_args.async_scheduling = False
-
-
-def describe(settings: Settings, method: str | None, longest: int, *, has_keys: bool | None = None) -> str:
-    """Return one line that says what drafts, how far, at what price, and who drafts from whose answers.
-
-    method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
-    whether vLLM's server checks API keys; None: there is no server, so there are no callers.
-    """
-    if not settings.enabled:
-        return "switched off (enabled: false), no drafts"
-    sources = {"tenant": "session, group, tenant", "session": "session, family", "none": "own text"}[settings.scope]
-    index = f"suffix index ({sources})"
-    rule = settings.arctic_suffix_rule
-    if rule is not None and rule.max_spec_factor == rule.max_spec_offset == 0:
-        index = ""
-    elif rule is not None:
-        index += " by ArcticInference's rule"
-    price = "measured" if settings.verify_cost is None else f"{settings.verify_cost:g}"
-    drafters = " + ".join(part for part in (index, method) if part)
-    line = f"{drafters}, up to {longest} tokens, price {price}"
-    return line if has_keys is None else f"{line}; {_who_shares(settings, has_keys)}"
-
-
-def _who_shares(settings: Settings, has_keys: bool) -> str:
-    told_apart = has_keys or settings.principal_header is not None or settings.api_keys_file is not None
-    if settings.scope == "none":
-        return "each request drafts from its own text alone"
-    if settings.scope == "session":
-        whose = "for its principal" if told_apart else "whoever names it, --api-key separates callers"
-        return f"each session drafts from itself, its parent and children alone, {whose}"
-    if settings.tenant is not None:
-        sessions = "but not sessions" if told_apart else "--api-key keeps sessions apart"
-        return f"all callers of tenant {settings.tenant!r} share answers, {sessions}"
-    if settings.tenant_header or settings.api_keys_file:
-        return "shared within each tenant"
-    if settings.principal_header:
-        return "shared within each principal"
-    return "shared within each API key" if has_keys else "shared by all callers, --api-key separates them"
 
 
 def keeps_states(model_config: Any) -> bool:

@@ -1,11 +1,6 @@
-"""Correct faults of vLLM's rejection sampler, which verifies drafts, and spare CPUs its copies of the logits.
+"""Spare CPUs what verifying drafts costs there alone: copies of the logits, and pages for them in every step."""
 
-On CPUs, what a step has freed is kept for the next one, too.
-"""
-
-import copy
 import ctypes
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -22,98 +17,16 @@ USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_
 """Environment variables by which a user decides what freed memory is kept."""
 
 
-# --- Log probabilities of tokens that a request names (logprob_token_ids). vLLM's rejection sampler returns none for
-# --- them. If another request of the batch wants log probabilities, it raises an error, which ends the engine.
+def on_cpu() -> bool:
+    """Return whether vLLM serves on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
-def named_logprobs(
-    original: Callable[..., Any],
-    sampler: Any,
-    metadata: Any,
-    draft_probs: Any,
-    logits: Any,
-    sampling_metadata: Any,
-) -> Any:
-    """Return the log probabilities of the named tokens at each verified position, as vLLM does without drafts."""
-    named = sampling_metadata.logprob_token_ids
-    if not named:
-        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
-    target, positions = sampler.sampler, metadata.max_spec_len + 1
-
-    def gather(logprobs: Any, _: int, sampled: Any) -> Any:
-        spread = {row * positions + i: tokens for row, tokens in named.items() for i in range(positions)}
-        return target.gather_specific_token_logprobs(logprobs, spread, sampled)
-
-    most = sampling_metadata.max_num_logprobs or 0  # with None vLLM gathers nothing
-    wanted = dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=most)
-    target.gather_logprobs = gather
-    try:
-        return original(sampler, metadata, draft_probs, logits, wanted)
-    finally:
-        del target.gather_logprobs
-
-
-# --- min_tokens. Behind a draft, vLLM's rejection sampler forbids the end of a response as if the draft were not there.
-# --- So a request whose draft is right up to its end, and reaches min_tokens, says something else than without drafts.
-
-
-def min_tokens_behind_drafts(
-    original: Callable[..., Any],
-    sampler: Any,
-    metadata: Any,
-    draft_probs: Any,
-    logits: Any,
-    sampling_metadata: Any,
-) -> Any:
-    """Let a response end at the token behind its draft if that one is beyond ``min_tokens``."""
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-
-    processors = sampling_metadata.logitsprocs
-    if any(isinstance(each, MinTokensLogitsProcessor) and each.min_toks for each in processors.non_argmax_invariant):
-        counts = metadata.num_draft_tokens
-        corrected = type(processors)(
-            _behind_drafts(each, counts) if isinstance(each, MinTokensLogitsProcessor) else each
-            for each in processors.all
-        )
-        sampling_metadata = dataclasses.replace(sampling_metadata, logitsprocs=corrected)
-    return original(sampler, metadata, draft_probs, logits, sampling_metadata)
-
-
-def _behind_drafts(processor: Any, num_draft_tokens: list[int]) -> Any:
-    """Return a copy of vLLM's processor of ``min_tokens`` that counts drafts where it serves the token behind them."""
-    behind, corrected = copy.copy(processor), copy.copy(processor)
-    behind.min_toks = {row: (least - num_draft_tokens[row], *of) for row, (least, *of) in processor.min_toks.items()}
-    behind.update_state(None)  # takes out what has reached its minimum
-    corrected.apply = behind.apply
-    return corrected
-
-
-# --- Sampling parameters of draft positions, on CPUs.
-
-
-def expand_batch_to_tokens(
-    original: Callable[..., Any],
-    x: Any,
-    cu_num_tokens: Any,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> Any:
-    """Repeat a value of each row for its tokens, in plain torch.
-
-    The kernel of vLLM's CPU build fills a converted copy, so temperature, top-k and top-p of draft positions get lost.
-    This replaces it for every drafter, ours or not.
-    """
-    import torch
-
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
-    return values.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
-
-
-# --- Greedy drafts, on CPUs. vLLM's rejection sampler copies the logits of each draft position twice
-# --- and those of each row once, float32 over the whole vocabulary, before it takes their largest. On a CPU the copies
-# --- take as long as the output layer of a small model does; on a GPU they take microseconds.
+# --- Greedy drafts. vLLM's rejection sampler copies the logits of each draft position twice and those of each row once,
+# --- float32 over the whole vocabulary, before it takes their largest. On a CPU the copies take as long as the output
+# --- layer of a small model does; on a GPU they take microseconds.
 
 
 def verify(
@@ -180,7 +93,7 @@ def verified(choices: Any, metadata: Any) -> Any:
     return result
 
 
-# --- Memory of the logits, on CPUs. glibc returns large arrays to the operating system as soon as they are freed. So in
+# --- Memory of the logits. glibc returns large arrays to the operating system as soon as they are freed. So in
 # --- every step with drafts each page of the logits is asked for again. That took about as long as filling and
 # --- searching them. A step with more tokens than any before asks for pages in any case: such steps took 20 to 100 ms
 # --- where others took 8 to 15. So some are there from the start.

@@ -1,0 +1,313 @@
+"""Decide whether and how agentspec drafts in an engine, where vLLM makes the engine's speculative configuration.
+
+``create_speculative_config`` is that place. It translates methods of ArcticInference, stands beside those of vLLM
+(``native_methods``), and chooses the draft limit by model where the user gave none (``draft_limit``). What excludes
+drafts is refused there: vLLM refuses it too, but at the end of a traceback, some of it not before the model is loaded.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentspec.errors import ConfigurationError
+from agentspec.server_ext.figures.step_record import make_record
+from agentspec.server_ext.identity.callers import server_secret
+from agentspec.server_ext.settings import Settings, check_draft_limit, load_settings
+from agentspec.server_ext.speculative_methods import METHODS, translate
+from agentspec.server_ext.vllm_adapter import native_methods
+from agentspec.server_ext.vllm_adapter.cpu import on_cpu
+from agentspec.server_ext.vllm_adapter.draft_limit import default_draft_limit, keeps_states
+
+logger = logging.getLogger("vllm.agentspec")
+
+PROPOSER_PATH = "agentspec.server_ext.vllm_adapter.AgentSpecProposer"
+"""Class that vLLM loads as its ``custom_class``."""
+
+SWITCH = "AGENTSPEC"
+"""Environment variable that lets engines draft which nobody configured."""
+
+
+def engine_options(
+    *, max_draft: int | None = None, speculative_config: Mapping[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Return keyword arguments that make an offline ``vllm.LLM`` draft with agentspec.
+
+    ``LLM(model, **engine_options(store="sqlite:///rollouts.db", tenant="me"))``; ``settings`` as in ``Settings``.
+    max_draft: longest draft, in tokens; None: as many as the engine can verify, chosen by model. speculative_config: a
+    method of vLLM's or ArcticInference's to draft beside; None: the suffix indexes draft alone.
+    Raises ConfigurationError for a wrong setting.
+    """
+    additional = {"agentspec": {name: value for name, value in settings.items() if value is not None}}
+    check_given_limit(max_draft)
+    if speculative_config is None:
+        config = own_config(max_draft)
+    else:
+        config = dict(speculative_config)
+        if max_draft is not None:
+            additional["agentspec"]["max_draft"] = max_draft
+    load_settings(additional)
+    return {"speculative_config": config, "additional_config": additional}
+
+
+def own_config(max_draft: int | None = None) -> dict[str, Any]:
+    """Return a ``speculative_config`` for vLLM that names agentspec's proposer.
+
+    max_draft: longest draft, in tokens. None leaves the number out; ``create_speculative_config`` fills it in.
+    """
+    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
+    return config if max_draft is None else {**config, "num_speculative_tokens": max_draft}
+
+
+def uses_agentspec(vllm_config: Any) -> bool:
+    """Return whether this engine drafts with agentspec."""
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return False
+    own = spec.method == "custom_class" and spec.model == PROPOSER_PATH
+    return own or native_methods.drafter_tokens(spec) is not None
+
+
+def check_given_limit(max_draft: int | None) -> None:
+    """Raise ConfigurationError for a draft limit out of range. None is accepted: the engine chooses."""
+    if max_draft is not None:
+        check_draft_limit(max_draft)
+
+
+def with_underscores(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a speculative config whose keys have underscores; vLLM takes dashes too."""
+    return {str(key).replace("-", "_"): value for key, value in (config or {}).items()}
+
+
+# --- Where vLLM makes its speculative configuration
+
+
+def create_speculative_config(
+    original: Callable[..., Any], engine_args: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    """Translate the user's method, let vLLM make its speculative configuration, and decide the draft limit."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    switch_on(engine_args, target_model_config, target_parallel_config)
+    translate_method(engine_args)
+    leave_pooling_models(engine_args, target_model_config)
+    set_draft_limit(engine_args, target_model_config, target_parallel_config)
+    own = _is_own(engine_args)
+    beside = not own and _has_settings(engine_args) and load_settings(engine_args.additional_config).enabled
+    spec = original(engine_args, target_model_config, target_parallel_config)
+    if spec is not None and beside:
+        draft_beside(spec, engine_args, target_model_config, target_parallel_config)
+    if spec is not None and (own or beside):
+        schedule_synchronously(engine_args, target_model_config)
+        settings = load_settings(engine_args.additional_config)
+        server_secret(settings)  # for the processes that vLLM starts
+        if settings.record is not None:
+            make_record(settings.record)  # an error of the worker's comes later, and stands in its log alone
+        if not isinstance(engine_args, AsyncEngineArgs):  # a server's routes log it, with who its callers are
+            logger.info("agentspec: %s", what_drafts(spec, settings))
+    return spec
+
+
+def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ``AGENTSPEC=1`` asks every engine to draft. Raises ConfigurationError for another value."""
+    asked = environ.get(SWITCH) or "0"
+    if asked not in ("0", "1"):
+        raise ConfigurationError(f"{SWITCH}={asked!r}: 1 lets every vLLM engine draft with agentspec, 0 does nothing")
+    return asked == "1"
+
+
+def switch_on(
+    engine_args: Any, model_config: Any, parallel_config: Any, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Let an engine draft with agentspec although nobody configured it for that, where ``AGENTSPEC=1`` asks for it.
+
+    So trainers that make their own engine need no change. An engine with a method of vLLM's drafts beside it. One that
+    cannot draft stays as it is.
+    """
+    if not is_switched_on(environ):
+        return
+    given = with_underscores(engine_args.speculative_config).get("method") or getattr(engine_args, "spec_method", None)
+    reason = conflict(engine_args, model_config, environ)
+    if given in native_methods.NATIVE_METHODS and parallel_config.pipeline_parallel_size == 1 and reason is None:
+        engine_args.additional_config = {"agentspec": {}, **(engine_args.additional_config or {})}
+        logger.info("agentspec: %s=1: this engine drafts from suffix indexes beside %s", SWITCH, given)
+    elif given is not None or getattr(engine_args, "spec_model", None) is not None:
+        logger.info("agentspec: %s=1: this engine keeps its speculative method %s", SWITCH, given or "")
+    elif model_config.runner_type != "generate":
+        logger.debug("agentspec: %s=1: this engine generates no text", SWITCH)
+    elif reason is not None:
+        logger.warning("agentspec: %s=1: no drafts: %s", SWITCH, reason)
+    elif parallel_config.pipeline_parallel_size > 1:
+        logger.warning("agentspec: %s=1: no drafts: vLLM cannot verify them over several pipeline stages", SWITCH)
+    else:
+        engine_args.speculative_config = own_config()
+        logger.info("agentspec: %s=1: this engine drafts from suffix indexes", SWITCH)
+
+
+def translate_method(engine_args: Any) -> None:
+    """Translate ``method: arctic`` and ``suffix`` into agentspec's own method and settings.
+
+    That is where the engine has agentspec settings, an "agentspec" section in ``additional_config``, which
+    ``agentspec serve`` always gives; or where ArcticInference is not installed. Raises ConfigurationError for a key
+    that the method does not know.
+    """
+    config = with_underscores(engine_args.speculative_config)
+    aliases = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    for key, alias in aliases.items():
+        value = getattr(engine_args, alias, None)
+        if value is not None:
+            config.setdefault(key, value)
+    additional = engine_args.additional_config
+    additional = dict(additional) if isinstance(additional, Mapping) else {}
+    method = config.get("method")
+    if method not in METHODS or not ("agentspec" in additional or not _has_arctic_inference()):
+        return
+    translation = translate(config, (additional.get("agentspec") or {}).get("max_draft"))
+    additional["agentspec"] = {**translation.settings, **(additional.get("agentspec") or {})}
+    load_settings(additional)  # report wrong settings now
+    engine_args.additional_config = additional
+    check_given_limit(translation.max_draft)
+    engine_args.speculative_config = own_config(translation.max_draft)
+    for alias in aliases.values():
+        setattr(engine_args, alias, None)
+
+
+def _has_arctic_inference() -> bool:
+    from vllm.utils.import_utils import has_arctic_inference
+
+    return bool(has_arctic_inference())
+
+
+def leave_pooling_models(engine_args: Any, model_config: Any) -> None:
+    """Take agentspec's method from an engine whose model generates no text, such as a model of embeddings."""
+    if _is_own(engine_args) and model_config.runner_type != "generate":
+        engine_args.speculative_config = None
+        logger.info("agentspec: this model generates no text, so nothing is drafted")
+
+
+def set_draft_limit(engine_args: Any, model_config: Any, parallel_config: Any) -> None:
+    """Set ``num_speculative_tokens`` where agentspec drafts and nobody gave a number.
+
+    The limit is the longest draft that the engine can verify, and at least as long as the draft model's drafts.
+    """
+    given = with_underscores(engine_args.speculative_config)
+    if given.get("model") != PROPOSER_PATH or given.get("num_speculative_tokens") is not None:
+        return
+    if getattr(engine_args, "spec_tokens", None) is not None:  # vLLM's --spec-tokens
+        return
+    settings = load_settings(engine_args.additional_config)
+    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
+    limit = max(limit, settings.speculator_tokens or 1)
+    engine_args.speculative_config = {**engine_args.speculative_config, "num_speculative_tokens": limit}
+
+
+def draft_beside(spec: Any, engine_args: Any, model_config: Any, parallel_config: Any) -> None:
+    """Draft beside the method of vLLM that ``spec``, its SpeculativeConfig, names.
+
+    Raises ConfigurationError or UnsupportedEngineError with the remedy where that cannot work.
+    """
+    native_methods.check_method(spec)
+    settings = load_settings(engine_args.additional_config)
+    if settings.speculator is not None:
+        raise ConfigurationError(
+            f"speculator and --speculative-config {spec.method!r}: there is one draft model; give one of them"
+        )
+    limit = settings.max_draft or default_draft_limit(engine_args, model_config, parallel_config)
+    native_methods.adopt(spec, limit)
+
+
+def _is_own(engine_args: Any) -> bool:
+    """Return whether the engine's speculative method is agentspec's own."""
+    return bool(with_underscores(engine_args.speculative_config).get("model") == PROPOSER_PATH)
+
+
+def _has_settings(engine_args: Any) -> bool:
+    """Return whether the engine has agentspec's settings, which ``agentspec serve`` always gives."""
+    additional = engine_args.additional_config
+    return isinstance(additional, Mapping) and "agentspec" in additional
+
+
+# --- What excludes drafts
+
+
+def conflict(engine_args: Any, model_config: Any, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return why this engine cannot draft with agentspec, and the remedy. None: it can.
+
+    model_config: vLLM's ModelConfig of the served model.
+    """
+    if environ.get("VLLM_USE_V2_MODEL_RUNNER", "").strip().lower() in ("1", "true"):
+        return "VLLM_USE_V2_MODEL_RUNNER=1: agentspec drafts in vLLM's V1 model runner only; unset the variable"
+    if getattr(engine_args, "async_scheduling", None):
+        return (
+            "--async-scheduling: agentspec drafts from the tokens of the step before, which asynchronous scheduling "
+            "doesn't wait for; leave the option out"
+        )
+    if getattr(engine_args, "logits_processors", None):
+        return (
+            "--logits-processors: vLLM runs no custom logits processors with speculative decoding; leave the option "
+            "out, or start plain 'vllm serve'"
+        )
+    if keeps_states(model_config) and on_cpu():
+        return (
+            f"{model_config.architectures[0]} on a CPU: with any speculative decoding vLLM's CPU build ends at a model "
+            "with recurrent states, or answers other text; start plain 'vllm serve'"
+        )
+    return None
+
+
+def schedule_synchronously(engine_args: Any, model_config: Any) -> None:
+    """Switch asynchronous scheduling off: the suffix indexes need each step's tokens before they draft.
+
+    Raises ConfigurationError with the remedy where an option or the model excludes drafts.
+    """
+    if (reason := conflict(engine_args, model_config)) is not None:
+        raise ConfigurationError(reason)
+    engine_args.async_scheduling = False
+
+
+# --- The line that says what drafts
+
+
+def what_drafts(spec: Any, settings: Settings, *, has_keys: bool | None = None) -> str:
+    """Return the line of `describe` for ``spec``, vLLM's SpeculativeConfig of an engine that drafts with agentspec."""
+    beside = native_methods.drafter_tokens(spec) is not None
+    method = spec.method if beside else "speculator" if settings.speculator else None
+    return describe(settings, method, spec.num_speculative_tokens, has_keys=has_keys)
+
+
+def describe(settings: Settings, method: str | None, longest: int, *, has_keys: bool | None = None) -> str:
+    """Return one line that says what drafts, how far, at what price, and who drafts from whose answers.
+
+    method: the draft model beside the suffix indexes; None: there is none. longest: of one draft, in tokens. has_keys:
+    whether vLLM's server checks API keys; None: there is no server, so there are no callers.
+    """
+    if not settings.enabled:
+        return "switched off (enabled: false), no drafts"
+    sources = {"tenant": "session, group, tenant", "session": "session, family", "none": "own text"}[settings.scope]
+    index = f"suffix index ({sources})"
+    rule = settings.arctic_suffix_rule
+    if rule is not None and rule.max_spec_factor == rule.max_spec_offset == 0:
+        index = ""
+    elif rule is not None:
+        index += " by ArcticInference's rule"
+    price = "measured" if settings.verify_cost is None else f"{settings.verify_cost:g}"
+    drafters = " + ".join(part for part in (index, method) if part)
+    line = f"{drafters}, up to {longest} tokens, price {price}"
+    return line if has_keys is None else f"{line}; {_who_shares(settings, has_keys)}"
+
+
+def _who_shares(settings: Settings, has_keys: bool) -> str:
+    told_apart = has_keys or settings.principal_header is not None or settings.api_keys_file is not None
+    if settings.scope == "none":
+        return "each request drafts from its own text alone"
+    if settings.scope == "session":
+        whose = "for its principal" if told_apart else "whoever names it, --api-key separates callers"
+        return f"each session drafts from itself, its parent and children alone, {whose}"
+    if settings.tenant is not None:
+        sessions = "but not sessions" if told_apart else "--api-key keeps sessions apart"
+        return f"all callers of tenant {settings.tenant!r} share answers, {sessions}"
+    if settings.tenant_header or settings.api_keys_file:
+        return "shared within each tenant"
+    if settings.principal_header:
+        return "shared within each principal"
+    return "shared within each API key" if has_keys else "shared by all callers, --api-key separates them"
