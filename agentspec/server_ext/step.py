@@ -179,8 +179,8 @@ class RequestState:
     """its steps, if it asked for them"""
     alternatives: AwaitsVerification | None = None
     """alternatives that fusion scored in the step before"""
-    promised: float = 0.0
-    """expected accepted tokens of its latest suffix draft"""
+    expected_tokens: float = 0.0
+    """accepted tokens that its latest suffix draft promises"""
     model_gain: RunningMean = field(default_factory=RunningMean)
     """tokens that the draft model adds to its drafts beyond the usual gain"""
 

@@ -45,6 +45,18 @@ class FusedDrafts:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _SuffixDrafts:
+    """Hold the suffix drafts of a step's n rows, which the model may improve."""
+
+    rows: DraftRows
+    drafts: StepDrafts
+    expected: Sequence[float]
+    """[n] expected accepted tokens of each draft"""
+    cost: float
+    """price of verifying one more token, as a share of a decode step"""
+
+
 @dataclass(slots=True)
 class _Question:
     """Hold a launched run of the model.
@@ -89,13 +101,13 @@ class DraftFusion:
         """Return whether the model has failed too often and no longer runs."""
         return self._failures >= _MODEL_FAILURES
 
-    def draft(self, rows: DraftRows, model: StepModel, cost: float, unit: float | None) -> FusedDrafts:
+    def draft(self, rows: DraftRows, model: StepModel, cost: float, row_seconds: float | None) -> FusedDrafts:
         """Return the drafts of a step's rows. Raises the cache's errors, but not the model's.
 
-        cost: price of verifying one more token, as a share of a decode step. unit: seconds of a step without drafts
-        for each of its rows; None: not measured yet.
+        cost: price of verifying one more token, as a share of a decode step. row_seconds: duration of a step without
+        drafts, divided by its rows; None: not measured yet.
         """
-        question = self._guarded(lambda: self._begin(rows, model, unit))
+        question = self._guarded(lambda: self._begin(rows, model, row_seconds))
         drafts = self._cache.step(
             rows.handle,
             rows.tokens,
@@ -106,7 +118,9 @@ class DraftFusion:
             cost=cost,
             work_seconds=rows.work_seconds,
         )
-        fused = self._guarded(lambda: self._improve(rows, drafts, model, question, cost, unit))
+        fused = self._guarded(
+            lambda: self._improve(_SuffixDrafts(rows, drafts, drafts.expected(), cost), model, question, row_seconds)
+        )
         return FusedDrafts(drafts) if fused is None else fused
 
     def stats(self) -> dict[str, Any]:
@@ -137,7 +151,7 @@ class DraftFusion:
                 logger.error("agentspec: the draft model failed %d times and is not asked again", _MODEL_FAILURES)
             return None
 
-    def _begin(self, rows: DraftRows, model: StepModel, unit: float | None) -> _Question | None:
+    def _begin(self, rows: DraftRows, model: StepModel, row_seconds: float | None) -> _Question | None:
         """Learn from this step's verified tokens, and launch the model if it runs in parallel to the host."""
         for i, state in enumerate(rows.states):
             if state.alternatives is not None:
@@ -145,60 +159,47 @@ class DraftFusion:
                 waiting.learn(rows.tokens[rows.rows[i], waiting.length : rows.lengths[i]].tolist())
         if not model.overlaps:
             return None
-        promised = [state.promised for state in rows.states]
+        expected = [state.expected_tokens for state in rows.states]
         widths = np.minimum(rows.max_draft_tokens, 1).tolist()
-        pace = Pace(1.0 + sum(promised) / len(promised), unit)
-        chosen = self.scheduler.choose(rows.states, promised, widths, pace)
+        pace = Pace(1.0 + sum(expected) / len(expected), row_seconds)
+        chosen = self.scheduler.choose(rows.states, expected, widths, pace)
         return self._ask(rows, model, chosen, None) if chosen else None
 
     def _improve(
-        self,
-        rows: DraftRows,
-        drafts: StepDrafts,
-        model: StepModel,
-        question: _Question | None,
-        cost: float,
-        unit: float | None,
+        self, suffix: _SuffixDrafts, model: StepModel, question: _Question | None, row_seconds: float | None
     ) -> FusedDrafts:
         """Improve the suffix drafts by the model, if it was launched or is worth running."""
-        expected = drafts.expected()
+        rows, expected = suffix.rows, suffix.expected
         if model.overlaps:
-            for state, promised in zip(rows.states, expected, strict=True):
-                state.promised = promised
+            for state, tokens in zip(rows.states, expected, strict=True):
+                state.expected_tokens = tokens
         else:
-            tokens = drafts.lists()
-            values = [draft_value(e, len(draft), cost) for e, draft in zip(expected, tokens, strict=True)]
+            drafted = suffix.drafts.lists()
+            values = [draft_value(e, len(draft), suffix.cost) for e, draft in zip(expected, drafted, strict=True)]
             value = sum(values) / len(values)
             if model.choices is not None:
                 self._usual.add(value, _USUAL_STEPS)
-                pace = Pace((value + self._usual.value) / 2, unit)
-                return self._with_whole_batch(rows, drafts, expected, model, model.choices, pace, cost)
-            pace = Pace(value, unit)
+                pace = Pace((value + self._usual.value) / 2, row_seconds)
+                return self._with_whole_batch(suffix, model, model.choices, pace)
             widths = [
-                0 if room == 0 else 2 if draft and self._scores else 1
-                for room, draft in zip(rows.max_draft_tokens.tolist(), tokens, strict=True)
+                0 if limit == 0 else 2 if draft and self._scores else 1
+                for limit, draft in zip(rows.max_draft_tokens.tolist(), drafted, strict=True)
             ]
-            chosen = self.scheduler.choose(rows.states, expected, widths, pace)
-            question = self._ask(rows, model, chosen, tokens) if chosen else None
+            chosen = self.scheduler.choose(rows.states, expected, widths, Pace(value, row_seconds))
+            question = self._ask(rows, model, chosen, drafted) if chosen else None
         if question is None:
-            return FusedDrafts(drafts)
-        return self._hear(rows, drafts, expected, question, model.positions, cost)
+            return FusedDrafts(suffix.drafts)
+        return self._hear(suffix, question, model.positions)
 
     def _with_whole_batch(
-        self,
-        rows: DraftRows,
-        drafts: StepDrafts,
-        expected: Sequence[float],
-        model: StepModel,
-        choices: Sequence[int],
-        pace: Pace,
-        cost: float,
+        self, suffix: _SuffixDrafts, model: StepModel, choices: Sequence[int], pace: Pace
     ) -> FusedDrafts:
         """Run a drafter of whole batches for as many tokens as are worth their time, and improve the suffix drafts."""
+        rows, drafts = suffix.rows, suffix.drafts
         if list(choices) == [0]:  # it is left out of this step, which says nothing about its time
             return FusedDrafts(drafts)
         limits, worth = rows.max_draft_tokens.tolist(), self.calibrator.worth(choices[-1])
-        tokens = self.scheduler.choose_tokens(rows.states, expected, limits, worth, choices, pace)
+        tokens = self.scheduler.choose_tokens(rows.states, suffix.expected, limits, worth, choices, pace)
         chosen = [i for i, limit in enumerate(limits) if limit > 0] if tokens > 0 else []
         begin = time.perf_counter()
         if tokens == RESTS:
@@ -212,7 +213,7 @@ class DraftFusion:
         passes.observe(len(rows.states), tokens, seconds)
         if chosen:
             question = _Question(chosen, [-1] * len(chosen), list(range(len(chosen))), answer, seconds)
-            drafts = self._hear(rows, drafts, expected, question, model.positions, cost).drafts
+            drafts = self._hear(suffix, question, model.positions).drafts
         return FusedDrafts(drafts, passes.beyond_least(len(rows.states), tokens))
 
     def _ask(self, rows: DraftRows, model: StepModel, chosen: list[int], drafts: list[list[int]] | None) -> _Question:
@@ -236,16 +237,12 @@ class DraftFusion:
         answer = model.launch(engine_rows, wanted)
         return _Question(chosen, forced, unforced, answer, time.perf_counter() - begin)
 
-    def _hear(
-        self,
-        rows: DraftRows,
-        drafts: StepDrafts,
-        expected: Sequence[float],
-        question: _Question,
-        width: int,
-        cost: float,
-    ) -> FusedDrafts:
-        """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained."""
+    def _hear(self, suffix: _SuffixDrafts, question: _Question, width: int) -> FusedDrafts:
+        """Wait for the answer, offer its alternatives to the suffix index, and learn how many tokens that gained.
+
+        width: most tokens of an alternative.
+        """
+        rows, drafts, expected = suffix.rows, suffix.drafts, suffix.expected
         begin = time.perf_counter()
         answer = question.answer().known()
         bounds, columns = drafts.offsets.tolist(), (drafts.token_ids, drafts.probabilities, drafts.sources)
@@ -268,11 +265,11 @@ class DraftFusion:
             for offer in alternatives.offers():
                 offers.append(offer)
                 offered.append(i)
-        merged = self._offer(rows, drafts, offers, offered, width, cost) if offers else drafts
-        promised, lengths = merged.expected(), np.diff(merged.offsets).tolist()
+        merged = self._offer(suffix, offers, offered, width) if offers else drafts
+        merged_expected, lengths = merged.expected(), np.diff(merged.offsets).tolist()
         for i in question.rows:
-            before, after = (expected[i], bounds[i + 1] - bounds[i]), (promised[i], lengths[i])
-            self.scheduler.learn(rows.states[i], expected[i], gained_tokens(before, after, cost))
+            before, after = (expected[i], bounds[i + 1] - bounds[i]), (merged_expected[i], lengths[i])
+            self.scheduler.learn(rows.states[i], expected[i], gained_tokens(before, after, suffix.cost))
         seconds = question.seconds + time.perf_counter() - begin
         self.runs += 1
         self.rows += len(answer.tokens)
@@ -280,12 +277,11 @@ class DraftFusion:
         self.scheduler.time.observe(len(answer.tokens), seconds)
         return FusedDrafts(merged, seconds)
 
-    def _offer(
-        self, rows: DraftRows, drafts: StepDrafts, offers: list[Offer], offered: list[int], width: int, cost: float
-    ) -> StepDrafts:
-        """Offer the drafts to the suffix index. Return the resulting drafts of all rows."""
+    def _offer(self, suffix: _SuffixDrafts, offers: list[Offer], offered: list[int], width: int) -> StepDrafts:
+        """Offer the drafts to the suffix index, each for its row in ``offered``. Return the drafts of all rows then."""
+        rows, drafts = suffix.rows, suffix.drafts
         ids = [rows.states[i].request_id for i in offered]
-        taken = self._cache.merge_drafts(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=cost)
+        taken = self._cache.merge_drafts(ids, *pack(offers, width), rows.max_draft_tokens[offered], cost=suffix.cost)
         latest = {i: at for at, i in enumerate(offered)}  # the last result for a row is its draft
         before, after = list(pairwise(drafts.offsets.tolist())), list(pairwise(taken.offsets.tolist()))
         parts = [

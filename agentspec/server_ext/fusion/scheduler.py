@@ -1,10 +1,10 @@
 """Choose the rows of a step for which the draft model is worth its time.
 
-The core values a draft (``draft_value``) by the tokens that its step yields per unit of work. A unit is the time of a
-step without drafts, divided by its rows. Running the model on a row improves its draft by some tokens, the gain. The
-scheduler learns gains from the rows on which the model ran, by request and by the expected tokens of the suffix draft.
-The model runs on rows whose gains together exceed the tokens that a step yields in the time that the model takes. If
-drafts do not pay, as in large batches, there is no gain, and the model does not run.
+The core values a draft (``draft_value``) by the tokens that its step yields per unit of work. A unit takes
+``row_seconds``, the time of a step without drafts divided by its rows. Running the model on a row improves its draft by
+some tokens, the gain. The scheduler learns gains from the rows on which the model ran, by request and by the expected
+tokens of the suffix draft. The model runs on rows whose gains together exceed the tokens that a step yields in the time
+that the model takes. If drafts do not pay, as in large batches, there is no gain, and the model does not run.
 
 A drafter of vLLM's runs over the whole batch. Then the choice is how many tokens it drafts, or whether it rests. Its
 first pass cannot always be left out.
@@ -40,10 +40,10 @@ _OUTLIER = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Hold what a step currently yields. rate: tokens per unit of work. unit: its seconds; None: not measured yet."""
+    """Hold what steps yield now. rate: tokens per unit of work. row_seconds: of a unit; None: not measured yet."""
 
     rate: float
-    unit: float | None
+    row_seconds: float | None
 
 
 def gained_tokens(before: tuple[float, int], after: tuple[float, int], cost: float) -> float:
@@ -162,21 +162,21 @@ class DraftModelScheduler:
         self.trials = 0
 
     def choose(
-        self, states: Sequence[RequestState], promised: Sequence[float], widths: Sequence[int], pace: Pace
+        self, states: Sequence[RequestState], expected: Sequence[float], widths: Sequence[int], pace: Pace
     ) -> list[int]:
         """Return the rows worth running the model for, in their order.
 
-        promised: expected tokens of each row's suffix draft. widths: rows of the model that each row takes, 0 if it
+        expected: expected tokens of each row's suffix draft. widths: rows of the model that each row takes, 0 if it
         may not have a draft.
         """
         able = [i for i, width in enumerate(widths) if width > 0]
         if not able:
             return []
         everything = self.time.seconds(sum(widths))
-        if pace.unit is None or everything is None:
+        if pace.row_seconds is None or everything is None:
             return able  # run on all rows while nothing is known
-        tokens_a_second = pace.rate / pace.unit
-        gains = sorted(((self.gain(states[i], promised[i]), i) for i in able), reverse=True)
+        tokens_a_second = pace.rate / pace.row_seconds
+        gains = sorted(((self.gain(states[i], expected[i]), i) for i in able), reverse=True)
         best, total, width, count = 0.0, 0.0, 0, 0
         for number, (gain, i) in enumerate(gains, 1):
             if gain <= 0.0:
@@ -188,12 +188,12 @@ class DraftModelScheduler:
                 best, count = surplus, number
         if count:
             return sorted(i for _, i in gains[:count])
-        return able if self._may_try(everything, pace.unit * len(states)) else []
+        return able if self._may_try(everything, pace.row_seconds * len(states)) else []
 
     def choose_tokens(
         self,
         states: Sequence[RequestState],
-        promised: Sequence[float],
+        expected: Sequence[float],
         limits: Sequence[int],
         worth: Sequence[float],
         choices: Sequence[int],
@@ -201,7 +201,7 @@ class DraftModelScheduler:
     ) -> int:
         """Return how many tokens a drafter of whole batches shall draft, one of ``choices``.
 
-        promised: expected tokens of each row's suffix draft. limits: most tokens of each row's draft. worth: expected
+        expected: expected tokens of each row's suffix draft. limits: most tokens of each row's draft. worth: expected
         tokens of the drafter's own draft of 1, 2, … tokens. choices: ascending; the time of the first cannot be saved.
         """
         able = [i for i, limit in enumerate(limits) if limit > 0]
@@ -209,10 +209,10 @@ class DraftModelScheduler:
         if least == most or not able:
             return least
         saved = self.passes.saved(len(states), most, least)
-        if pace.unit is None or saved is None:
+        if pace.row_seconds is None or saved is None:
             return most  # while nothing is known
-        gain = sum(max(0.0, self.gain(states[i], promised[i])) for i in able)
-        tokens_a_second = pace.rate / pace.unit
+        gain = sum(max(0.0, self.gain(states[i], expected[i])) for i in able)
+        tokens_a_second = pace.rate / pace.row_seconds
         best, count = 0.0, least
         for tokens in choices[1:]:
             time = self.passes.saved(len(states), tokens, least) or 0.0
@@ -221,7 +221,7 @@ class DraftModelScheduler:
                 best, count = surplus, tokens
         if count > least:
             return count
-        return most if self._may_try(saved, pace.unit * len(states)) else least
+        return most if self._may_try(saved, pace.row_seconds * len(states)) else least
 
     def _may_try(self, cost: float, step: float) -> bool:
         """Return whether a trial that takes ``cost`` seconds is due. step: seconds of a step without drafts."""
@@ -232,14 +232,14 @@ class DraftModelScheduler:
         self.trials += 1
         return True
 
-    def gain(self, state: RequestState, promised: float) -> float:
+    def gain(self, state: RequestState, expected: float) -> float:
         """Return the gain to expect from running the model on a row of this request, in tokens."""
         own = state.model_gain
-        return self._gains[_bucket(promised)].value + own.value * own.count / (own.count + _REQUEST_PRIOR)
+        return self._gains[_bucket(expected)].value + own.value * own.count / (own.count + _REQUEST_PRIOR)
 
-    def learn(self, state: RequestState, promised: float, gain: float) -> None:
+    def learn(self, state: RequestState, expected: float, gain: float) -> None:
         """Note the gain of running the model on a row of this request, in tokens."""
-        mean = self._gains[_bucket(promised)]
+        mean = self._gains[_bucket(expected)]
         state.model_gain.add(gain - mean.value, _REQUEST_MEMORY)
         mean.add(gain, _MEMORY)
 
@@ -254,5 +254,5 @@ class DraftModelScheduler:
         }
 
 
-def _bucket(promised: float) -> int:
-    return sum(promised >= bound for bound in _BOUNDS[1:])
+def _bucket(expected: float) -> int:
+    return sum(expected >= bound for bound in _BOUNDS[1:])
