@@ -121,10 +121,10 @@ class TestHowMany:
 
     @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 1024, 128), (32, 1024, 128), (256, 1024, 16), (4, 3, 3)])
     def test_a_row_gets_some_times_its_share(self, rows: int, budget: int, most: int) -> None:
-        assert DraftBudget(1024).most(rows, budget) == most
+        assert DraftBudget(1024).row_tokens(rows, budget) == most
 
     def test_without_a_budget_nothing_is_drafted(self) -> None:
-        assert DraftBudget(1024).most(2, 0) == 0
+        assert DraftBudget(1024).row_tokens(2, 0) == 0
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])

@@ -28,11 +28,12 @@ from agentspec.cache.types import Drafts, Float32Array, Int32Array
 Int64 = NDArray[np.int64]
 
 MEMORY_SHARE = 0.25
-"""vLLM gathers rows x (longest draft + 1) positions, in two more copies, where logprobs are asked for. `most` bounds
-that to 4 times the budget, which takes twice what the budget takes: the rest of the unclaimed memory is for it."""
+"""Share of the free memory that drafts may take. The rest is for requests that ask for logprobs: for these vLLM makes
+two more copies of rows x (longest draft + 1) positions, which `row_tokens` limits to _ROW_SHARES times the budget."""
 SCHEDULER_SHARE = 0.5
 EVEN_SHARE = 0.5
-_ROOM_FACTOR = 4
+_ROW_SHARES = 4
+"""Longest draft of a row, in even shares of the budget."""
 _TINY = 1e-30
 """Replacement for a probability of 0, which has no finite logarithm."""
 
@@ -86,13 +87,13 @@ class DraftBudget:
         self._rows, self._tokens, self.limited_by = rows, tokens, limited_by
         return tokens
 
-    def most(self, rows: int, budget: int) -> int:
+    def row_tokens(self, rows: int, budget: int) -> int:
         """Return how many tokens any of the rows may draft.
 
-        That is _ROOM_FACTOR times its even share of the budget. It serves rows that copy long passages, and `cut` need
+        That is _ROW_SHARES times its even share of the budget. It serves rows that copy long passages, and `cut` need
         not discard most of what many rows draft.
         """
-        return min(max(1, _ROOM_FACTOR * budget // max(rows, 1)), MAX_DRAFT) if budget > 0 else 0
+        return min(max(1, _ROW_SHARES * budget // max(rows, 1)), MAX_DRAFT) if budget > 0 else 0
 
     def cut(self, drafts: Drafts, budget: int) -> list[list[int]]:
         """Return the drafts of n rows as lists of token ids, cut to the budget."""

@@ -72,7 +72,7 @@ class StepPricing:
             cost=prices.cost,
             tokens=tokens,
             by_latency=self.budget.limited_by == "latency",
-            row_tokens=self.budget.most(len(rows), tokens),
+            row_tokens=self.budget.row_tokens(len(rows), tokens),
             work=self.work_time.in_step(seconds),
             version=self.cost.version,
             until=step + _PRICED_STEPS,
