@@ -30,6 +30,7 @@ from agentspec.server_ext.vllm_adapter.frontend import (
     ResponseLengths,
     ask_or_refuse,
     drafting_engine,
+    engine_of,
 )
 from agentspec.server_ext.vllm_adapter.speculative_config import what_drafts
 
@@ -93,9 +94,8 @@ def is_loopback(host: str | None) -> bool:
 @router.get("")
 async def info(request: Request) -> dict[str, Any]:
     """Return the extension's version, and whether this engine drafts with it."""
-    engine = request.app.state.agentspec_engine
-    drafting = engine is not None and uses_agentspec(engine.vllm_config)
-    enabled = drafting and load_settings(engine.vllm_config.additional_config).enabled
+    engine = engine_of(request.app)
+    enabled = engine is not None and load_settings(engine.vllm_config.additional_config).enabled
     return {"agentspec": __version__, "drafting": enabled}
 
 

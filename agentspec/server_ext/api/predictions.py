@@ -9,25 +9,19 @@ vLLM ignores the field. Here it becomes tokens, and the request, and no other, d
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.cache.types import MAX_PREDICTION
 from agentspec.errors import InvalidInputError
 from agentspec.server_ext.api.session_texts import encode_text
-from agentspec.server_ext.vllm_adapter import uses_agentspec
-from agentspec.server_ext.vllm_adapter.frontend import predicting, tokenizer_of
+from agentspec.server_ext.vllm_adapter.frontend import engine_of, path_of, predicting, tokenizer_of
 
 _PATH = "/v1/chat/completions"
 _FIELD = b'"prediction"'  # text inside of a JSON string has backslashes before the quotes
 _LONGEST_TOKEN = 64  # characters that a token has at most, on average over a text that fits
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class PredictionMiddleware:
@@ -36,11 +30,10 @@ class PredictionMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. One without a prediction passes unchanged."""
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        engine = getattr(scope["app"].state, "agentspec_engine", None) if path == _PATH else None
-        if engine is None or not uses_agentspec(engine.vllm_config):
+        engine = engine_of(scope["app"]) if scope["type"] == "http" and path_of(scope) == _PATH else None
+        if engine is None:
             await self._app(scope, receive, send)
             return
         body, replayed = await _read(receive)

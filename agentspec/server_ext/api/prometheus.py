@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentspec.server_ext.vllm_adapter import ask_engines, uses_agentspec
+from agentspec.server_ext.vllm_adapter.frontend import ask_engines, engine_of, path_of
 
 logger = logging.getLogger("vllm.agentspec")
 
@@ -120,7 +120,7 @@ class MetricsMiddleware:
         self._failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) not in _PATHS:
+        if scope["type"] != "http" or path_of(scope) not in _PATHS:
             await self._app(scope, receive, send)
             return
         start: Message | None = None
@@ -135,7 +135,7 @@ class MetricsMiddleware:
             if message.get("more_body", False) or start is None:
                 return
             if scope["method"] == "GET" and _is_plain_text(start):
-                body += await self._ours(scope["app"].state)
+                body += await self._ours(scope["app"])
                 length = (b"content-length", str(len(body)).encode())
                 start["headers"] = [*(item for item in start["headers"] if item[0] != length[0]), length]
             await send(start)
@@ -143,9 +143,10 @@ class MetricsMiddleware:
 
         await self._app(scope, receive, collect)
 
-    async def _ours(self, state: Any) -> bytes:
-        engine = getattr(state, "agentspec_engine", None)
-        if engine is None or not uses_agentspec(engine.vllm_config):
+    async def _ours(self, app: Any) -> bytes:
+        """Return the engines' figures in Prometheus' text format; nothing where they do not draft with agentspec."""
+        engine = engine_of(app)
+        if engine is None:
             return b""
         async with self._lock:
             if time.monotonic() - self._asked >= _FRESH_SECONDS:

@@ -15,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentspec.server_ext.identity import FIGURES_HEADER
 from agentspec.server_ext.identity.callers import NOBODY, shows_admin_key
-from agentspec.server_ext.vllm_adapter import uses_agentspec
 from agentspec.server_ext.vllm_adapter.frontend import (
     ask_engines,
+    engine_of,
+    path_of,
     presented,
     response_lengths_of,
     tagger_of,
@@ -41,10 +43,6 @@ _CONTEXT = 8
 """Tokens before another that may change its text: a leading space, parts of one character."""
 _INCOMPLETE = "\ufffd"
 _END_OF_STREAM = b"data: [DONE]\n\n"
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 async def figures_of(
@@ -129,15 +127,12 @@ class FiguresMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. Responses to requests that ask for no figures pass unchanged."""
-        if (
-            scope["type"] == "http"
-            and scope["path"].removeprefix(scope.get("root_path", "")) in _PATHS
-            and ((asked := FIGURES_HEADER in Headers(scope=scope)) or _predicts())
-        ):
-            engine = getattr(scope["app"].state, "agentspec_engine", None)
-            if engine is not None and uses_agentspec(engine.vllm_config):
+        if scope["type"] == "http" and path_of(scope) in _PATHS:
+            asked = FIGURES_HEADER in Headers(scope=scope)
+            engine = engine_of(scope["app"]) if asked or _predicts() else None
+            if engine is not None:
                 send = _Response(engine, send, asked).pass_on
         await self._app(scope, receive, send)
 

@@ -43,7 +43,7 @@ from agentspec.server_ext.vllm_adapter import (
     speculative_config,
 )
 from agentspec.server_ext.vllm_adapter.cpu import on_cpu
-from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id, ask_engines
+from agentspec.server_ext.vllm_adapter.frontend import RPC_METHOD, api_request_id
 from agentspec.server_ext.vllm_adapter.runner import served_model_key, worker_rpc
 from agentspec.server_ext.vllm_adapter.speculative_config import uses_agentspec
 
@@ -52,7 +52,6 @@ __all__ = [
     "AgentSpecProposer",
     "Patch",
     "api_request_id",
-    "ask_engines",
     "check_engine",
     "check_version",
     "current_patches",

@@ -87,12 +87,24 @@ def engine_numbers(engine_client: Any) -> Sequence[int]:
     return range(len(engine_client.engine_core.core_engines))
 
 
+def engine_of(app: Any) -> Any:
+    """Return the EngineClient of vLLM's app; None where that does not draft with agentspec, or is not ready yet."""
+    engine = getattr(app.state, "agentspec_engine", None)
+    return engine if engine is not None and uses_agentspec(engine.vllm_config) else None
+
+
+def path_of(scope: Any) -> str:
+    """Return the path of an HTTP request, without the one under which a proxy serves vLLM (``--root-path``)."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
 def drafting_engine(request: Any) -> Any:
     """Return the EngineClient behind an HTTP request. Raise the 404 of a server that does not draft with agentspec."""
     from fastapi import HTTPException
 
-    engine = request.app.state.agentspec_engine
-    if engine is None or not uses_agentspec(engine.vllm_config):
+    engine = engine_of(request.app)
+    if engine is None:
         raise HTTPException(status_code=404, detail="this engine does not draft with agentspec")
     return engine
 
@@ -156,7 +168,7 @@ async def authenticate(original: Callable[..., Awaitable[None]], middleware: Any
     from starlette.datastructures import Headers
 
     sender = Presented(scope["headers"], verified=bool(middleware.verify_token(Headers(scope=scope))))
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = path_of(scope)
     if not sender.verified and (path == ROUTES or path.startswith(f"{ROUTES}/")) and shows_admin_key(sender):
         await _handle(middleware.app, sender, scope, *call)
     else:
