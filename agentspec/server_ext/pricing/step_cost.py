@@ -143,7 +143,7 @@ class StepCost:
         Ask only where drafts are cut. If nearly all steps have drafts, one in each 128 should have none.
         """
         batch = self._batches.get(_bucket(rows))
-        if self.given is not None or rows < 2 or batch is None or True not in batch.levels:
+        if self.given is not None or rows < 2 or batch is None or batch.with_drafts is None:
             return False
         every = _PLAIN_EVERY if batch.plain.steps else _FIRST_PLAIN_EVERY
         if batch.since_plain < every:
@@ -179,7 +179,7 @@ class StepCost:
         if batch is not None:
             usual, unit = batch.usual, batch.usual.seconds / batch.rows
             expected = self._slope(batch)[0]
-            plain = usual.base(expected) * (batch.plain.share(expected) if True in batch.levels else 1.0)
+            plain = usual.base(expected) * (1.0 if batch.with_drafts is None else batch.plain.share(expected))
             mean, _, deviation = self._posterior(batch, unit, unit)
             at_most = usual.seconds / (batch.rows + usual.drafted)  # if a row takes no less than a draft token
             slope = min(max(mean, 0.0) + deviation, max(mean, at_most))
@@ -228,6 +228,7 @@ class StepCost:
         self._take_in()
 
     def _take_in(self) -> None:
+        """Learn from the steps that wait."""
         waiting, self._waiting = self._waiting, []
         self.version += 1
         slopes: dict[int, float] = {}
@@ -246,11 +247,12 @@ class StepCost:
                 batch.most = max(batch.most, drafted)
                 continue
             if key not in slopes:
-                slopes[key] = self._slope(batch)[0] if batch.levels else 0.0
+                slopes[key] = self._slope(batch)[0] if batch.settled else 0.0
             batch.learn(drafted, seconds, slopes[key], self._steps)
         self._prices.clear()
 
     def _prices_at(self, rows: int) -> Prices:
+        """Return the prices in a batch of ``rows`` rows, from what is measured of the nearest number of rows."""
         cost, row_seconds = self._guess(rows), None
         batch = self._nearest(rows)
         if batch is not None:
@@ -258,15 +260,15 @@ class StepCost:
             base = batch.base(slope)
             cost, row_seconds = min(max(slope * rows / base, LOWEST_COST), HIGHEST_COST), base / rows
         same = self._batches.get(_bucket(rows))
-        if self.given is not None or same is None or True not in same.levels:
+        if self.given is not None or same is None or same.with_drafts is None:
             return Prices(cost if self.given is None else self.given, row_seconds)
         slope, _ = self._slope(same)
-        return Prices(cost, row_seconds, same.plain.share(slope), slope / same.levels[True].base(slope))
+        return Prices(cost, row_seconds, same.plain.share(slope), slope / same.with_drafts.base(slope))
 
     def _slope(self, batch: RowTimes) -> tuple[float, float]:
         """Return the seconds that one more draft token takes, and the share of that which is evidence (0 to 1)."""
         cost = self._guess(batch.rows)
-        drafted = batch.share * batch.levels[True].drafted if True in batch.levels else 0.0
+        drafted = 0.0 if batch.with_drafts is None else batch.share * batch.with_drafts.drafted
         guess = cost * batch.seconds / (batch.rows + cost * drafted)  # a share of a step without its draft tokens
         slope, evidence, _ = self._posterior(batch, guess, guess)  # which may be wrong by its own size
         return slope, evidence
@@ -279,22 +281,22 @@ class StepCost:
         """Return the slope under a normal prior, its share of evidence (0 to 1), and its standard deviation."""
         dd = dt = 0.0
         for other in self._batches.values():
-            level = other.levels.get(True)
-            if level is not None:
-                level.forget(self._steps)
+            if other.with_drafts is not None:
+                other.with_drafts.forget(self._steps)
                 alike = _alike(batch.rows, other.rows) ** 3
-                dd += alike * level.dd
-                dt += alike * level.dt
+                dd += alike * other.with_drafts.dd
+                dt += alike * other.with_drafts.dt
         noise = batch.usual.deviation
         # The guess weighs as much as measurements with this sum of squares of d.
         trust = (noise / deviation) ** 2
         return (dt + trust * guess) / (dd + trust), dd / (dd + trust), noise / (dd + trust) ** 0.5
 
     def _nearest(self, rows: int) -> RowTimes | None:
+        """Return the settled measurements with the number of rows nearest to this one; None: there are none yet."""
         known = self._batches.get(_bucket(rows))
-        if known is not None and known.levels:
+        if known is not None and known.settled:
             return known
-        settled = [batch for batch in self._batches.values() if batch.levels]
+        settled = [batch for batch in self._batches.values() if batch.settled]
         return min(settled, key=lambda batch: abs(batch.rows - rows)) if settled else None
 
 

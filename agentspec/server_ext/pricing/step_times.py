@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.05
 
 @dataclass(slots=True)
 class StepTimes:
-    """Keep running means and least-squares sums of the steps with some number of rows, with or without drafts."""
+    """Keep means and least-squares sums of one level: the steps of a batch size with drafts, or those without."""
 
     seconds: float
     drafted: float
@@ -122,7 +122,7 @@ class RowTimes:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.levels: dict[bool, StepTimes] = {}  # with drafts (True) and without
+        self._levels: dict[bool, StepTimes] = {}  # with drafts (True) and without
         self._settling: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
         self.most = 0
         """most draft tokens that a step had"""
@@ -135,6 +135,21 @@ class RowTimes:
         self.since_drafts = 0
         """steps without drafts since one with"""
 
+    @property
+    def with_drafts(self) -> StepTimes | None:
+        """Return the level of the steps with drafts; None until it has settled."""
+        return self._levels.get(True)
+
+    @property
+    def without_drafts(self) -> StepTimes | None:
+        """Return the level of the steps without drafts; None until it has settled."""
+        return self._levels.get(False)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether one of the levels has settled."""
+        return bool(self._levels)
+
     def learn(self, d: int, t: float, slope: float, step: int) -> None:
         """Learn from a step of d draft tokens and t seconds. A level's first steps are collected until it settles."""
         drafts = d > 0
@@ -142,25 +157,25 @@ class RowTimes:
         self.share += max(1.0 / self.count, 1.0 / _MEAN_STEPS) * (drafts - self.share)
         self.most = max(self.most, d)
         self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if drafts else (0, self.since_drafts + 1)
-        level = self.levels.get(drafts)
+        level = self._levels.get(drafts)
         if level is not None:
             level.forget(step)
-            if not drafts and True in self.levels:
-                self.plain.learn(level.believed(0.0, t, slope), self.levels[True])
+            if not drafts and self.with_drafts is not None:
+                self.plain.learn(level.believed(0.0, t, slope), self.with_drafts)
             level.learn(d, t, slope)
             return
         first = self._settling[drafts]
         first.append((d, t))
         if len(first) >= _SETTLING:
-            self.levels[drafts] = StepTimes.settled(first, slope, step)
-            if len(self.levels) == 2:
-                self.plain.learn(self.levels[False].seconds, self.levels[True], _SETTLING)
+            self._levels[drafts] = StepTimes.settled(first, slope, step)
+            if self.with_drafts is not None and self.without_drafts is not None:
+                self.plain.learn(self.without_drafts.seconds, self.with_drafts, _SETTLING)
             first.clear()
 
     @property
     def usual(self) -> StepTimes:
         """Return the level of the steps with drafts, or of those without if no other is settled."""
-        return self.levels.get(True) or self.levels[False]
+        return self._levels.get(True) or self._levels[False]
 
     @property
     def seconds(self) -> float:
@@ -169,14 +184,14 @@ class RowTimes:
 
     def base(self, slope: float) -> float:
         """Return the seconds of a step without its draft tokens, averaged over steps with and without drafts."""
-        if True not in self.levels or False not in self.levels:
+        if self.with_drafts is None or self.without_drafts is None:
             return self.usual.base(slope)
-        return self.share * self.levels[True].base(slope) + (1.0 - self.share) * self.levels[False].seconds
+        return self.share * self.with_drafts.base(slope) + (1.0 - self.share) * self.without_drafts.seconds
 
     def dump(self) -> dict[str, Any]:
         """Return the measurements as JSON, for `restored`. Any thread may call it."""
         return {
-            "levels": {int(drafts): asdict(level) for drafts, level in dict(self.levels).items()},
+            "levels": {int(drafts): asdict(level) for drafts, level in dict(self._levels).items()},
             "most": self.most,
             "count": self.count,
             "share": self.share,
@@ -187,7 +202,7 @@ class RowTimes:
     def restored(cls, rows: int, kept: dict[str, Any]) -> "RowTimes":
         """Return the measurements of ``dump``. Raises ValueError, TypeError, KeyError or AttributeError on others."""
         times = cls(rows)
-        times.levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
+        times._levels = {bool(int(drafts)): StepTimes(**level) for drafts, level in kept["levels"].items()}
         times.most, times.count, times.share = int(kept["most"]), int(kept["count"]), float(kept["share"])
         times.plain = PlainSteps(**kept.get("plain", {}))  # versions before have none
         return times
